@@ -1,0 +1,49 @@
+# make train   train a small GPT on two CPU ranks (STAGE=2 RANKS=4 STEPS=50 ARGS="--width 256" override)
+# make test    run the tests (PYTEST_ARGS="-x -k gpt" override)
+# make lint    ruff and mypy
+# make clean   remove the virtual environment and all caches
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+STAGE  ?= 3
+RANKS  ?= 2
+STEPS  ?= 200
+ARGS   ?=
+PYTEST_ARGS ?= -q
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: train test lint clean
+
+train: $(VENV)/.base
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+		examples/train_gpt.py --stage $(STAGE) --steps $(STEPS) $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Torch goes first and alone: the extras then find it satisfied and do not choose another build.
+$(VENV)/.base: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests examples -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,286 @@
+"""The calls a user makes: shard, unshard, gathered, no_sync, report, and reading one parameter's states whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm import Communicator, Traffic, axes_of
+from zeroshard.config import Config
+from zeroshard.engine.buffers import Buffers
+from zeroshard.engine.build import Builder, check_model, open_agreement, verify_same_model
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.hooks import install
+from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import card_of
+from zeroshard.engine.unit import State, Unit
+from zeroshard.engine.units import plan_units
+from zeroshard.memory.ledger import Bytes, Ledger
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.placement import Placement
+from zeroshard.precision import LossScale, Precision
+from zeroshard.report import Report
+
+
+class _Sharded:
+    """What a sharded model carries: its engine and the handles of its hooks."""
+
+    def __init__(self, engine: Engine, handles: list[Any]) -> None:
+        self.engine = engine
+        self.handles = handles
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """Partition a model's training states over the data-parallel ranks, in place.
+
+    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and the rest. ``mesh`` has one
+    axis (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model
+    and a :class:`ShardedOptimizer` around the given one (None when none was given). All ranks call it together.
+
+    >>> import zeroshard
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = zeroshard.shard(model, optimizer, stage=3)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    """
+    config = Config(**options)
+    check_model(model)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    axes = axes_of(mesh)
+    device = _device(model, mesh, config)
+    control = open_agreement(mesh, config.timeout)
+    verify_same_model(model, config, control)
+    placement = Placement.of_stage(config.stage, axes[-1].size)
+    comm = Communicator(axes, device, placement.optimizer, config.timeout, control)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = _trained(optimizer, names)
+    ledger, order, precision = Ledger(), Order(control), Precision(model, config)
+    plans = plan_units(model, config.units, config.bucket_size)
+    units = Builder(model, plans, trained, config, placement, precision, comm, ledger).build()
+    reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
+    gradients = Gradients(units, placement, comm, order, ledger, config, reduce_dtypes)
+    buffers = Buffers(dict(model.named_buffers()), comm, order, config.broadcast_buffers)
+    engine = Engine(units, gradients, buffers, placement, comm, order, ledger, config, precision)
+    homes: dict[str, tuple[Unit, ...]] = {}
+    for plan, unit in zip(plans, units, strict=True):
+        for name in plan.modules:
+            homes[name] = (*homes.get(name, ()), unit)
+    handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
+    model._zeroshard = _Sharded(engine, handles)  # type: ignore[assignment]
+    comm.counters.roll()  # what building took is no step's
+    comm.counters.roll()
+    if optimizer is None:
+        return model, None
+    scale = LossScale(config.loss_scale, device) if config.precision == "fp16" else None
+    return model, ShardedOptimizer(optimizer, engine, names, scale)
+
+
+def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
+    """Give the plain model back: full parameters in their first dtype, no hooks. All ranks call it together.
+
+    Parameters come from the master copy where there is one. With the sharded optimizer, the inner one is given back
+    too, on the plain parameters and with whole states: returns ``(model, optimizer)`` then, else the model. Gradients
+    are dropped.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
+    >>> zeroshard.unshard(model)
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    sharded = _sharded(model)
+    engine: Engine = sharded.engine
+    state = optimizer.state_dict() if optimizer is not None else None
+    engine.order.begin("unshard")
+    for unit in engine.units:
+        engine.order.check(unit.gather_event)
+        unit.dissolve()
+    for handle in sharded.handles:
+        handle.remove()
+    del model._zeroshard
+    if optimizer is None:
+        return model
+    parameters = dict(model.named_parameters())
+    inner = optimizer.inner
+    inner.state.clear()
+    for group, names in zip(inner.param_groups, optimizer.names, strict=True):
+        group["params"] = [parameters[name] for name in names]
+    inner.load_state_dict(state or {})
+    return model, inner
+
+
+@contextmanager
+def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]:
+    """Give the full values of a sharded model's, or one of its modules', parameters on all ranks.
+
+    Without ``write_rank`` changes are undone on exit. With it, what that rank of the mesh holds at the end counts on
+    all. Values read inside (a ``state_dict()``, say) stay valid afterwards. All ranks enter and leave together; leaving
+    by an exception changes nothing and needs no other rank.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
+    >>> with zeroshard.gathered(model, write_rank=0):
+    ...     nn.init.zeros_(model.weight)
+    Parameter containing:
+    tensor([[0., 0.],
+            [0., 0.]], requires_grad=True)
+    """
+    engine, units = _units_of(module)
+    if write_rank is not None and not 0 <= write_rank < engine.comm.ranks:
+        raise ValueError(f"write_rank is a rank of the mesh, 0 to {engine.comm.ranks - 1}, got {write_rank}")
+    if not engine.running:
+        engine.order.begin("gathered")
+    released = [unit for unit in units if unit.state is State.RELEASED]
+    resident = [unit for unit in units if not unit.partitioned]
+    for unit in released:
+        engine.order.check(unit.gather_event)
+        unit.gather_copy()
+    copies = [unit.copy_resident() for unit in resident]
+    try:
+        yield
+        if write_rank is not None:
+            for unit in units:
+                engine.order.check(f"write unit {unit.name!r}")
+                unit.absorb(write_rank)
+            copies = []
+    finally:
+        for unit, copy in zip(resident, copies, strict=False):
+            unit.restore_resident(copy)
+        for unit in released:
+            unit.drop_copy()
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward sums gradients on each rank alone. The next backward outside, or the step, reduces the sum.
+
+    Saves the traffic of accumulation in stages 2 and 3, for the memory of full gradients. Stages 0 and 1 do so anyway.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
+    >>> with zeroshard.no_sync(model):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    """
+    engine = _sharded(model).engine
+    before, engine.sync = engine.sync, False
+    try:
+        yield
+    finally:
+        engine.sync = before
+
+
+def report(model: nn.Module) -> Report:
+    """Tell what this rank holds and what it communicated in the last step.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
+    >>> zeroshard.report(model).states
+    16384
+    """
+    engine = _sharded(model).engine
+    comm = engine.comm
+    return Report(
+        rank=comm.control.rank,
+        ranks=comm.ranks,
+        parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
+        memory={kind: Bytes(held.now, held.peak) for kind, held in engine.ledger.kinds.items()},
+        total=Bytes(engine.ledger.total.now, engine.ledger.total.peak),
+        collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
+    )
+
+
+def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the whole, reduced gradient of one parameter by name; None where it has none. All ranks call it together.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 1, bias=False))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> zeroshard.full_gradient(model, "weight")
+    tensor([[1., 1.]])
+    """
+    engine: Engine = _sharded(model).engine
+    with torch.no_grad():
+        return engine.full_gradient(name)
+
+
+def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
+    """Return the optimizer's whole state of one parameter by name. All ranks call it together.
+
+    >>> import zeroshard
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> model, optimizer = zeroshard.shard(model, torch.optim.Adagrad(model.parameters()))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> zeroshard.full_state(optimizer, "weight")["sum"]
+    tensor([[1., 1.]])
+    """
+    return optimizer.full_state(name)
+
+
+def _sharded(model: nn.Module) -> Any:
+    sharded = model.__dict__.get("_zeroshard")
+    if sharded is None:
+        raise ValueError(f"this {type(model).__name__} is not a sharded model: pass what zeroshard.shard() returned")
+    return sharded
+
+
+def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:
+    """The engine of a model or of one of its modules, and the units that hold the module's parameters."""
+    units: dict[Unit, None] = {}
+    engine = None
+    for name, parameter in module.named_parameters():
+        card = card_of(parameter)
+        unit = card.unit() if card is not None else None
+        if card is None or unit is None:
+            raise ValueError(f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules")
+        engine = card.engine
+        units[unit] = None
+    if engine is None:
+        raise ValueError(f"this {type(module).__name__} has no sharded parameters")
+    return engine, [unit for unit in engine.units if unit in units]
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.device:
+    """Where states live and are computed: the mesh's kind of device, else where the model is."""
+    current = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    serves_cuda = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config()
+    if mesh is not None:
+        kind = mesh.device_type
+    elif current.type in ("meta", "cpu"):
+        kind = "cuda" if serves_cuda and torch.cuda.is_available() else "cpu"
+    else:
+        kind = current.type
+    if current.type == kind:
+        return current
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> set[int]:
+    """The ids of the parameters an optimizer updates; refuses those that are not the model's."""
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
+    trained = set()
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is not "
+                    "one of the model's: make the optimizer from model.parameters()"
+                )
+            trained.add(id(parameter))
+    return trained

@@ -1,0 +1,189 @@
+"""The mesh and its collectives: asynchronous, counted, and with an error instead of a hang."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.agreement import Agreement
+
+# torch 2.13 renamed these two and warns for the old names; 2.11 has only the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Make the result usable by what comes next on this thread and stream."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh: the ranks that this rank partitions with, or replicates with."""
+
+    group: dist.ProcessGroup | None  # None: this rank alone
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Axis:
+        """Describe ``group`` as this rank sees it."""
+        if group is None:
+            return cls(None, 1, 0)
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+@dataclass
+class Traffic:
+    """Collectives of one kind. Bytes as the paper counts them: an all-gather by its output, a reduce-scatter by its
+    input, an all-reduce by twice its length."""
+
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Counters:
+    """What was communicated since the last step ended, and in the step before."""
+
+    now: dict[str, Traffic] = field(default_factory=dict)
+    last_step: dict[str, Traffic] = field(default_factory=dict)
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Count one collective."""
+        traffic = self.now.setdefault(kind, Traffic())
+        traffic.count += 1
+        traffic.bytes += nbytes
+
+    def roll(self) -> None:
+        """End the step."""
+        self.last_step, self.now = self.now, {}
+
+
+class Communicator:
+    """This rank's place in the mesh and the collectives over it.
+
+    ``shard`` is the axis states are partitioned over; ``replicas`` are the axes that hold copies, over which gradients
+    are only summed. Plain data parallelism is a mesh whose shard axis has one rank.
+    """
+
+    def __init__(
+        self, axes: list[Axis], device: torch.device, partitioned: bool, timeout: float, control: Agreement
+    ) -> None:
+        inner = axes[-1]
+        self.shard = inner if partitioned else Axis(None, 1, 0)
+        self.replicas = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
+        self.ranks = 1  # that gradients are averaged over
+        for axis in axes:
+            self.ranks *= axis.size
+        self.device = device
+        self.control = control
+        self.counters = Counters()
+        backend = backend_of(inner.group, device)
+        # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
+        self._reduce_group = self._twin(self.shard.group) if backend == "nccl" else self.shard.group
+        self._blocks_host = backend == "gloo"
+        self._timeout = timedelta(seconds=timeout)
+
+    def _twin(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        if group is None or dist.get_world_size(group) == 1:
+            return group
+        twin = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+        weakref.finalize(self, _destroy, twin).atexit = False
+        return twin  # type: ignore[no-any-return]
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
+        """Collect every rank's ``shard`` into ``output``, in rank order."""
+        self.counters.add("all-gather", output.nbytes)
+        return self._pending(_all_gather(output, shard, group=self.shard.group, async_op=True), what)
+
+    def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
+        """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``."""
+        self.counters.add("reduce-scatter", packed.nbytes)
+        return self._pending(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, axis: Axis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        """Reduce ``tensor`` over ``axis``, in place."""
+        self.counters.add("all-reduce", 2 * tensor.nbytes)
+        return self._pending(dist.all_reduce(tensor, op=op, group=axis.group, async_op=True), what)
+
+    def all_reduce_everywhere(
+        self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Reduce ``tensor`` over the whole mesh, one axis after the other, in place."""
+        for axis in self.axes:
+            self.all_reduce(tensor, axis, what, op).wait()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Copy ``tensor`` of the mesh's rank ``source`` (counted along the axes, outer first) to all."""
+        for position, axis in enumerate(self.axes):
+            inner = 1
+            for other in self.axes[position + 1 :]:
+                inner *= other.size
+            self.counters.add("broadcast", tensor.nbytes)
+            work = dist.broadcast(tensor, group=axis.group, group_src=source // inner % axis.size, async_op=True)
+            self._pending(work, what).wait()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Collect small plain values of all ranks on the shard axis."""
+        if self.shard.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.shard.size
+        dist.all_gather_object(values, value, group=self.shard.group)
+        return values
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The axes with more than one rank, outer first."""
+        return [*self.replicas, *([self.shard] if self.shard.size > 1 else [])]
+
+    def _pending(self, work: Any, what: str) -> Pending:
+        return _Watched(work, what, self._timeout, self.control) if self._blocks_host else work  # type: ignore[no-any-return]
+
+
+class _Watched:
+    """A collective whose ``wait`` blocks the host: it ends after the timeout with an error that names the ranks."""
+
+    def __init__(self, work: Any, what: str, timeout: timedelta, control: Agreement) -> None:
+        self._work, self._what, self._timeout, self._control = work, what, timeout, control
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._control.stuck(self._what, error) from error
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """The backend that serves tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
+    if group is None:
+        return ""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return next((pair[-1] for pair in pairs if len(pair) == 1 or pair[0] == device.type), "")
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def axes_of(mesh: DeviceMesh | None) -> list[Axis]:
+    """Return the mesh's axes, outer first: (shard,) or (replicate, shard). No mesh: all ranks of the job."""
+    if mesh is None:
+        return [Axis.of(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a torch DeviceMesh or None, got {type(mesh).__name__}: see init_device_mesh")
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has one axis (shard) or two (replicate, shard), got {mesh.ndim} in {mesh}")
+    return [Axis.of(mesh.get_group(axis)) for axis in range(mesh.ndim)]

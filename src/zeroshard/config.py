@@ -1,0 +1,135 @@
+"""Config: every option of :func:`zeroshard.shard`, in one frozen, validated dataclass."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+PRECISIONS = (None, "fp32", "bf16", "fp16")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of :func:`zeroshard.shard`.
+
+    >>> Config(stage=2, precision="bf16").bucket_size
+    33554432
+    >>> Config(stagee=2)
+    Traceback (most recent call last):
+        ...
+    TypeError: unknown option 'stagee': did you mean 'stage'?
+    """
+
+    stage: int = 3
+    """Which states are partitioned. 0: none (plain data parallelism). 1: optimizer states. 2: and gradients.
+    3: and parameters. The stage changes memory and traffic, never the numbers."""
+
+    precision: str | None = None
+    """None: each parameter is computed and updated in the dtype it has. "fp32": all in fp32. "bf16", "fp16": computed
+    in 16 bits, updated in an fp32 master copy that is partitioned like the optimizer states."""
+
+    reduce_dtype: str | torch.dtype | None = None
+    """The dtype gradients are summed, and kept, in. None: that of the parameters in computation."""
+
+    keep_fp32: tuple[str | type[nn.Module], ...] = ()
+    """Modules, by class or by shell pattern of their name, and parameters, by pattern, that stay in fp32 under "bf16"
+    and "fp16". Such a module gets its floating-point inputs in fp32 and gives its outputs back in 16 bits. Batch norms
+    always stay in fp32, because their running statistics need it."""
+
+    cast_inputs: bool = True
+    """Under "bf16" and "fp16", cast the model's floating-point inputs."""
+
+    units: tuple[str | type[nn.Module], ...] | None = None
+    """Which modules are units: classes, or shell patterns of module names ("layers.*"). None: the repeated blocks of
+    the model are found by themselves."""
+
+    bucket_size: int = 2**25
+    """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B)."""
+
+    ring: int = 2
+    """How many gradient buckets may be on their way at once. Each takes ``bucket_size`` elements."""
+
+    prefetch: bool = True
+    """Gather the next unit while the present one computes. Off: one unit less in memory, no overlap."""
+
+    broadcast_buffers: bool = True
+    """Copy rank 0's buffers (running statistics) to all ranks before a forward in which they have changed, as DDP."""
+
+    init_fn: Callable[[nn.Module], None] | None = None
+    """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
+
+    timeout: float = 600.0
+    """Seconds after which ranks that wait for each other at different places get an error that names them."""
+
+    loss_scale: float = 2.0**16
+    """fp16: the first loss scale. It halves after an overflow and doubles after 2000 steps without one."""
+
+    def __new__(cls, **options: Any) -> Config:
+        """Refuse unknown names, with the nearest right one."""
+        _refuse_unknown(options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, saying what was got and what is wanted."""
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
+        object.__setattr__(self, "reduce_dtype", _dtype("reduce_dtype", self.reduce_dtype))
+        for name in ("keep_fp32", "units"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        for name, least in (("bucket_size", 1), ("ring", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
+        for name in ("timeout", "loss_scale"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} is a positive number, got {value!r}")
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype that ``precision`` asks computation to be in; None leaves each parameter as it is."""
+        return None if self.precision is None else _DTYPES[self.precision]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether parameters have an fp32 master copy apart from the one in computation."""
+        return self.precision in ("bf16", "fp16")
+
+
+def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(value, str):
+        if value not in _DTYPES:
+            raise ValueError(f"{name} is one of {', '.join(map(repr, _DTYPES))} or a torch.dtype, got {value!r}")
+        return _DTYPES[value]
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ValueError(f"{name} is a floating-point torch.dtype, got {value!r}")
+    return value
+
+
+def _patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, type)):  # one name, where a tuple of one was meant
+        value = (value,)
+    for item in value:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ValueError(f"{name} holds module classes and name patterns, got {item!r}")
+    return tuple(value)
+
+
+def _refuse_unknown(options: dict[str, Any]) -> None:
+    known = [field.name for field in fields(Config)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            raise TypeError(f"unknown option {name!r}: {hint}")
+

@@ -1,0 +1,1 @@
+"""The engine: module and autograd events (hooks) → order of collectives → the life of a unit."""

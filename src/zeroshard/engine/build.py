@@ -1,0 +1,220 @@
+"""Building: from a plain model to units that hold their partitions, one unit at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zeroshard.agreement import Agreement, RanksDisagreeError
+from zeroshard.comm import Communicator
+from zeroshard.config import Config
+from zeroshard.engine.unit import Flat, Unit
+from zeroshard.engine.units import Plan
+from zeroshard.layout import FlatLayout
+from zeroshard.memory.arena import Arena
+from zeroshard.memory.ledger import Ledger
+from zeroshard.placement import Placement
+from zeroshard.precision import Precision
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be sharded, with the parameter's name."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"{name!r} is a DTensor: models parallelised with tensor parallelism cannot be sharded yet")
+        if hasattr(parameter, "_zeroshard"):
+            raise ValueError(f"{name!r} is sharded already: call zeroshard.unshard() on its model first")
+
+
+def open_agreement(mesh: DeviceMesh | None, timeout: float) -> Agreement:
+    """Open the side channel of the mesh's ranks: see [Note: agreement]."""
+    if not (dist.is_available() and dist.is_initialized()) or "fake" in dist.get_backend_config():
+        return Agreement(None, "", 0, 1, timeout)
+    ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    if len(ranks) == 1:
+        return Agreement(None, "", 0, 1, timeout)
+    rank = dist.get_rank()
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} called shard() with a mesh of ranks {ranks}, which it is not part of")
+    store = dist.distributed_c10d._get_default_store()
+    place = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
+    number = store.add(f"{place}/calls of {rank}", 1)  # the how-many-eth shard() of these ranks this is
+    return Agreement(store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout)
+
+
+def verify_same_model(model: nn.Module, config: Config, control: Agreement) -> None:
+    """Raise on every rank when the ranks were given different models or options."""
+    described: list[list[Any]] = [
+        [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
+    ]
+    described += [["buffer " + name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
+    options = {name: str(getattr(config, name)) for name in ("stage", "precision", "reduce_dtype", "bucket_size", "units")}
+    theirs = control.exchange("model", json.dumps([described, options]))
+    complaint = ""
+    if theirs is not None:
+        first, first_options = json.loads(theirs)
+        complaint = _difference(described, first) or "".join(
+            f"{name} is {options[name]} here and {value} on rank 0" for name, value in first_options.items() if options[name] != value
+        )
+    complaints = control.complain("model", complaint)
+    if complaints:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
+        raise RanksDisagreeError(f"ranks were given different models or options. {told}")
+
+
+def _difference(ours: list[list[Any]], first: list[list[Any]]) -> str:
+    for mine, other in zip(ours, first, strict=False):
+        if mine[0] != other[0]:
+            return f"has {mine[0]!r} where rank 0 has {other[0]!r}"
+        if mine != other:
+            return f"{mine[0]!r} is {tuple(mine[1])} {mine[2]} here and {tuple(other[1])} {other[2]} on rank 0" + (
+                "" if mine[3] == other[3] else f", requires_grad {mine[3]} here and {other[3]} there"
+            )
+    if len(ours) != len(first):
+        longer = ours if len(ours) > len(first) else first
+        return f"{longer[min(len(ours), len(first))][0]!r} is only on {'this rank' if longer is ours else 'rank 0'}"
+    return ""
+
+
+class Builder:
+    """Makes the units of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: list[Plan],
+        trained: set[int],
+        config: Config,
+        placement: Placement,
+        precision: Precision,
+        comm: Communicator,
+        ledger: Ledger,
+    ) -> None:
+        self._model, self._config = model, config
+        self._comm, self._ledger, self._precision = comm, ledger, precision
+        self._partitioned = placement.parameters
+        self._parameters = dict(model.named_parameters())
+        self._classes = {id(p): type(p) for p in self._parameters.values()}
+        self._from_meta = {name for name, p in self._parameters.items() if p.is_meta}
+        self._trained = trained  # ids of the parameters an optimizer updates
+        self._plans = plans
+        self.units = [Unit(p.name, self._flats(p), comm, ledger, self._partitioned) for p in plans]
+
+    def build(self) -> list[Unit]:
+        """Place shards in arenas, then fill unit after unit: never more than the shards and one unit beside the model."""
+        flats = [flat for unit in self.units for flat in unit.flats]
+        masters = [flat for flat in flats if self._has_master(flat)]
+        if masters:
+            numel = sum(flat.layout.shard_numel for flat in masters)
+            arena = Arena("master weights", numel, torch.float32, self._comm.device, self._ledger)
+            for flat in masters:
+                flat.master = arena.take(flat.layout.shard_numel)
+        shards: dict[torch.dtype, Arena] = {}
+        for dtype in dict.fromkeys(flat.dtype for flat in flats) if self._partitioned else ():
+            numel = sum(flat.layout.shard_numel for flat in flats if flat.dtype == dtype)
+            shards[dtype] = Arena("parameters", numel, dtype, self._comm.device, self._ledger)
+        for unit, plan in zip(self.units, self._plans, strict=True):
+            for flat in unit.flats:
+                arena_part = shards[flat.dtype].take(flat.layout.shard_numel) if self._partitioned else None
+                flat.place(self._comm, arena_part)
+                if arena_part is None:
+                    self._ledger.add("parameters", flat.full.nbytes)
+            self._fill(unit, plan)
+        self._buffers()
+        return self.units
+
+    def _flats(self, plan: Plan) -> list[Flat]:
+        kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
+        for name in plan.parameters:
+            parameter = self._parameters[name]
+            kind = (self._precision.compute_dtype(name, parameter), parameter.requires_grad)
+            kinds.setdefault(kind, []).append(name)
+        flats = []
+        for (dtype, _), names in kinds.items():
+            parameters = [self._parameters[name] for name in names]
+            layout = FlatLayout.build([p.numel() for p in parameters], self._config.bucket_size, self._comm.shard.size)
+            flats.append(Flat(names, parameters, layout, dtype, self._comm.device))
+        return flats
+
+    def _has_master(self, flat: Flat) -> bool:
+        trained = any(id(parameter) in self._trained for parameter in flat.parameters)
+        return flat.trainable and trained and self._precision.has_master(flat.dtype)
+
+    @torch.no_grad()
+    def _fill(self, unit: Unit, plan: Plan) -> None:
+        staged: list[torch.Tensor] = []
+        for flat in unit.flats:
+            dtype = torch.float32 if flat.master is not None else flat.dtype
+            values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
+            self._ledger.add("staging", values.nbytes)
+            staged.append(values)
+            for index, parameter in enumerate(flat.parameters):
+                view = flat.view(values, index)
+                if parameter.is_meta:
+                    torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
+                else:
+                    view.copy_(parameter.data)
+                    parameter.data = view
+        self._initialise(plan)
+        for flat, values in zip(unit.flats, staged, strict=True):
+            for bucket in flat.layout.buckets:  # rank 0's values count, as under DDP
+                self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
+            flat.scatter(values, self._comm.shard.rank)
+        unit.bind(self._classes)
+        for values in staged:
+            self._ledger.add("staging", -values.nbytes)
+        if self._partitioned:
+            unit.start_released()
+
+    def _initialise(self, plan: Plan) -> None:
+        """Run the initialisation of the unit's modules that were built on the meta device."""
+        here = set(plan.parameters)
+        for name, module in self._model.named_modules():
+            own = {key for key, _ in module.named_parameters(name, recurse=False)}
+            if not own & here & self._from_meta:
+                continue
+            if not own <= here:
+                raise ValueError(
+                    f"{name!r} shares {sorted(own - here)} with another unit, so it cannot be initialised alone from the "
+                    "meta device: build the model on a real device, or tie the parameters after initialisation"
+                )
+            self._initialise_module(name, module)
+
+    def _initialise_module(self, name: str, module: nn.Module) -> None:
+        self._buffers_of(module)
+        reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
+        if self._config.init_fn is not None:
+            self._config.init_fn(module)
+        elif callable(reset):
+            reset()
+        else:
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) was built on the meta device and has no reset_parameters(): "
+                "pass shard(init_fn=…), which is called on each such module"
+            )
+
+    def _buffers_of(self, module: nn.Module) -> None:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device=self._comm.device)
+
+    def _buffers(self) -> None:
+        """Bring buffers to the device; those of modules without parameters are initialised here."""
+        for name, module in self._model.named_modules():
+            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                self._initialise_module(name, module)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self._comm.device:
+                    module._buffers[key] = buffer.to(self._comm.device)

@@ -1,0 +1,407 @@
+"""Engine: what happens at each module and autograd event. It reads placements; it never looks at a stage number.
+
+[Note: what is over in backward]
+Autograd runs the nodes of a graph in the reverse of the order they were made in: a node that is not ready waits for a
+consumer of its output, which was made later, so among the nodes made later one is always ready, and it has priority.
+The engine numbers the moments at which a unit's module is entered and left in forward (``Frame``). When the gradient
+of a unit's output arrives, every node made after that module was left has run. So each unit whose modules were all
+entered after that moment is over: its gradients are complete and its parameters needed no more. No hook per parameter,
+no counting of gradients, and unused parameters, side losses, shared modules and branches need no special case.
+
+[Note: recomputation]
+Activation checkpointing runs a module's forward again inside backward. Such a run opens no frame and releases nothing:
+it only makes sure that the unit is there. A reentrant checkpoint hides the unit's output from the first forward, so
+there the recomputation itself says that backward has come to the unit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.agreement import RanksDisagreeError
+from zeroshard.comm import Communicator
+from zeroshard.config import Config
+from zeroshard.engine.buffers import Buffers
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import Card
+from zeroshard.engine.unit import Flat, State, Unit
+from zeroshard.memory.ledger import Ledger
+from zeroshard.placement import Placement
+from zeroshard.precision import Precision
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(eq=False)
+class Frame:
+    """One run of a unit's module in forward: see [Note: what is over in backward]."""
+
+    units: list[Unit]
+    entered: int
+    left: int = -1
+    reached_in: int = -1  # the backward that has come to it
+
+
+class Engine:
+    """One sharded model: its units, its gradients, and where forward and backward are."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        gradients: Gradients,
+        buffers: Buffers,
+        placement: Placement,
+        comm: Communicator,
+        order: Order,
+        ledger: Ledger,
+        config: Config,
+        precision: Precision,
+    ) -> None:
+        self.units = units
+        self.precision = precision
+        self.gradients = gradients
+        self.placement = placement
+        self.comm = comm
+        self.order = order
+        self.ledger = ledger
+        self.config = config
+        self.sync = True  # False inside no_sync(): backward only sums locally
+        self._buffers = buffers
+        self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
+        self._resident = [unit for unit in units if not unit.partitioned]
+        self._resting = False  # whether resident parameters show their reduced gradients
+        self._live: list[Unit] = []  # partitioned units that are not released
+        self._frames: list[Frame] = []  # modules being run, outermost first
+        self._pass: list[Frame] = []  # all frames of the forward under way
+        self._uses: dict[Unit, list[Frame]] = {unit: [] for unit in units}  # that a backward may come to
+        self._pinned: set[Unit] = set()  # may be used by a backward that no hook announces
+        self._open: dict[Unit, int] = {}  # units backward is in → when the run it came to was entered
+        self._moment = 0
+        self._backward = 0  # number of the last backward that began
+        self._backward_on = False
+        for unit in units:
+            unit.engine = weakref.ref(self)
+
+    def __deepcopy__(self, memo: object) -> Engine:
+        """Refuse: a copy would share shards and collectives with the original."""
+        raise RuntimeError(
+            "a sharded model cannot be deep-copied; copy it before zeroshard.shard(), or build a second model and load "
+            "the state_dict() taken inside `with zeroshard.gathered(model):`"
+        )
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return bool(self._frames) or in_backward()
+
+    def enter(self, units: tuple[Unit, ...], name: str, outermost: bool) -> None:
+        """A hooked module is about to run. ``outermost``: it is the model itself."""
+        if in_backward():
+            for unit in units:
+                self._reach_again(unit)
+            return
+        if self._frames and outermost:  # an earlier forward was left by an exception no hook could see
+            self._abort_forward()
+        if not self._frames:
+            self._begin_forward(name)
+        self._moment += 1
+        self._frames.append(Frame(list(units), self._moment))
+        if units:
+            self._release_idle()
+            for unit in units:
+                self._bring(unit)
+
+    def leave(self, outputs: list[torch.Tensor], lent: bool) -> None:
+        """The module that was entered last has run.
+
+        ``outputs`` are its differentiable output tensors; ``lent``: some output is a parameter, or a view of one.
+        """
+        if in_backward() or not self._frames:
+            return
+        frame = self._frames.pop()
+        self._moment += 1
+        frame.left = self._moment
+        self._pass.append(frame)
+        for unit in frame.units:
+            self._uses[unit].append(frame)
+        if torch.is_grad_enabled() and (frame.units or not self._frames):
+            for tensor in outputs:
+                tensor.register_hook(_Reach(self, frame))
+        if lent or (torch.is_grad_enabled() and not outputs):  # who will use the values, or when, is not known
+            self._pinned.update(unit for unit in frame.units if unit.trainable)
+        if not self._frames:
+            self._end_forward(differentiable=bool(outputs))
+
+    def fail(self, error: BaseException | None) -> None:
+        """A hooked module has raised."""
+        if in_backward() or not self._frames:
+            return
+        self._frames.pop()
+        if self._frames:
+            return
+        if not isinstance(error, RanksDisagreeError):
+            self._take_part_in_rest()
+        self._abort_forward()
+
+    def fetch(self, unit: Unit) -> bool:
+        """Somebody touches a parameter whose values are not in place: bring them if that is right now."""
+        if not unit.partitioned or unit.state is State.READY:
+            unit.wait()
+            return True
+        if in_backward():
+            self._bring(unit)
+            return True
+        if self._frames:
+            self._frames[-1].units.append(unit)
+            self._bring(unit)
+            return True
+        return False
+
+    def _begin_forward(self, name: str) -> None:
+        if self._backward_on:  # it was left by an exception
+            self._abort_backward()
+        gradients = "with" if torch.is_grad_enabled() else "without"
+        self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
+        self._pass = []
+        if self._resting:
+            for unit in self._resident:
+                unit.wake()
+            self._resting = False
+        self._buffers.synchronise()
+
+    def _end_forward(self, differentiable: bool) -> None:
+        self._release_idle()
+        if not differentiable:
+            self._forget(self._pass)
+            self._pinned.clear()
+            self._release_idle()
+        self._pass = []
+
+    def _abort_forward(self) -> None:
+        self._frames = []
+        self._forget(self._pass)
+        self._pass = []
+        self._release_idle()
+
+    def _take_part_in_rest(self) -> None:
+        """Go through the gathers the other ranks still expect of this forward, so that they need not hang."""
+        for event in self.order.remaining():
+            unit = self._gathers.get(event)
+            if unit is not None:
+                self._bring(unit)
+                self._release(unit)
+
+    def _bring(self, unit: Unit) -> None:
+        """Make a unit's parameters usable, and start to gather the unit expected next."""
+        if not unit.partitioned:
+            unit.wait()
+        elif unit.state is not State.READY:
+            self.order.check(unit.gather_event)
+            self._gather(unit)
+            unit.wait()
+            upcoming = self.order.upcoming(self._gathers) if self.config.prefetch else None
+            if upcoming is not None:
+                self._gather(self._gathers[upcoming])
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.state is State.RELEASED:
+            unit.gather()
+            self._live.append(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit in self._live:
+            self._live.remove(unit)
+            unit.release()
+
+    def _release_idle(self) -> None:
+        """Release the units no running module belongs to."""
+        for unit in tuple(self._live):
+            if unit not in self._pinned and not any(unit in frame.units for frame in self._frames):
+                self._release(unit)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def reach(self, frame: Frame) -> None:
+        """Backward has come to a run of a module: see [Note: what is over in backward]."""
+        if not self._backward_on:
+            self._begin_backward()
+        if frame.reached_in == self._backward:
+            return
+        frame.reached_in = self._backward
+        for unit, entered in tuple(self._open.items()):
+            if entered > frame.left:
+                if all(use.entered > frame.left for use in self._uses[unit]):
+                    del self._open[unit]
+                    self.gradients.finish(unit, self.sync)
+                if unit not in frame.units and unit not in self._pinned:
+                    self._release(unit)
+        for unit in frame.units:
+            self._open[unit] = frame.entered
+            self._bring(unit)
+
+    def _reach_again(self, unit: Unit) -> None:
+        """A module runs again inside backward: see [Note: recomputation]."""
+        ahead = [frame for frame in self._uses[unit] if frame.reached_in != self._backward or not self._backward_on]
+        if unit not in self._open and ahead:
+            self.reach(ahead[-1])
+        self._bring(unit)
+
+    def _begin_backward(self) -> None:
+        self._backward += 1
+        self._backward_on = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.order.begin("backward")
+        self.gradients.apply_coefficient()
+        if self.gradients.queue is None and self.sync:
+            self.gradients.queue = self._agreed_queue()
+
+    def _agreed_queue(self) -> list[Unit]:
+        """The fixed order of reductions: the reverse of rank 0's first forward, which is when units will be over."""
+        units = self.gradients.units
+        last = self._moment + 1
+        first_use = {unit: min((use.entered for use in self._uses[unit]), default=last) for unit in units}
+        order = sorted(range(len(units)), key=lambda i: (first_use[units[i]] == last, -first_use[units[i]]))
+        self.order.check("agree on the order of reductions")
+        agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
+        self.comm.broadcast(agreed, 0, "agree on the order of reductions")
+        return [units[i] for i in agreed.tolist()] if self.comm.control.real else [units[i] for i in order]
+
+    def _end_backward(self) -> None:
+        if not self._backward_on:
+            return
+        for unit in tuple(self._open):
+            self.gradients.finish(unit, self.sync)
+        self._open.clear()
+        self.gradients.end_backward(self.sync)
+        self._pinned.clear()
+        self._release_idle()
+        for unit in self._resident:
+            unit.rest()
+        self._resting = True
+        for unit, uses in self._uses.items():
+            self._uses[unit] = [frame for frame in uses if frame.reached_in != self._backward]
+        self._backward_on = False
+
+    def _abort_backward(self) -> None:
+        self._backward_on = False
+        self._open.clear()
+        self._pinned.clear()
+        self.gradients.abort()
+        self.forget_uses()
+        self._release_idle()
+
+    def _forget(self, frames: list[Frame]) -> None:
+        gone = set(frames)
+        for unit in {unit for frame in frames for unit in frame.units}:
+            self._uses[unit] = [frame for frame in self._uses[unit] if frame not in gone]
+
+    # -- between steps ------------------------------------------------------------------------------------------
+
+    def forget_uses(self) -> None:
+        """No backward will come to the forwards so far."""
+        for unit in self.units:
+            self._uses[unit] = []
+        self._pinned.clear()
+        self._release_idle()
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backward has only summed on this rank. All ranks call it together."""
+        self.gradients.collect_stray()
+        if self.gradients.unreduced:
+            self.gradients.reduce_rest()
+
+    def find(self, name: str) -> tuple[Flat, int]:
+        """Find a parameter by its plain name."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if name in flat.names:
+                    return flat, flat.names.index(name)
+        known = [name for unit in self.units for flat in unit.flats for name in flat.names]
+        near = difflib.get_close_matches(name, known, n=1)
+        raise KeyError(f"no parameter {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+    def assemble(self, line: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
+        """Make a parameter-shaped tensor of flattened parts that each rank filled where it owns them."""
+        if self.comm.shard.size > 1:
+            self.comm.all_reduce(line, self.comm.shard, f"assemble {flat.names[index]!r}").wait()
+        return line.as_strided(flat.shapes[index], flat.strides[index])
+
+    def full_gradient(self, name: str) -> torch.Tensor | None:
+        """The whole reduced gradient of one parameter, or None where it has none. All ranks call it together."""
+        flat, index = self.find(name)
+        gradient = self.gradients.of_flat.get(flat)
+        if gradient is None:
+            return None
+        self.order.begin("read a gradient")
+        self.reduce_gradients()
+        used = torch.tensor(float(gradient.used[index]), device=self.comm.device)
+        self.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
+        if not used or gradient.shard is None or not gradient.has_shard:
+            return None
+        line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
+        for piece in flat.segments:
+            if piece.parameter == index:
+                line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
+        if self.gradients.coefficient is not None:
+            line *= self.gradients.coefficient
+        return self.assemble(line, flat, index)
+
+    def resting_gradient(self, card: Card) -> torch.Tensor | None:
+        """What ``parameter.grad`` gives between backward and the next forward."""
+        flat = card.flat()
+        gradient = self.gradients.of_flat.get(flat) if flat is not None else None
+        if flat is None or gradient is None or not any(gradient.used):
+            return None
+        if self.comm.shard.size > 1:
+            raise RuntimeError(
+                f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to clip, "
+                "optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
+            )
+        self.order.begin("read the gradients")
+        self.reduce_gradients()
+        if not gradient.used[card.index] or gradient.shard is None:
+            return None
+        return flat.view(gradient.shard, card.index)
+
+    def clear_gradient(self, card: Card) -> None:
+        """Forget the gradient of one parameter."""
+        flat = card.flat()
+        gradient = self.gradients.of_flat.get(flat) if flat is not None else None
+        if gradient is not None:
+            gradient.clear(card.index)
+
+    def absorb_resident(self) -> None:
+        """Take values written into resident parameters, the same on all ranks, into shards and master copies."""
+        for unit in self._resident:
+            unit.absorb(None)
+
+    def refresh_parameters(self) -> None:
+        """Bring every rank's updated part to all, where parameters are not partitioned. Does not wait for the end."""
+        if self.comm.shard.size == 1:
+            return
+        for unit in self._resident:
+            if unit.trainable:
+                self.order.check(unit.gather_event)
+                unit.gather()
+
+
+class _Reach:
+    """The hook on a unit's output: it runs when backward comes there."""
+
+    __slots__ = ("_engine", "_frame")
+
+    def __init__(self, engine: Engine, frame: Frame) -> None:
+        self._engine, self._frame = engine, frame
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._engine.reach(self._frame)

@@ -1,0 +1,127 @@
+"""Hooks: how module events reach the engine. The model's code and classes stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.parameter import card_of
+from zeroshard.engine.unit import Unit
+from zeroshard.precision import cast_floats
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Find the tensors in nested containers, dataclasses and plain objects.
+
+    >>> [t.item() for t in tensors_in({"a": (torch.ones(()), None), "b": [torch.zeros(())]})]
+    [1.0, 0.0]
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth == 0 or value is None or isinstance(value, (int, float, str, bytes, type, nn.Module)):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth - 1)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value), depth - 1)
+
+
+class _Before:
+    """Runs before a hooked module's forward."""
+
+    def __init__(self, engine: Engine, units: tuple[Unit, ...], name: str, outermost: bool) -> None:
+        self._engine, self._units, self._name, self._outermost = engine, units, name, outermost
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._engine.enter(self._units, self._name, self._outermost)
+
+
+class _After:
+    """Runs after a hooked module's forward, also when it raised."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            self._engine.fail(error)
+            return
+        outputs, lent = [], False
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                outputs.append(tensor)
+            base = tensor._base if tensor._is_view() else tensor
+            lent = lent or (isinstance(base, nn.Parameter) and card_of(base) is not None)
+        self._engine.leave(outputs, lent)
+
+
+class _CastInputs:
+    """Casts a module's floating-point inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
+
+
+class _CastOutputs:
+    """Casts a module's floating-point outputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return cast_floats(output, self._dtype)
+
+
+class _Loaded:
+    """Runs after ``load_state_dict``: the loaded values go into shards and master copies too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        self._engine.absorb_resident()
+
+
+def install(
+    model: nn.Module,
+    engine: Engine,
+    homes: dict[str, tuple[Unit, ...]],
+    fp32_modules: list[str],
+    compute_dtype: torch.dtype | None,
+    cast_inputs: bool,
+) -> list[RemovableHandle]:
+    """Hook the model and the modules that units belong to; return the handles that undo it."""
+    handles: list[RemovableHandle] = []
+    for name in fp32_modules:  # the casts come before the unit's hook registered below, which is put first
+        module = model.get_submodule(name)
+        if compute_dtype is not None:
+            handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
+    for name, units in ({"": ()} | homes).items():
+        module = model.get_submodule(name)
+        before = _Before(engine, units, name, outermost=module is model)
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(_After(engine), always_call=True))
+    if cast_inputs and compute_dtype is not None:
+        handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
+    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine)))
+    return handles

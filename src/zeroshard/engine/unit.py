@@ -1,0 +1,298 @@
+"""Unit: the parameters that are gathered and reduced together, and how they come and go."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Communicator, Pending
+from zeroshard.engine.parameter import AbsentParameter, Card, RestingParameter, card_of
+from zeroshard.layout import FlatLayout, Piece, Range
+from zeroshard.memory.ledger import Ledger
+
+if TYPE_CHECKING:
+    from zeroshard.engine.engine import Engine
+
+
+class State(enum.Enum):
+    """What is in memory of a unit's full parameters."""
+
+    RELEASED = enum.auto()  # nothing: only this rank's shard
+    GATHERING = enum.auto()  # the full storage, being filled
+    READY = enum.auto()  # the full parameters
+
+
+class Flat:
+    """The parameters of one unit that share dtype and trainability, laid end to end in one tensor.
+
+    [Note: breathing storage]
+    The parameters are views into ``full``. When they are partitioned, releasing them resizes the storage of ``full``
+    to zero and gathering resizes it back: the storage object stays the same, so views that autograd saved stay valid,
+    and the all-gather lands where the views look, without a copy. ``parameter.data = view`` gives each parameter a
+    version counter of its own, so refilling the storage does not look like an in-place change to autograd.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self.dtype = dtype
+        self.trainable = parameters[0].requires_grad
+        self.original_dtypes = tuple(p.dtype for p in parameters)
+        self.strides = tuple(_dense_stride(p) for p in parameters)
+        self.shapes = tuple(p.shape for p in parameters)
+        self.device = device
+        self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
+        self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned
+        self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``
+        self.master: torch.Tensor | None = None  # [layout.shard_numel] fp32
+        self.views: list[torch.Tensor] = []  # each parameter in ``full``
+        self.segments: list[Piece] = []  # the parts of parameters this rank owns
+        self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """View parameter ``index`` inside a tensor laid out like this flat, in the strides it was made with."""
+        start = flat.storage_offset() + self.layout.starts[index]
+        return flat.as_strided(self.shapes[index], self.strides[index], start)
+
+    def line(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Flatten a tensor of parameter ``index``'s shape into the order its elements have in the flat."""
+        if tensor.stride() != self.strides[index]:
+            tensor = torch.empty_strided(
+                self.shapes[index], self.strides[index], dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def place(self, comm: Communicator, shard: torch.Tensor | None) -> None:
+        """Allocate: the breathing storage and a shard when partitioned, else the full tensor alone."""
+        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.shard = shard
+        self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
+        self.segments = self.layout.segments(comm.shard.rank)
+        self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
+        if shard is not None:
+            parts = [self.layout.in_shard(bucket) for bucket in self.layout.buckets]
+            self.owned = [shard[part.start : part.end] for part in parts]
+            self.full.untyped_storage().resize_(0)
+        else:
+            parts = [self.layout.owned(bucket, comm.shard.rank) for bucket in self.layout.buckets]
+            self.owned = [self.full[part.start : part.end] for part in parts]
+
+    def scatter(self, values: torch.Tensor, rank: int) -> None:
+        """Keep this rank's part of ``values``, a full tensor laid out like this flat."""
+        for bucket, owned in zip(self.layout.buckets, self.owned, strict=True):
+            part = self.layout.owned(bucket, rank)
+            owned.copy_(values[part.start : part.end])
+            if self.master is not None:
+                home = self.layout.in_shard(bucket)
+                self.master[home.start : home.end].copy_(values[part.start : part.end])
+        if self.shard is None:
+            self.full.copy_(values)
+
+    def update_from_master(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return this rank's parts and the master's parts they are to be copied from."""
+        if self.master is None:
+            return [], []
+        homes = [self.layout.in_shard(bucket) for bucket in self.layout.buckets]
+        return self.owned, [self.master[home.start : home.end] for home in homes]
+
+
+class Unit:
+    """The life of a unit: gather → (wait) → use → release. ``partitioned`` units breathe, others stay."""
+
+    def __init__(self, name: str, flats: list[Flat], comm: Communicator, ledger: Ledger, partitioned: bool) -> None:
+        self.name = name
+        self.flats = flats
+        self.partitioned = partitioned
+        self.state = State.READY
+        self.gather_event = f"gather unit {name!r}"
+        self.reduce_event = f"reduce unit {name!r}"
+        self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
+        self._comm = comm
+        self._ledger = ledger
+        self._pending: list[Pending] = []
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters of the unit."""
+        return (parameter for flat in self.flats for parameter in flat.parameters)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the unit is trained."""
+        return any(flat.trainable for flat in self.flats)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full parameters."""
+        return sum(flat.layout.numel * flat.dtype.itemsize for flat in self.flats)
+
+    def bind(self, original_classes: dict[int, type[nn.Parameter]]) -> None:
+        """Point every parameter at its place in the flat, and give it its card."""
+        for flat in self.flats:
+            for index, parameter in enumerate(flat.parameters):
+                parameter.data = flat.views[index]
+                card = Card(flat.names[index], self, flat, index, original_classes[id(parameter)])
+                parameter._zeroshard = card  # type: ignore[attr-defined]
+
+    def start_released(self) -> None:
+        """A partitioned unit begins its life with only its shard in memory."""
+        self._dress(AbsentParameter)
+        self.state = State.RELEASED
+
+    def gather(self) -> None:
+        """Start to bring the full parameters. They are usable after :meth:`wait`."""
+        if self.partitioned:
+            for flat in self.flats:
+                flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
+            self._ledger.add("gathered", self.full_bytes)
+        else:
+            self._dress(AbsentParameter)  # until the new values are in
+        self._pending = self._all_gather([flat for flat in self.flats if self.partitioned or flat.trainable])
+        self.state = State.GATHERING
+
+    def wait(self) -> None:
+        """Make the full parameters usable."""
+        if self.state is State.GATHERING:
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            self.state = State.READY
+            self._dress(None)
+
+    def release(self) -> None:
+        """Free the full parameters of a partitioned unit."""
+        if not self.partitioned or self.state is State.RELEASED:
+            return
+        for pending in self._pending:  # a gather nobody used: its memory must not go while it is written
+            pending.wait()
+        self._pending = []
+        self._dress(AbsentParameter)
+        for flat in self.flats:
+            flat.full.untyped_storage().resize_(0)
+        self._ledger.add("gathered", -self.full_bytes)
+        self.state = State.RELEASED
+
+    def rest(self) -> None:
+        """Make ``grad`` of a resident unit's parameters the reduced gradient."""
+        if self.state is State.READY:
+            self._dress(RestingParameter)
+
+    def wake(self) -> None:
+        """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
+        if self.state is State.READY:
+            self._dress(None)
+
+    @torch.no_grad()
+    def gather_copy(self) -> None:
+        """Give the parameters full values in fresh memory, which stays valid for whoever keeps it."""
+        for flat in self.flats:
+            fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+            for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True):
+                self._comm.all_gather(fresh[bucket.start : bucket.end], owned, self.gather_event).wait()
+            for index, parameter in enumerate(flat.parameters):
+                parameter.__class__ = _original(parameter)
+                parameter.data = flat.view(fresh, index)
+
+    def drop_copy(self) -> None:
+        """Let go of what :meth:`gather_copy` made."""
+        for flat in self.flats:
+            for index, parameter in enumerate(flat.parameters):
+                parameter.data = flat.views[index]
+                parameter.__class__ = AbsentParameter
+
+    def copy_resident(self) -> list[torch.Tensor]:
+        """Copy a resident unit's values, to undo changes with."""
+        self.wait()
+        return [flat.full.clone() for flat in self.flats]
+
+    def restore_resident(self, copies: list[torch.Tensor]) -> None:
+        """Undo changes."""
+        with torch.no_grad():
+            for flat, copy in zip(self.flats, copies, strict=True):
+                flat.full.copy_(copy)
+
+    @torch.no_grad()
+    def dissolve(self) -> None:
+        """Make the parameters plain again: own memory, first dtype, the master's values where there is one."""
+        self.wait()
+        for flat in self.flats:
+            exact = flat.master is not None
+            whole = torch.empty(
+                flat.layout.numel, dtype=torch.float32 if exact else flat.dtype, device=flat.device
+            )
+            for number, bucket in enumerate(flat.layout.buckets):
+                home = flat.layout.in_shard(bucket)
+                mine = flat.owned[number] if flat.master is None else flat.master[home.start : home.end]
+                if self._comm.shard.size > 1:
+                    self._comm.all_gather(whole[bucket.start : bucket.end], mine, self.gather_event).wait()
+                else:
+                    whole[bucket.start : bucket.end].copy_(mine)
+            for index, parameter in enumerate(flat.parameters):
+                parameter.__class__ = _original(parameter)
+                view = flat.view(whole, index)
+                plain = torch.empty_strided(
+                    view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
+                )
+                parameter.data = plain.copy_(view)
+                parameter.grad = None
+                del parameter._zeroshard  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def absorb(self, source: int | None) -> None:
+        """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master."""
+        for flat in self.flats:
+            for bucket in flat.layout.buckets:
+                values = torch.zeros(bucket.numel, dtype=flat.dtype, device=flat.device)
+                for piece in flat.layout.pieces(bucket):
+                    line = flat.line(flat.parameters[piece.parameter].data, piece.parameter)
+                    end = piece.at + piece.within.numel
+                    values[piece.at : end] = line[piece.within.start : piece.within.end]
+                if source is not None:
+                    self._comm.broadcast(values, source, f"write unit {self.name!r}")
+                self._keep(flat, bucket, values)
+
+    def _keep(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
+        number = flat.layout.buckets.index(bucket)
+        part = flat.layout.owned(bucket, self._comm.shard.rank).moved(-bucket.start)
+        if flat.shard is None:
+            flat.buckets[number].copy_(values)
+        else:
+            flat.owned[number].copy_(values[part.start : part.end])
+        if flat.master is not None:
+            home = flat.layout.in_shard(bucket)
+            flat.master[home.start : home.end].copy_(values[part.start : part.end])
+
+    def _all_gather(self, flats: list[Flat]) -> list[Pending]:
+        if self._comm.shard.size == 1:
+            return []
+        return [
+            self._comm.all_gather(full, owned, self.gather_event)
+            for flat in flats
+            for full, owned in zip(flat.buckets, flat.owned, strict=True)
+        ]
+
+    def _dress(self, dress: type[nn.Parameter] | None) -> None:
+        for parameter in self.parameters:
+            parameter.__class__ = dress or _original(parameter)
+
+
+def _original(parameter: nn.Parameter) -> type[nn.Parameter]:
+    card = card_of(parameter)
+    return card.original_class if card is not None else nn.Parameter
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the tensor's stride where its elements fill their memory exactly (channels last too), else the plain one."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

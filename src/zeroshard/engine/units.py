@@ -1,0 +1,118 @@
+"""Finding the units of a model: its repeated blocks, and the rest in between, without the user's help."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeroshard.precision import matches
+
+TINY = 16  # a neighbour under 1/16 of the other is merged into it whatever the sum
+
+
+@dataclass
+class Plan:
+    """A unit to be: its parameters, and the modules whose run needs them."""
+
+    name: str
+    parameters: list[str]
+    modules: list[str]
+    numel: int
+    is_block: bool
+
+    def absorb(self, other: Plan) -> None:
+        """Make one unit of two neighbours."""
+        self.name = f"{self.name}+{other.name}"
+        self.parameters += other.parameters
+        self.modules += other.modules
+        self.numel += other.numel
+
+
+def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | None, bucket_size: int) -> list[Plan]:
+    """Divide the model's parameters into units, in the order the model defines them.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    >>> blocks = nn.Sequential(*[Block() for _ in range(3)])
+    >>> model = nn.Sequential(nn.Embedding(100, 8), blocks, nn.LayerNorm(8), nn.Linear(8, 100))
+    >>> [plan.name for plan in plan_units(model, None, 2**25)]
+    ['0', '1.0', '1.1', '1.2', '2+3']
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if patterns is None:
+        blocks = set(_repeated(model))
+    else:
+        blocks = {module for module, name in names.items() if name and matches(name, module, patterns)}
+        if not blocks:
+            raise ValueError(f"units={patterns!r} matches no module; modules are named like {list(names.values())[1:6]}")
+    owner: dict[nn.Parameter, Plan] = {}
+    plans: list[Plan] = []
+    for module, inside, is_block in _rooms(model, blocks):
+        plan = Plan(names[module], [], [names[module]], 0, is_block)
+        for submodule in inside:
+            for key, parameter in submodule.named_parameters(names[submodule], recurse=False, remove_duplicate=False):
+                home = owner.get(parameter)
+                if home is None:
+                    owner[parameter] = plan
+                    plan.parameters.append(key)
+                    plan.numel += parameter.numel()
+                elif home is not plan and names[module] not in home.modules:
+                    home.modules.append(names[module])  # tied: this module needs that unit too
+        if plan.parameters:
+            plans.append(plan)
+    return _merged(plans, bucket_size)
+
+
+def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the outermost containers' children of one class: transformer layers, residual blocks, stages."""
+    for child in model.children():
+        members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) else []
+        counts = Counter(type(m) for m in members if next(m.children(), None) is not None)
+        found = [m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None]
+        yield from found
+        for grandchild in [child] if not members else [m for m in members if m not in found]:
+            yield from _repeated(grandchild)
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):  # the model itself is the container
+        members = list(model.children())
+        counts = Counter(type(m) for m in members if next(m.children(), None) is not None)
+        yield from (m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None)
+
+
+def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
+    """Yield each module that becomes (part of) a unit, the submodules whose parameters it takes, whether a block.
+
+    A module with parameters of its own and no block inside takes all below it, since its forward may use a child's
+    parameters directly, as nn.MultiheadAttention does.
+    """
+    own = next(module.parameters(recurse=False), None) is not None
+    has_blocks = any(m in blocks for m in module.modules() if m is not module)
+    is_block = module in blocks
+    if (is_block or (own and not root)) and not has_blocks:
+        yield module, list(module.modules()), is_block
+        return
+    if own:
+        yield module, [module], is_block
+    for child in module.children():
+        yield from _rooms(child, blocks, root=False)
+
+
+def _merged(plans: list[Plan], bucket_size: int) -> list[Plan]:
+    """Merge neighbours that are not blocks while they are small beside the blocks, or tiny beside each other."""
+    blocks = [plan.numel for plan in plans if plan.is_block]
+    total = sum(plan.numel for plan in plans)
+    limit = min(sum(blocks) // len(blocks) if blocks else total // 8, bucket_size)
+    merged: list[Plan] = []
+    for plan in plans:
+        last = merged[-1] if merged else None
+        if last is not None and not plan.is_block and not last.is_block and "" not in plan.modules + last.modules:
+            small, large = sorted((last.numel, plan.numel))
+            if small + large <= limit or small * TINY <= large:
+                last.absorb(plan)
+                continue
+        merged.append(plan)
+    return merged

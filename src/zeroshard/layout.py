@@ -1,0 +1,151 @@
+"""The arithmetic of partitioning: parameter → flat → bucket → rank. Pure integers, no torch.
+
+[Note: the packed layout]
+The parameters of one *flat* lie end to end, each starting at a multiple of ``ALIGN`` elements. The flat is cut into
+*buckets* of at most ``bucket_size`` elements, the size of one collective, and every bucket is cut evenly over the
+ranks. Three ranks, two buckets::
+
+    flat      |  weight 0                 |  w 1  | bias |  weight 2              |pad|
+    buckets   |             bucket 0              |            bucket 1               |
+    owners    |  rank 0   |  rank 1   |  rank 2   |  rank 0   |  rank 1   |  rank 2   |
+
+    shard of rank 1, as it lies in memory:  | bucket 0's middle third | bucket 1's middle third |
+
+Cutting buckets, not parameters, is why all ranks hold the same number of bytes whatever the shapes are, why a
+collective needs no copy before or after it, and why a parameter may be larger than a bucket. Bucket ``b`` of the
+shard starts at ``bucket.start // parts``, since every earlier bucket gave ``1/parts`` of its length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+ALIGN = 64  # elements; 128 bytes in 16-bit, so that every parameter suits vector loads and matrix kernels
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Round ``value`` up to a multiple.
+
+    >>> round_up(65, 64)
+    128
+    """
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements ``start`` to ``end`` (exclusive) of some 1-D tensor."""
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements the range holds."""
+        return self.end - self.start
+
+    def meet(self, other: Range) -> Range | None:
+        """Return what both ranges hold, or None."""
+        start, end = max(self.start, other.start), min(self.end, other.end)
+        return Range(start, end) if start < end else None
+
+    def moved(self, offset: int) -> Range:
+        """Return the range shifted by ``offset``."""
+        return Range(self.start + offset, self.end + offset)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one parameter inside a bucket or a shard."""
+
+    parameter: int  # index in the flat
+    within: Range  # elements of the flattened parameter
+    at: int  # first element in the bucket or shard
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """How parameters of ``numels`` elements lie in one flat, and who owns what.
+
+    >>> layout = FlatLayout.build([100, 7], bucket_size=128, parts=2)
+    >>> layout.starts, layout.numel, layout.shard_numel
+    ((0, 128), 256, 128)
+    >>> [bucket.start for bucket in layout.buckets]
+    [0, 128]
+    >>> layout.segments(rank=1)
+    [Piece(parameter=0, within=Range(start=64, end=100), at=0)]
+    """
+
+    numels: tuple[int, ...]
+    starts: tuple[int, ...]
+    buckets: tuple[Range, ...]
+    parts: int  # how many ranks share the flat
+
+    @classmethod
+    def build(cls, numels: Sequence[int], bucket_size: int, parts: int) -> FlatLayout:
+        """Lay the parameters out and cut them: see [Note: the packed layout]."""
+        starts, total = [], 0
+        for numel in numels:
+            starts.append(total)
+            total += round_up(numel, ALIGN)
+        quantum = ALIGN * parts  # every bucket divides evenly, on vector boundaries
+        length = max(bucket_size // quantum, 1) * quantum
+        total = round_up(total, quantum)
+        cuts = [*range(0, total, length), total]
+        return cls(tuple(numels), tuple(starts), tuple(Range(a, b) for a, b in pairwise(cuts)), parts)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat, alignment included."""
+        return self.buckets[-1].end if self.buckets else 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements one rank owns."""
+        return self.numel // self.parts
+
+    def parameter(self, index: int) -> Range:
+        """Where parameter ``index`` lies in the flat."""
+        return Range(self.starts[index], self.starts[index] + self.numels[index])
+
+    def owned(self, bucket: Range, rank: int) -> Range:
+        """What ``rank`` owns of ``bucket``, in the flat's coordinates."""
+        share = bucket.numel // self.parts
+        return Range(bucket.start + rank * share, bucket.start + (rank + 1) * share)
+
+    def in_shard(self, bucket: Range) -> Range:
+        """Where a rank's part of ``bucket`` lies in its shard."""
+        return Range(bucket.start // self.parts, bucket.end // self.parts)
+
+    def pieces(self, bucket: Range) -> list[Piece]:
+        """The parts of parameters in ``bucket``, ``at`` counted from the bucket's start."""
+        return list(self._pieces(bucket, 0))
+
+    def gaps(self, bucket: Range) -> list[Range]:
+        """The alignment in ``bucket`` that belongs to no parameter, counted from the bucket's start."""
+        gaps, last = [], 0
+        for piece in self.pieces(bucket):
+            if piece.at > last:
+                gaps.append(Range(last, piece.at))
+            last = piece.at + piece.within.numel
+        if last < bucket.numel:
+            gaps.append(Range(last, bucket.numel))
+        return gaps
+
+    def segments(self, rank: int) -> list[Piece]:
+        """The parts of parameters that ``rank`` owns, ``at`` counted from its shard's start."""
+        return [
+            piece
+            for bucket in self.buckets
+            for piece in self._pieces(self.owned(bucket, rank), self.in_shard(bucket).start)
+        ]
+
+    def _pieces(self, span: Range, origin: int) -> Iterator[Piece]:
+        first = max(bisect_right(self.starts, span.start) - 1, 0)  # the one parameter that may begin before the span
+        for index in range(first, bisect_left(self.starts, span.end)):
+            common = span.meet(self.parameter(index))
+            if common is not None:
+                yield Piece(index, common.moved(-self.starts[index]), origin + common.start - span.start)

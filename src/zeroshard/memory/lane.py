@@ -1,0 +1,45 @@
+"""Lane: a side stream on a GPU; on the CPU nothing, since there asynchronous work has threads of its own."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+
+class Lane:
+    """Work issued inside ``with lane:`` runs beside the compute stream.
+
+    [Note: streams without record_stream]
+    All memory is allocated and freed on the compute stream. The lane first waits for compute, so it sees finished
+    inputs. What it reads is kept alive by reference until compute has waited for the lane, so the allocator never
+    hands memory out under a lane that still reads it, and what is in flight is bounded by who waits, not by luck.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._guard: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> Lane:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._guard = torch.cuda.stream(self._stream)
+            self._guard.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(kind, error, trace)
+            self._guard = None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Note the lane's present end, to be awaited later."""
+        return self._stream.record_event() if self._stream is not None else None
+
+    @staticmethod
+    def join(event: torch.cuda.Event | None) -> None:
+        """Make the compute stream wait for a mark."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)

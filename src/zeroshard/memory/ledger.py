@@ -1,0 +1,42 @@
+"""Ledger: the bytes this library holds, by kind of state and tier, now and at peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Bytes:
+    """How much is held now, and the most that was held at once."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count ``nbytes`` more (or fewer)."""
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+@dataclass
+class Ledger:
+    """Counts what the library allocates and frees, at the places where it does.
+
+    >>> ledger = Ledger()
+    >>> ledger.add("parameters", 100)
+    >>> ledger.add("parameters", -60)
+    >>> ledger.kinds["parameters", "device"]
+    Bytes(now=40, peak=100)
+    """
+
+    kinds: dict[tuple[str, str], Bytes] = field(default_factory=dict)  # (kind of state, tier)
+    total: Bytes = field(default_factory=Bytes)
+
+    def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
+        """Count ``nbytes`` allocated, or freed when negative."""
+        self.kinds.setdefault((kind, tier), Bytes()).add(nbytes)
+        self.total.add(nbytes)
+
+    def set(self, kind: str, nbytes: int, tier: str = "device") -> None:
+        """Count a kind that is measured as a whole."""
+        self.add(kind, nbytes - self.kinds.setdefault((kind, tier), Bytes()).now, tier)

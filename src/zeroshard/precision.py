@@ -1,0 +1,114 @@
+"""Which dtype each parameter computes, reduces and is updated in, and the loss scale of fp16."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from zeroshard.config import Config
+
+GROWTH_INTERVAL = 2000  # steps without overflow after which the loss scale doubles
+
+
+def matches(name: str, module: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> bool:
+    """Whether a module is meant by one of the patterns: its class, or a shell pattern of its name.
+
+    >>> matches("layers.3", nn.Linear(1, 1), ("layers.*",)), matches("head", nn.Linear(1, 1), (nn.LayerNorm,))
+    (True, False)
+    """
+    return any(fnmatchcase(name, p) if isinstance(p, str) else isinstance(module, p) for p in patterns)
+
+
+class Precision:
+    """The dtypes of one model's parameters.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    >>> precision = Precision(model, Config(precision="bf16", keep_fp32=(nn.LayerNorm,)))
+    >>> precision.compute_dtype("0.weight", model[0].weight), precision.compute_dtype("1.weight", model[1].weight)
+    (torch.bfloat16, torch.float32)
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self._config = config
+        kept = (*config.keep_fp32, _BatchNorm) if config.has_master else ()
+        self.fp32_modules = [name for name, module in model.named_modules() if matches(name, module, kept)]
+        self._kept_names = {
+            f"{name}.{key}" if name else key
+            for name in self.fp32_modules
+            for key, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
+        }
+        self._patterns = [p for p in kept if isinstance(p, str)]
+
+    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype of the parameter in forward and backward."""
+        wanted = self._config.compute_dtype
+        if wanted is None or not parameter.is_floating_point():
+            return parameter.dtype
+        kept = name in self._kept_names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        return torch.float32 if kept else wanted
+
+    def has_master(self, dtype: torch.dtype) -> bool:
+        """Whether parameters computed in ``dtype`` are updated in an fp32 copy."""
+        return self._config.has_master and dtype in (torch.bfloat16, torch.float16)
+
+    def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that gradients of parameters computed in ``dtype`` are summed and kept in."""
+        chosen = self._config.reduce_dtype
+        return chosen if isinstance(chosen, torch.dtype) else dtype
+
+
+class LossScale:
+    """fp16's dynamic loss scale. It stays on the device: no host sync to read it or to change it."""
+
+    def __init__(self, initial: float, device: torch.device) -> None:
+        self.scale = torch.full((), initial, device=device)  # fp32
+        self.inverse = 1 / self.scale  # fp32
+        self.overflow = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
+        self._streak = torch.zeros((), dtype=torch.int32, device=device)
+
+    def unscale(self, gradients: list[torch.Tensor]) -> None:
+        """Divide fp32 gradients by the scale, in place, and note values that are not finite."""
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.overflow, self.inverse)
+
+    def update(self) -> None:
+        """Halve the scale after an overflow, double it after a long streak without, and clear the note."""
+        torch._amp_update_scale_(self.scale, self._streak, self.overflow, 2.0, 0.5, GROWTH_INTERVAL)
+        self.inverse = 1 / self.scale
+        self.overflow.zero_()
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply ``change`` to every tensor in nested containers and dataclasses; the value itself where none changes.
+
+    >>> map_tensors({"a": [torch.ones(1)], "b": 2}, lambda t: t + 1)
+    {'a': [tensor([2.])], 'b': 2}
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):  # also Hugging Face's ModelOutput, which is both a dict and a dataclass
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
+        if all(new[key] is getattr(value, key) for key in new):
+            return value
+        return dataclasses.replace(value, **new)
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in nested containers."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

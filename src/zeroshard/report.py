@@ -1,0 +1,69 @@
+"""Report: what one rank holds and what it communicated, as data and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeroshard.comm import Traffic
+from zeroshard.memory.ledger import Bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's memory and traffic.
+
+    >>> report = Report(rank=0, ranks=4, parameters=10, memory={("parameters", "device"): Bytes(20, 60)},
+    ...     total=Bytes(20, 60), collectives={"all-gather": Traffic(3, 4096)})
+    >>> print(report)
+    rank 0 of 4, 10 parameters
+    memory            tier            now       peak
+    parameters        device         20 B       60 B
+    total                            20 B       60 B
+    last step         count         bytes
+    all-gather        3           4.10 kB
+    """
+
+    rank: int
+    ranks: int
+    parameters: int
+    """Ψ: elements of all parameters."""
+    memory: dict[tuple[str, str], Bytes] = field(default_factory=dict)
+    """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
+    "gradients": what was summed or reduced; "master weights", "optimizer states"; "buckets": the ring gradients travel
+    through; "staging": one unit while it is being partitioned."""
+    total: Bytes = field(default_factory=Bytes)
+    collectives: dict[str, Traffic] = field(default_factory=dict)
+    """Of the last finished step, by kind."""
+
+    @property
+    def states(self) -> int:
+        """Bytes of model states at rest: parameters, gradients, and optimizer states with their master copy."""
+        kinds = ("parameters", "gradients", "master weights", "optimizer states")
+        return sum(held.now for (kind, _), held in self.memory.items() if kind in kinds)
+
+    @property
+    def communicated(self) -> int:
+        """Bytes of all collectives of the last step."""
+        return sum(traffic.bytes for traffic in self.collectives.values())
+
+    def __str__(self) -> str:
+        """Print as a table."""
+        lines = [
+            f"rank {self.rank} of {self.ranks}, {self.parameters:,} parameters",
+            f"{'memory':<18}{'tier':<10}{'now':>9}{'peak':>11}",
+        ]
+        for (kind, tier), held in self.memory.items():
+            lines.append(f"{kind:<18}{tier:<10}{_size(held.now):>9}{_size(held.peak):>11}")
+        lines.append(f"{'total':<28}{_size(self.total.now):>9}{_size(self.total.peak):>11}")
+        lines.append(f"{'last step':<18}{'count':<10}{'bytes':>9}")
+        for kind, traffic in self.collectives.items():
+            lines.append(f"{kind:<18}{traffic.count:<10}{_size(traffic.bytes):>9}")
+        return "\n".join(lines)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"

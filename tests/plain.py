@@ -1,0 +1,127 @@
+"""The plain, unsharded run that every sharded run is compared with, and small models to compare on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard
+
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    """A residual block with sizes that do not divide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 3)
+        self.down = nn.Linear(2 * width + 3, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head, a one-element and a zero-element parameter."""
+
+    def __init__(self, width: int = 7, blocks: int = 3, vocabulary: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.temperature + self.nothing.sum()
+
+
+def make_net(seed: int = 0, **sizes: int) -> Net:
+    """Build a net from a seed without touching the global generator's course."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net(**sizes)
+
+
+def net_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Predict each token from itself."""
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+def batches(steps: int, rows: int = 12, length: int = 5, vocabulary: int = 11, seed: int = 1) -> list[torch.Tensor]:
+    """Global batches; 12 rows divide over 1, 2, 3 and 4 ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(steps)]
+
+
+def split(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """One rank's rows of a global batch."""
+    return batch.chunk(world)[rank]
+
+
+def train_plain(
+    model: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train without any sharding, on global batches; return losses and final parameters."""
+    optimizer = make_optimizer(model)
+    losses = []
+    for batch in data:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train_sharded(
+    rank: int,
+    world: int,
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    data: list[torch.Tensor],
+    loss_of: Loss = net_loss,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train one rank's part of each batch; return this rank's losses and the full final parameters."""
+    model = copy.deepcopy(model)
+    model, optimizer = zeroshard.shard(model, make_optimizer(model), **options)
+    losses = []
+    for batch in data:
+        loss = loss_of(model, split(batch, rank, world))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_parameters(model)
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full values of a sharded model, copied."""
+    with zeroshard.gathered(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], relative: float = 1e-6) -> None:
+    """Each tensor equals the plain one to ``relative`` of its largest value."""
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        largest = max(value.abs().max().item(), 1e-3) if value.numel() else 1.0
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=relative * largest, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_equal(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Each tensor equals the other bit for bit."""
+    assert ours.keys() == other.keys()
+    for name, value in other.items():
+        assert torch.equal(ours[name], value), name

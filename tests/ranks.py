@@ -1,0 +1,415 @@
+# mypy: allow-untyped-calls
+"""Runs of several ranks inside a test.
+
+`run_threads` makes each rank a thread of this process: a run costs a few milliseconds, the numbers are true, and any
+function will do as a body. `run_processes` makes each rank a process of a pool that lives as long as the test session
+and talks gloo on the loopback device: a run costs some tens of milliseconds, and the body must be a function at the
+top level of a module. Both call `body(rank, *args)` on every rank within an initialised default process group, return
+the results in the order of the ranks, and raise `RanksFailed` when a rank raises, dies or is stuck.
+
+[Note: randomness in threads]
+Threads share torch's default generator, so a body that draws from it draws whatever the other ranks left. Build the
+model once outside and `copy.deepcopy` it in every rank, or build it `with seeded(0):` in each; draw data from a
+`torch.Generator` of the rank's own. Grad mode, autocast and `with torch.device(...)` belong to each thread. Processes
+share nothing; their generator is seeded with 0 before each body, and a body's other changes to global state stay in
+the worker for later runs.
+
+[Note: how a stuck run ends]
+Nobody waits for ever. At the timeout (or `GRACE` seconds after the first rank failed) the Python stacks of the ranks
+that are still running go into the error. A thread is then woken if it waits in a collective and gets a SystemExit
+otherwise; should it survive even that, it finds no process group left to disturb a later run with. A process is
+killed with all it started. A worker also kills itself when the process that started it is gone, however that ended.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import io
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+T = TypeVar("T")
+
+GRACE = 2.0  # seconds that the other ranks have to end by themselves once one has failed
+LOOPBACK = "127.0.0.1"
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks of a run raised, died or were stuck; `accounts` has each one's own story, the first to fail first."""
+
+    def __init__(self, world: int, accounts: dict[int, str]) -> None:
+        self.accounts = accounts
+        stories = "".join(f"\n--- rank {rank} ---\n{account.rstrip()}\n" for rank, account in accounts.items())
+        super().__init__(f"{len(accounts)} of {world} ranks failed\n{stories}")
+
+
+_generator_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the shared CPU generator, one thread at a time, and put it back after; no collectives inside.
+
+    >>> with seeded(0):
+    ...     first = torch.rand(2)
+    >>> with seeded(0):
+    ...     torch.equal(first, torch.rand(2))
+    True
+    """
+    with _generator_lock, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------- ranks as threads
+
+
+def run_threads(world: int, body: Callable[..., T], *args: Any, timeout: float = 120) -> list[T]:
+    """Call `body(rank, *args)` on `world` threads over torch's threaded backend. See the notes on top."""
+    run: _ThreadRun[T] = _ThreadRun(world, body, args, timeout)
+    excepthook = sys.excepthook  # init_process_group wraps it, at every call once more
+    _isolate_threads(True)
+    threaded._install_threaded_pg()
+    try:
+        run.start()
+        run.wait()
+    finally:
+        run.end()
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        _isolate_threads(False)
+        sys.excepthook = excepthook
+    if run.accounts:
+        raise RanksFailed(world, run.accounts)
+    return [run.results[rank] for rank in range(world)]
+
+
+def _isolate_threads(on: bool) -> None:
+    """Give every thread its own table of process groups."""
+    c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]  # missing from torch's stubs
+
+
+class _ThreadRun(Generic[T]):
+    """One run's threads and what came of them."""
+
+    def __init__(self, world: int, body: Callable[..., T], args: tuple[Any, ...], timeout: float) -> None:
+        self.world, self.body, self.args, self.timeout = world, body, args, timeout
+        self.results: dict[int, T] = {}
+        self.accounts: dict[int, str] = {}
+        self.abandoned = False  # the caller has moved on: threads must leave torch.distributed alone
+        self._store = HashStore()
+        self._states: dict[int, threaded.WorldData] = {}  # each thread's view of torch.distributed
+        self._threads = [
+            threading.Thread(target=self._be, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def _be(self, rank: int) -> None:
+        with contextlib.suppress(SystemExit):  # of end(), should it come while the rank is already leaving
+            self._run_rank(rank)
+
+    def _run_rank(self, rank: int) -> None:
+        try:
+            self._states[rank] = threaded.ThreadLocalWorld()._get_world()
+            limit = timedelta(seconds=self.timeout + 60)  # longer than ours, so that ours reports
+            dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self._store, timeout=limit)
+            self.results[rank] = self.body(rank, *self.args)
+        except BaseException as error:
+            sent = isinstance(error, SystemExit) and threaded.ProcessLocalGroup._terminate.is_set()
+            if not sent and not self.abandoned:  # a rank that was told to leave has not failed
+                self.accounts.setdefault(rank, "".join(traceback.format_exception(error)))
+                self._wake()
+        if not self.abandoned:
+            with contextlib.suppress(Exception):  # init_process_group may not have got far enough
+                dist.destroy_process_group()
+
+    def wait(self) -> None:
+        """Return when all ranks have ended, or write the accounts of those that did not in time."""
+        deadline = time.monotonic() + self.timeout
+        why = f"stuck: still running after {self.timeout:g} s"
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            alive[0].join(0.02)
+            if self.accounts:
+                self._wake()  # again: a rank may have entered a collective after the failing rank's own call
+                if deadline > time.monotonic() + GRACE:
+                    deadline = time.monotonic() + GRACE
+                    why = f"still running {GRACE:g} s after rank {next(iter(self.accounts))} failed"
+            if time.monotonic() > deadline:
+                frames = sys._current_frames()
+                for rank, thread in enumerate(self._threads):
+                    if thread.is_alive() and thread.ident in frames:
+                        stack = "".join(traceback.format_stack(frames[thread.ident]))
+                        self.accounts.setdefault(rank, f"{why}, at (most recent call last):\n{stack}")
+                return
+
+    def end(self) -> None:
+        """Make the threads that are left end, or at least harmless."""
+        if any(thread.is_alive() for thread in self._threads):
+            self._wake()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(0.2)  # enough to leave a collective
+        for thread in self._threads:
+            if thread.ident is not None and thread.is_alive():
+                raised = ctypes.py_object(SystemExit)  # at the thread's next bytecode
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), raised)
+                thread.join(0.5)
+        self.abandoned = True
+        for rank, thread in enumerate(self._threads):
+            if thread.is_alive() and rank in self._states:
+                self._states[rank].default_pg = None  # type: ignore[assignment]
+                self._states[rank].pg_names.clear()  # a collective on its groups is a KeyError from now on
+
+    @staticmethod
+    def _wake() -> None:
+        with contextlib.suppress(RuntimeError):  # torch iterates over a dict that ranks may be changing
+            threaded.ProcessLocalGroup.exception_handle(None)
+
+
+# -------------------------------------------------------------------------------------------- ranks as processes
+
+
+def run_processes(
+    world: int, body: Callable[..., T], *args: Any, timeout: float = 120, env: dict[str, str] | None = None
+) -> list[T]:
+    """Call `body(rank, *args)` in `world` gloo processes. See the notes on top.
+
+    Arguments and results travel by `torch.save`, so tensors may be among them. `env` holds for this run only; a
+    variable that is read when a process starts (glibc's, say) comes too late.
+    """
+    if "<" in body.__qualname__:
+        raise ValueError(f"{body.__qualname__} cannot be sent to a process: move it to the top level of its module")
+    global _pool
+    if _pool is None:
+        _pool = _Pool()
+    answers = _pool.run([_pack((rank, world, body, args, timeout, env or {})) for rank in range(world)], timeout)
+    return [_unpack(answer) for answer in answers]
+
+
+def close_pool() -> None:
+    """Kill the worker processes; the next `run_processes` starts new ones."""
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
+
+
+class _Worker:
+    """A process that runs one rank at a time, seen from the test's side."""
+
+    def __init__(self, store_port: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])  # paid once, in the server all are forked from
+        self.connection: Connection[Any, Any]
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, store_port), daemon=True)
+        self.process.start()
+        theirs.close()  # so that its death ends the connection
+        # Where its faulthandler writes; nameless, so never left behind.
+        self._dump = tempfile.TemporaryFile()  # noqa: SIM115
+        reduction.send_handle(self.connection, self._dump.fileno(), self.process.pid)
+
+    def stacks(self) -> str:
+        """Have the process write the stacks of its threads, most recent call first."""
+        before = len(self._dumped())
+        if self.process.pid is not None:
+            os.kill(self.process.pid, signal.SIGUSR1)
+        length, deadline = before, time.monotonic() + 2
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            length, last = len(self._dumped()), length
+            if length == last > before:
+                break
+        return self._dumped()[before:]
+
+    def _dumped(self) -> str:
+        size = os.fstat(self._dump.fileno()).st_size
+        return os.pread(self._dump.fileno(), size, 0).decode(errors="replace")  # leaves the shared offset alone
+
+    def epitaph(self) -> str:
+        """Say how the process ended."""
+        self.process.join(5)
+        code = self.process.exitcode
+        how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
+        return f"its process died with {how}\n{self._dumped()}"
+
+    def kill(self) -> None:
+        if self.process.pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+                os.killpg(self.process.pid, signal.SIGKILL)  # what it started
+        self.process.join(5)
+        self.connection.close()
+        self._dump.close()
+
+
+class _Pool:
+    """The idle workers, and the store at which the ranks of a run meet."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store would listen on every interface
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._idle: list[_Worker] = []
+        self._runs = 0
+
+    def run(self, jobs: list[bytes], timeout: float) -> list[bytes]:
+        """Give each job to a worker and return their answers; the workers of a run that fails are not used again."""
+        self._runs += 1
+        workers, fresh = self._take(len(jobs))
+        try:
+            _answers(fresh, timeout=120)  # their greeting: the clock of a run starts when its ranks are up
+            for worker, job in zip(workers, jobs, strict=True):
+                with contextlib.suppress(BrokenPipeError):  # dead: _answers will say so
+                    worker.connection.send((f"run {self._runs}", sys.path, job))
+            answers = _answers(workers, timeout)
+            for worker in workers:  # all are done: no rank closes its sockets while another still reads from them
+                worker.connection.send("leave")
+            _answers(workers, timeout)
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+        self._idle = workers + self._idle
+        return answers
+
+    def _take(self, number: int) -> tuple[list[_Worker], list[_Worker]]:
+        """Find so many workers; the second list has those among them that had to be started."""
+        taken: list[_Worker] = []
+        fresh: list[_Worker] = []
+        while len(taken) < number and self._idle:
+            worker = self._idle.pop(0)
+            if worker.process.is_alive():
+                taken.append(worker)
+            else:
+                worker.kill()
+        while len(taken) + len(fresh) < number:
+            fresh.append(_Worker(self._store.port))
+        return taken + fresh, fresh
+
+    def close(self) -> None:
+        for worker in self._idle:
+            worker.kill()
+        self._idle = []
+
+
+_pool: _Pool | None = None
+atexit.register(close_pool)
+
+
+def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
+    """Wait for one message from every worker."""
+    answers: dict[int, bytes] = {}
+    accounts: dict[int, str] = {}
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + timeout
+    why = f"stuck: still running after {timeout:g} s"
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        for connection in waiting.copy():
+            if connection not in ready:
+                continue
+            rank = waiting.pop(connection)
+            try:
+                succeeded, answer = connection.recv()
+            except (EOFError, ConnectionResetError):
+                succeeded, answer = False, workers[rank].epitaph()
+            (answers if succeeded else accounts)[rank] = answer
+        if accounts and deadline > time.monotonic() + GRACE:
+            deadline = time.monotonic() + GRACE
+            why = f"still running {GRACE:g} s after rank {next(iter(accounts))} failed"
+        if not ready:
+            for rank in waiting.values():
+                accounts[rank] = f"{why}, at (most recent call first):\n{workers[rank].stacks()}"
+            break
+    if accounts:
+        raise RanksFailed(len(workers), accounts)
+    return [answers[rank] for rank in range(len(workers))]
+
+
+def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
+    """The worker process: answer every job until the connection ends."""
+    os.setsid()  # a process group of its own: whatever the body starts is killed with it
+    dump = reduction.recv_handle(connection)
+    faulthandler.enable(dump)
+    faulthandler.register(signal.SIGUSR1, dump)
+    threading.Thread(target=_die_with, args=(connection,), daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    store = TCPStore(LOOPBACK, store_port, is_master=False)
+    connection.send((True, b""))
+    while True:
+        try:
+            name, sys.path[:], job = connection.recv()
+            connection.send((True, _run_rank(PrefixStore(name, store), job)))
+            connection.recv()  # "leave": every rank has its result
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            connection.send((True, b""))
+        except EOFError:
+            return
+        except BaseException as error:
+            connection.send((False, "".join(traceback.format_exception(error))))
+            sys.stdout.flush()
+            os._exit(1)  # closes the sockets, so that ranks waiting for this one fail at once and not at their timeout
+
+
+def _run_rank(store: Store, job: bytes) -> bytes:
+    rank, world, body, args, timeout, env = _unpack(job)
+    before, excepthook = os.environ.copy(), sys.excepthook
+    os.environ.update(env)
+    try:
+        limit = timedelta(seconds=timeout + 60)  # longer than the harness's, so that the harness reports
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        torch.manual_seed(0)
+        return _pack(body(rank, *args))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        sys.excepthook = excepthook  # init_process_group has wrapped it
+
+
+def _die_with(connection: "Connection[Any, Any]") -> None:
+    """End this process and its group when the other end of `connection` is gone, whatever the body is doing."""
+    poll = select.poll()
+    poll.register(connection.fileno(), 0)  # no events asked for: only the hang-up is reported
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _pack(thing: object) -> bytes:
+    """Pickle with tensors by value: multiprocessing's own pickling would share their memory by file descriptors."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
