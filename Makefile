@@ -8,7 +8,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 STAGE  ?= 3
 RANKS  ?= 2
-STEPS  ?= 200
+STEPS  ?= 150
 ARGS   ?=
 PYTEST_ARGS ?= -q
 

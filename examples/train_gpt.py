@@ -21,11 +21,16 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with zeroshard.")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="what is partitioned (default: all)")
-    parser.add_argument("--precision", default=None, choices=["bf16", "fp16"], help="of compute (default: fp32)")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--precision",
+        default=None,
+        choices=["bf16", "fp16"],
+        help="of compute (default: fp32); bf16 crawls on CPUs without it",
+    )
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--context", type=int, default=128, help="letters a sequence")
+    parser.add_argument("--context", type=int, default=64, help="letters a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
     parser.add_argument("--lr", type=float, default=2e-3)
     return parser.parse_args()
@@ -47,9 +52,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     config = GPTConfig(
         vocab_size=128, context=args.context, layers=args.layers, heads=args.width // 32, width=args.width
     )
-    model = GPT(config).to(device)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
-    model, optimizer = zeroshard.shard(model, optimizer, stage=args.stage, precision=args.precision)
+    gpt = GPT(config).to(device)
+    adamw = torch.optim.AdamW(gpt.parameters(), lr=args.lr, weight_decay=0.1)
+    model, optimizer = zeroshard.shard(gpt, adamw, stage=args.stage, precision=args.precision)
     if rank == 0:
         print(
             f"{config.parameters / 1e6:.1f}M parameters, {len(text) / 1e3:.0f} kB of text, stage {args.stage}, ", end=""

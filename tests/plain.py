@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from ranks import run_threads
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 
@@ -125,3 +128,87 @@ def assert_equal(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
     assert ours.keys() == other.keys()
     for name, value in other.items():
         assert torch.equal(ours[name], value), name
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, list[torch.Tensor]], Any]
+
+
+def simple_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
+    """One step a batch. Like every loop, it takes the plain pair and the sharded one alike."""
+    for batch in data:
+        net_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run_plain(
+    base: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loop: Loop = simple_loop
+) -> dict[str, torch.Tensor]:
+    """Run a loop without any sharding, on global batches; return the final parameters."""
+    model = copy.deepcopy(base)
+    loop(model, make_optimizer(model), data)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def run_rank(
+    rank: int,
+    world: int,
+    base: nn.Module,
+    make_optimizer: MakeOptimizer,
+    data: list[torch.Tensor],
+    loop: Loop = simple_loop,
+    mesh_shape: tuple[int, ...] | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Run a loop on one rank's part of each batch; return the full final parameters."""
+    model = copy.deepcopy(base)
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape)
+    model, optimizer = zeroshard.shard(model, make_optimizer(model), mesh=mesh, **options)
+    loop(model, optimizer, [split(batch, rank, world) for batch in data])
+    return full_parameters(model)
+
+
+def run_stages(
+    world: int,
+    base: nn.Module,
+    make_optimizer: MakeOptimizer,
+    data: list[torch.Tensor],
+    loop: Loop = simple_loop,
+    stages: tuple[int, ...] = (0, 1, 2, 3),
+    **options: Any,
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Run a loop in each stage on ranks that are threads; return the parameters, the same on all ranks, by stage."""
+    results = {}
+    for stage in stages:
+        body = partial(
+            run_rank, world=world, base=base, make_optimizer=make_optimizer, data=data, loop=loop, stage=stage, **options
+        )
+        first, *others = run_threads(world, body)
+        for other in others:
+            assert_equal(other, first)
+        results[stage] = first
+    return results
+
+
+def assert_same_training(
+    world: int,
+    base: nn.Module,
+    make_optimizer: MakeOptimizer,
+    data: list[torch.Tensor],
+    loop: Loop = simple_loop,
+    identical: bool = True,
+    relative: float = 1e-6,
+    **options: Any,
+) -> None:
+    """Every stage ends with the plain run's parameters; stages 1, 2 and 3 bit for bit with the same ones."""
+    plain = run_plain(base, make_optimizer, data, loop)
+    moved = [name for name, value in base.named_parameters() if not torch.equal(value, plain[name])]
+    assert moved, "the plain run trains nothing: the comparison would say nothing"
+    results = run_stages(world, base, make_optimizer, data, loop, **options)
+    for stage, result in results.items():
+        try:
+            assert_close(result, plain, relative)
+        except AssertionError as error:
+            raise AssertionError(f"stage {stage} differs from the plain run: {error}") from error
+    for stage in (2, 3) if identical else ():
+        assert_equal(results[stage], results[1])

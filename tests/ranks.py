@@ -388,6 +388,9 @@ def _run_rank(store: Store, job: bytes) -> bytes:
     try:
         limit = timedelta(seconds=timeout + 60)  # longer than the harness's, so that the harness reports
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+        if store.add("up", 1) == world:
+            store.set("all up", "")
+        store.wait(["all up"])  # else a rank that fails at once is met as a closed connection by ranks still connecting
         torch.manual_seed(0)
         return _pack(body(rank, *args))
     finally:

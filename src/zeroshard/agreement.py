@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 
 class RanksDisagreeError(RuntimeError):
@@ -24,7 +24,7 @@ class RanksDisagreeError(RuntimeError):
 class Agreement:
     """The announcements of the ranks of one sharded model, in the process group's key-value store."""
 
-    def __init__(self, store: dist.Store | None, prefix: str, rank: int, ranks: int, timeout: float) -> None:
+    def __init__(self, store: Store | None, prefix: str, rank: int, ranks: int, timeout: float) -> None:
         self._store = store  # None: one rank, or a backend that communicates nothing
         self._prefix = prefix
         self.rank, self._ranks = rank, ranks
@@ -90,8 +90,9 @@ class Agreement:
         try:
             self._store.wait([key], timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise RanksDisagreeError(f"rank {self.rank} waited {self._timeout:g} s to {what}; did all call shard()?") from error
-        return self._store.get(key)  # type: ignore[no-any-return]
+            waited = f"rank {self.rank} waited {self._timeout:g} s to {what}"
+            raise RanksDisagreeError(f"{waited}: have all ranks called shard()?") from error
+        return self._store.get(key)
 
     def stuck(self, what: str, error: RuntimeError) -> RanksDisagreeError:
         """Explain a collective that did not end."""
@@ -124,6 +125,6 @@ class Agreement:
         if silent:
             elsewhere.append(f"ranks {silent} follow the recorded order, or do not answer")
         return RanksDisagreeError(
-            f"ranks disagree: rank {self.rank} {what}. " + "; ".join(elsewhere) + ". All ranks must run the same units in "
-            "the same order: look for a branch on rank or data around that unit, or a rank that skipped a call."
+            f"ranks disagree: rank {self.rank} {what}. " + "; ".join(elsewhere) + ". All ranks must run the same units "
+            "in the same order: look for a branch on rank or data around that unit, or a rank that skipped a call."
         )

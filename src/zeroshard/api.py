@@ -279,8 +279,8 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> 
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is not "
-                    "one of the model's: make the optimizer from model.parameters()"
+                    f"parameter {position} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is "
+                    "not one of the model's: make the optimizer from model.parameters()"
                 )
             trained.add(id(parameter))
     return trained

@@ -149,7 +149,7 @@ class Communicator:
         return [*self.replicas, *([self.shard] if self.shard.size > 1 else [])]
 
     def _pending(self, work: Any, what: str) -> Pending:
-        return _Watched(work, what, self._timeout, self.control) if self._blocks_host else work  # type: ignore[no-any-return]
+        return _Watched(work, what, self._timeout, self.control) if self._blocks_host else work
 
 
 class _Watched:

@@ -19,7 +19,7 @@ class Config:
     """The options of :func:`zeroshard.shard`.
 
     >>> Config(stage=2, precision="bf16").bucket_size
-    33554432
+    134217728
     >>> Config(stagee=2)
     Traceback (most recent call last):
         ...
@@ -49,7 +49,7 @@ class Config:
     """Which modules are units: classes, or shell patterns of module names ("layers.*"). None: the repeated blocks of
     the model are found by themselves."""
 
-    bucket_size: int = 2**25
+    bucket_size: int = 2**27
     """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B)."""
 
     ring: int = 2
@@ -132,4 +132,3 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}: {hint}")
-

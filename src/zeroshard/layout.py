@@ -92,8 +92,10 @@ class FlatLayout:
             starts.append(total)
             total += round_up(numel, ALIGN)
         quantum = ALIGN * parts  # every bucket divides evenly, on vector boundaries
-        length = max(bucket_size // quantum, 1) * quantum
         total = round_up(total, quantum)
+        most = max(bucket_size // quantum, 1) * quantum
+        count = max(-(-total // most), 1)
+        length = max(round_up(-(-total // count), quantum), quantum)  # even lengths: buffers are as long as the longest
         cuts = [*range(0, total, length), total]
         return cls(tuple(numels), tuple(starts), tuple(Range(a, b) for a, b in pairwise(cuts)), parts)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,17 +62,19 @@ class Run:
         if views[0].dtype == self.parameter.dtype:
             if len(views) == 1:
                 return views[0]
-            if all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in zip(views, views[1:], strict=False)):
+            if all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(views)):
                 return views[0].as_strided(self.parameter.shape, (1,))
         fresh = torch.empty_like(self.parameter)
-        torch._foreach_copy_(list(fresh.split([view.numel() for view in views])), views)
+        torch._foreach_copy_(list(torch.split(fresh, [view.numel() for view in views])), views)
         return fresh
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Returned by :func:`zeroshard.shard`: steps the inner optimizer on shards and brings the new parameters about."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str], loss_scale: LossScale | None) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str], loss_scale: LossScale | None
+    ) -> None:
         if type(inner).__name__ in NOT_ELEMENTWISE and type(inner).__module__.startswith("torch.optim"):
             raise ValueError(
                 f"torch.optim.{type(inner).__name__} looks at more than one element at a time, so it cannot run on "
@@ -124,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.gradients.coefficient = coefficient if earlier is None else earlier * coefficient
         return norm
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is still to be reduced, update this rank's shards, and start to bring the result to all ranks."""
         loss = None
         if closure is not None:
@@ -376,7 +379,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, value in self.state.get(run.parameter, {}).items():
                 elementwise = isinstance(value, torch.Tensor) and value.shape == run.parameter.shape
                 mine[key] = value.dtype if elementwise else value
-        known = next((said for said in self._engine.comm.all_gather_object(mine) if said), {})
+        known: dict[str, Any] = next((said for said in self._engine.comm.all_gather_object(mine) if said), {})
         result: dict[str, Any] = {}
         for key, value in known.items():
             if not isinstance(value, torch.dtype):
@@ -388,7 +391,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             result[key] = self._engine.assemble(line, flat, index)
         return result
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's ``state_dict()`` would be, whole. All ranks call it together."""
         numbers = {name: number for number, name in enumerate(name for group in self.names for name in group)}
         states = {number: self.full_state(name) for name, number in numbers.items()}
@@ -399,7 +402,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's ``state_dict()``, or one of :meth:`state_dict`: each rank keeps its part."""
         groups = state_dict["param_groups"]
         sizes, wanted = [len(g["params"]) for g in groups], [len(names) for names in self.names]
@@ -409,9 +412,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in loaded.items() if key != "params"})
         names = [name for group in self.names for name in group]
         numbers = [number for group in groups for number in group["params"]]
-        found = {name: state_dict["state"][n] for name, n in zip(names, numbers, strict=True) if n in state_dict["state"]}
+        states = state_dict["state"]
         self.state.clear()
-        self._load_states(found)
+        self._load_states({name: states[n] for name, n in zip(names, numbers, strict=True) if n in states})
 
     def _places(self, flat: Flat, index: int) -> list[tuple[Run, Range, int]]:
         """Where this rank's states of a parameter lie: (run, elements of the parameter, first element in the run)."""
@@ -432,7 +435,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not states:
             return
         for index, runs in enumerate(self._runs):
-            self._runs[index] = [small for run in runs for small in ([run] if self._uniform(run, states) else self._cut(run))]
+            cut = [[run] if self._uniform(run, states) else self._cut(run) for run in runs]
+            self._runs[index] = [run for pieces in cut for run in pieces]
             self.param_groups[index]["params"] = [run.parameter for run in self._runs[index]]
         for flat in self._flats():
             for position, name in enumerate(flat.names):

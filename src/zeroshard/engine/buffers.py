@@ -16,7 +16,7 @@ class Buffers:
         self._comm = comm
         self._order = order
         self._enabled = enabled and comm.ranks > 1
-        self._versions = {name: -1 for name in buffers}  # differs from any: the first call copies all
+        self._versions = dict.fromkeys(buffers, -1)  # differs from any: the first call copies all
 
     def synchronise(self) -> None:
         """Broadcast what has changed in place. Constant buffers cost nothing after the first time."""
@@ -34,8 +34,7 @@ class Buffers:
             for buffers in by_dtype.values():
                 packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 self._comm.broadcast(packed, 0, what)
-                parts = packed.split([buffer.numel() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
+                for buffer, part in zip(buffers, torch.split(packed, [b.numel() for b in buffers]), strict=True):
                     buffer.copy_(part.view_as(buffer))
         for name in changed:
             self._versions[name] = self._buffers[name]._version

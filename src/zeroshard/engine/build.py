@@ -20,6 +20,7 @@ from zeroshard.engine.unit import Flat, Unit
 from zeroshard.engine.units import Plan
 from zeroshard.layout import FlatLayout
 from zeroshard.memory.arena import Arena
+from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
@@ -33,7 +34,7 @@ def check_model(model: nn.Module) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{name!r} is a DTensor: models parallelised with tensor parallelism cannot be sharded yet")
+            raise ValueError(f"{name!r} is a DTensor: models with tensor parallelism cannot be sharded yet")
         if hasattr(parameter, "_zeroshard"):
             raise ValueError(f"{name!r} is sharded already: call zeroshard.unshard() on its model first")
 
@@ -60,13 +61,15 @@ def verify_same_model(model: nn.Module, config: Config, control: Agreement) -> N
         [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
     ]
     described += [["buffer " + name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
-    options = {name: str(getattr(config, name)) for name in ("stage", "precision", "reduce_dtype", "bucket_size", "units")}
+    decisive = ("stage", "precision", "reduce_dtype", "keep_fp32", "bucket_size", "units", "prefetch")
+    options = {name: str(getattr(config, name)) for name in decisive}
     theirs = control.exchange("model", json.dumps([described, options]))
     complaint = ""
     if theirs is not None:
         first, first_options = json.loads(theirs)
-        complaint = _difference(described, first) or "".join(
-            f"{name} is {options[name]} here and {value} on rank 0" for name, value in first_options.items() if options[name] != value
+        unlike = [name for name in options if options[name] != first_options[name]]
+        complaint = _difference(described, first) or ", ".join(
+            f"{name} is {options[name]} here and {first_options[name]} on rank 0" for name in unlike
         )
     complaints = control.complain("model", complaint)
     if complaints:
@@ -86,6 +89,12 @@ def _difference(ours: list[list[Any]], first: list[list[Any]]) -> str:
         longer = ours if len(ours) > len(first) else first
         return f"{longer[min(len(ours), len(first))][0]!r} is only on {'this rank' if longer is ours else 'rank 0'}"
     return ""
+
+
+def _make_real(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a meta parameter memory without changing which object it is."""
+    real = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
 class Builder:
@@ -110,10 +119,11 @@ class Builder:
         self._from_meta = {name for name, p in self._parameters.items() if p.is_meta}
         self._trained = trained  # ids of the parameters an optimizer updates
         self._plans = plans
-        self.units = [Unit(p.name, self._flats(p), comm, ledger, self._partitioned) for p in plans]
+        lane = Lane(comm.device)
+        self.units = [Unit(p.name, self._flats(p), comm, ledger, lane, self._partitioned) for p in plans]
 
     def build(self) -> list[Unit]:
-        """Place shards in arenas, then fill unit after unit: never more than the shards and one unit beside the model."""
+        """Place shards in arenas, then fill them unit by unit: never more than the shards and one whole unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
         masters = [flat for flat in flats if self._has_master(flat)]
         if masters:
@@ -163,7 +173,7 @@ class Builder:
             for index, parameter in enumerate(flat.parameters):
                 view = flat.view(values, index)
                 if parameter.is_meta:
-                    torch.utils.swap_tensors(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
+                    _make_real(parameter, view)
                 else:
                     view.copy_(parameter.data)
                     parameter.data = view
@@ -187,8 +197,8 @@ class Builder:
                 continue
             if not own <= here:
                 raise ValueError(
-                    f"{name!r} shares {sorted(own - here)} with another unit, so it cannot be initialised alone from the "
-                    "meta device: build the model on a real device, or tie the parameters after initialisation"
+                    f"{name!r} shares {sorted(own - here)} with another unit, so it cannot be initialised alone from "
+                    "the meta device: build the model on a real device"
                 )
             self._initialise_module(name, module)
 

@@ -116,10 +116,10 @@ class Engine:
             self._begin_forward(name)
         self._moment += 1
         self._frames.append(Frame(list(units), self._moment))
-        if units:
+        if any(unit.state is not State.READY for unit in units):  # execution moves on to another unit
             self._release_idle()
-            for unit in units:
-                self._bring(unit)
+        for unit in units:
+            self._bring(unit)
 
     def leave(self, outputs: list[torch.Tensor], lent: bool) -> None:
         """The module that was entered last has run.
@@ -136,7 +136,7 @@ class Engine:
             self._uses[unit].append(frame)
         if torch.is_grad_enabled() and (frame.units or not self._frames):
             for tensor in outputs:
-                tensor.register_hook(_Reach(self, frame))
+                tensor.register_hook(_Reach(self, frame))  # type: ignore[no-untyped-call]
         if lent or (torch.is_grad_enabled() and not outputs):  # who will use the values, or when, is not known
             self._pinned.update(unit for unit in frame.units if unit.trainable)
         if not self._frames:
@@ -262,7 +262,7 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.order.begin("backward")
         self.gradients.apply_coefficient()
-        if self.gradients.queue is None and self.sync:
+        if self.gradients.partitioned and self.gradients.queue is None and self.sync:
             self.gradients.queue = self._agreed_queue()
 
     def _agreed_queue(self) -> list[Unit]:
@@ -316,9 +316,7 @@ class Engine:
 
     def reduce_gradients(self) -> None:
         """Reduce what backward has only summed on this rank. All ranks call it together."""
-        self.gradients.collect_stray()
-        if self.gradients.unreduced:
-            self.gradients.reduce_rest()
+        self.gradients.reduce_rest()
 
     def find(self, name: str) -> tuple[Flat, int]:
         """Find a parameter by its plain name."""
@@ -364,8 +362,8 @@ class Engine:
             return None
         if self.comm.shard.size > 1:
             raise RuntimeError(
-                f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to clip, "
-                "optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
+                f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to "
+                "clip, optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
             )
         self.order.begin("read the gradients")
         self.reduce_gradients()

@@ -11,6 +11,7 @@ import torch
 from zeroshard.comm import Communicator, Pending
 from zeroshard.config import Config
 from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import has_autograd_gradient, take_autograd_gradient
 from zeroshard.engine.unit import Flat, Unit
 from zeroshard.layout import Piece, Range
 from zeroshard.memory.arena import Arena
@@ -32,42 +33,27 @@ class FlatGradient:
         self.has_local = False
         self.has_shard = False
         self.used = [False] * len(flat.parameters)  # got a gradient on this rank since zero_grad()
-        self._views: list[torch.Tensor] = []
-
-    @property
-    def local_views(self) -> list[torch.Tensor]:
-        """The parameters' places in ``local``."""
-        if not self._views and self.local is not None:
-            self._views = [self.flat.view(self.local, index) for index in range(len(self.flat.parameters))]
-        return self._views
+        self.local_views: list[torch.Tensor] = []  # the parameters' places in ``local``
 
     def take(self) -> list[torch.Tensor | None]:
         """Take what autograd has put into the parameters' ``grad``."""
-        taken: list[torch.Tensor | None] = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, parameter in enumerate(self.flat.parameters):
-                gradient = torch.Tensor.grad.__get__(parameter)  # type: ignore[attr-defined]
-                if gradient is not None and gradient.layout is not torch.strided:
-                    gradient = gradient.to_dense()
-                taken.append(gradient)
-                if gradient is not None:
-                    self.used[index] = True
-                    torch.Tensor.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+        taken = [take_autograd_gradient(parameter) for parameter in self.flat.parameters]
+        self.used = [before or now is not None for before, now in zip(self.used, taken, strict=True)]
         return taken
+
+    def pending(self) -> bool:
+        """Whether autograd has left gradients here."""
+        return any(has_autograd_gradient(parameter) for parameter in self.flat.parameters)
 
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter."""
         self.used[index] = False
         if self.has_local:
             self.local_views[index].zero_()
-        for piece in self.flat.segments if self.has_shard and self.shard is not None else ():
-            if piece.parameter == index:
-                self.shard[piece.at : piece.at + piece.within.numel].zero_()
-
-    def pending(self) -> bool:
-        """Whether autograd has left gradients here."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(torch.Tensor.grad.__get__(p) is not None for p in self.flat.parameters)  # type: ignore[attr-defined]
+        if self.has_shard and self.shard is not None:
+            for piece in self.flat.segments:
+                if piece.parameter == index:
+                    self.shard[piece.at : piece.at + piece.within.numel].zero_()
 
 
 class Gradients:
@@ -75,7 +61,7 @@ class Gradients:
 
     Partitioned gradients (stages 2 and 3) are packed into a ring of buckets as each unit's backward ends and reduced
     there, in one fixed order on every rank. Replicated gradients (stages 0 and 1) are summed in place over any number
-    of backwards and reduced once, in place, when the optimizer asks.
+    of backwards and reduced once, where they lie, when the optimizer asks.
     """
 
     def __init__(
@@ -88,58 +74,51 @@ class Gradients:
         config: Config,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
     ) -> None:
-        self.of_flat = {
-            flat: FlatGradient(flat, reduce_dtypes[flat.dtype]) for unit in units for flat in unit.flats if flat.trainable
-        }
+        flats = [flat for unit in units for flat in unit.flats if flat.trainable]
+        self.of_flat = {flat: FlatGradient(flat, reduce_dtypes[flat.dtype]) for flat in flats}
         self.units = [unit for unit in units if unit.trainable]
+        self.partitioned = placement.gradients
+        self.queue: list[Unit] | None = None  # the fixed order of reductions, once agreed
         self.coefficient: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
         self.unreduced = False  # some backward has only summed locally
-        self.partitioned = placement.gradients
-        self.queue: list[Unit] | None = None if self.partitioned else list(reversed(self.units))
-        self._device = comm.device
         self._comm, self._order, self._ledger, self._config = comm, order, ledger, config
         self._lane = Lane(comm.device)
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._packers: dict[tuple[int, int, int], _Packer] = {}
+        self._packers: dict[tuple[Flat, int, int], _Packer] = {}  # by flat, bucket and slot
         self._next = 0  # position in the queue
         self._finished: set[Unit] = set()
-        self._held: list[tuple[torch.cuda.Event | None, list[torch.Tensor]]] = []  # read by the lane
+        self._read_by_lane: list[torch.Tensor] = []  # kept until compute has waited for the lane
 
     # -- inside backward ----------------------------------------------------------------------------------------
 
     def finish(self, unit: Unit, sync: bool) -> None:
         """Take the gradients of a unit whose backward is over on this rank."""
-        if unit not in self.units:
+        if not unit.trainable:
             return
-        if self.partitioned and sync:
-            self._finished.add(unit)
-            while self._next < len(self._queue) and self._queue[self._next] in self._finished:
-                self._reduce(self._queue[self._next])
-                self._next += 1
-        else:
+        if not (self.partitioned and sync):
             self._add_local(unit)
+            return
+        self._finished.add(unit)
+        queue = self._in_order()
+        while self._next < len(queue) and queue[self._next] in self._finished:
+            self._reduce(queue[self._next])
+            self._next += 1
 
     def end_backward(self, sync: bool) -> None:
         """Finish the units that are left: those without gradient on this rank take part with zeros."""
         if self.partitioned and sync:
-            for unit in self._queue[self._next :]:
+            for unit in self._in_order()[self._next :]:
                 self._reduce(unit)
-            self._next = 0
-            self._finished.clear()
+            self.abort()
         else:
             self.unreduced = bool(self.units)
-        for unit in self.units:
-            if any(gradient.pending() for gradient in self._of(unit)):  # came after its unit was finished
-                self._reduce(unit) if self.partitioned and sync else self._add_local(unit)
+        for unit in self._with_autograd_gradients():  # came after its unit was finished
+            self._reduce(unit) if self.partitioned and sync else self._add_local(unit)
         self._settle()
 
-    @property
-    def _queue(self) -> list[Unit]:
-        return self.queue or []
-
     def abort(self) -> None:
-        """Forget a backward that did not end."""
+        """Start the queue anew."""
         self._next = 0
         self._finished.clear()
 
@@ -147,7 +126,12 @@ class Gradients:
 
     def reduce_rest(self) -> None:
         """Reduce what this rank has only summed for itself so far."""
-        for unit in self._queue or list(reversed(self.units)):
+        for unit in self._with_autograd_gradients():  # left by a backward that no hook noticed
+            self._add_local(unit)
+            self.unreduced = True
+        if not self.unreduced:
+            return
+        for unit in self._in_order():
             if self.partitioned:
                 self._reduce(unit)
                 continue
@@ -162,16 +146,12 @@ class Gradients:
     def apply_coefficient(self) -> None:
         """Clip now what was to be clipped at the step: a backward is about to add to it."""
         if self.coefficient is not None:
-            shards = [g.shard for g in self.of_flat.values() if g.has_shard and g.shard is not None]
-            torch._foreach_mul_(shards, self.coefficient)
+            torch._foreach_mul_(self.shards(), self.coefficient)
             self.coefficient = None
 
-    def collect_stray(self) -> None:
-        """Take gradients that autograd left without any hook having noticed the backward."""
-        for unit in self.units:
-            if any(gradient.pending() for gradient in self._of(unit)):
-                self._add_local(unit)
-                self.unreduced = True
+    def shards(self) -> list[torch.Tensor]:
+        """The reduced gradients this rank holds."""
+        return [g.shard for g in self.of_flat.values() if g.has_shard and g.shard is not None]
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
@@ -194,29 +174,36 @@ class Gradients:
     def _add_local(self, unit: Unit) -> None:
         for gradient in self._of(unit):
             taken = gradient.take()
-            present = [i for i, tensor in enumerate(taken) if tensor is not None]
+            present = [index for index, tensor in enumerate(taken) if tensor is not None]
             if not present:
                 continue
-            sources = [tensor for tensor in taken if tensor is not None]
-            self._in_backward(sources)
+            sources = self._counted([tensor for tensor in taken if tensor is not None])
             local = self._open_local(gradient)
-            views = [gradient.local_views[i] for i in present]
+            views = [gradient.local_views[index] for index in present]
             if gradient.has_local:
                 torch._foreach_add_(views, sources)
                 continue
-            if len(present) < len(taken) or gradient.flat.layout.numel > sum(gradient.flat.layout.numels):
+            if len(present) < len(taken) or local.numel() > sum(gradient.flat.layout.numels):
                 local.zero_()
             torch._foreach_copy_(views, sources)
             gradient.has_local = True
 
     def _open_local(self, gradient: FlatGradient) -> torch.Tensor:
+        flat = gradient.flat
         if gradient.local is None:
-            gradient.local = torch.zeros(gradient.flat.layout.numel, dtype=gradient.dtype, device=self._device)
+            gradient.local = torch.zeros(flat.layout.numel, dtype=gradient.dtype, device=flat.device)
+            gradient.local_views = [flat.view(gradient.local, index) for index in range(len(flat.parameters))]
             self._ledger.add("gradients", gradient.local.nbytes)
-        elif gradient.has_shard and not gradient.has_local and not self.partitioned and gradient.shard is not None:
+        elif gradient.shard is not None and gradient.has_shard and not gradient.has_local and not self.partitioned:
             # A backward after the reduction and before zero_grad(): the reduced part lies in ``local``, save it.
             gradient.carried = gradient.shard.clone()
         return gradient.local
+
+    def _drop_local(self, gradient: FlatGradient) -> None:
+        if gradient.local is not None:
+            self._read_by_lane.append(gradient.local)
+            self._ledger.add("gradients", -gradient.local.nbytes)
+            gradient.local, gradient.local_views, gradient.has_local = None, [], False
 
     def _reduce_local(self, gradient: FlatGradient, what: str) -> None:
         """Reduce ``local`` bucket by bucket. The reduced parts go to its front: together they become the shard.
@@ -224,7 +211,9 @@ class Gradients:
         The place a part goes to, ``in_shard(bucket)``, lies in buckets that are reduced already, so nothing that is
         still needed is overwritten, and stage 1 needs no memory beside its full gradients.
         """
-        local, layout = self._open_local(gradient), gradient.flat.layout
+        if gradient.local is None:
+            return
+        local, layout = gradient.local, gradient.flat.layout
         shard = local[: layout.shard_numel]
         under_way: deque[Callable[[], None]] = deque()
         for number, bucket in enumerate(layout.buckets):
@@ -251,55 +240,45 @@ class Gradients:
     def _reduce(self, unit: Unit) -> None:
         """Pack a unit's gradients bucket by bucket and start their reduction, beside the computation."""
         self._order.check(unit.reduce_event)
-        for event, _ in self._held:  # the last unit's gradients may go once the lane has read them
-            Lane.join(event)
-        self._drop_held()
-        held: list[torch.Tensor] = []
+        Lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
+        self._read_by_lane.clear()
+        if any(gradient.has_local for gradient in self._of(unit)):
+            self._add_local(unit)
         for gradient in self._of(unit):
-            if gradient.has_local:
-                self._add_local_flat(gradient, unit)
-            taken = [None] * len(gradient.used) if gradient.has_local else gradient.take()
-            sources = [tensor for tensor in taken if tensor is not None]
-            self._in_backward(sources)
-            held += sources
+            taken = gradient.take()
+            self._read_by_lane += self._counted([tensor for tensor in taken if tensor is not None])
+            ring = self._ring(gradient.dtype)
+            ring.open()
             self._open_shard(gradient)
             with self._lane:
                 for number in range(len(gradient.flat.layout.buckets)):
-                    self._launch(gradient, number, taken, unit.reduce_event)
-            if gradient.has_local and gradient.local is not None:
-                held.append(gradient.local)
-                self._ledger.add("gradients", -gradient.local.nbytes)
-                gradient.local, gradient._views, gradient.has_local = None, [], False
+                    self._launch(gradient, ring, number, taken, unit.reduce_event)
             gradient.has_shard = True
-        self._held.append((self._lane.mark(), held))
-        if self._device.type != "cuda":
-            self._drop_held()
+            self._drop_local(gradient)
+        if self._comm.device.type != "cuda":
+            self._read_by_lane.clear()
 
-    def _add_local_flat(self, gradient: FlatGradient, unit: Unit) -> None:
-        taken = gradient.take()
-        present = [(view, t) for view, t in zip(gradient.local_views, taken, strict=True) if t is not None]
-        if present:
-            torch._foreach_add_([view for view, _ in present], [tensor for _, tensor in present])
-
-    def _launch(self, gradient: FlatGradient, number: int, taken: list[torch.Tensor | None], what: str) -> None:
-        bucket = gradient.flat.layout.buckets[number]
-        slot = self._ring(gradient.dtype).take()
+    def _launch(
+        self, gradient: FlatGradient, ring: Ring, number: int, taken: list[torch.Tensor | None], what: str
+    ) -> None:
+        flat, bucket = gradient.flat, gradient.flat.layout.buckets[number]
+        slot = ring.take()
         slot.settle()
         packed = slot.packed[: bucket.numel]
         if gradient.has_local and gradient.local is not None:
             packed.copy_(gradient.local[bucket.start : bucket.end])
         else:
-            key = (id(gradient), number, slot.index)
-            packer = self._packers.get(key)
+            packer = self._packers.get((flat, number, slot.index))
             if packer is None:
-                packer = self._packers[key] = _Packer(gradient.flat, bucket, packed)
+                packer = self._packers[flat, number, slot.index] = _Packer(flat, bucket, packed)
             packer.pack(taken)
-        home = gradient.flat.layout.in_shard(bucket)
-        assert gradient.shard is not None
-        fresh = not gradient.has_shard  # nothing to add to: the result can land where it belongs
-        target = gradient.shard[home.start : home.end] if fresh else slot.reduced[: home.numel]
-        pending = self._comm.reduce_scatter(target, packed, what)
-        slot.finish = partial(self._land, pending, target, gradient.shard[home.start : home.end], what, add=not fresh)
+        if gradient.shard is not None:
+            home = flat.layout.in_shard(bucket)
+            mine = gradient.shard[home.start : home.end]
+            add = gradient.has_shard  # else the result can land where it belongs
+            result = slot.reduced[: home.numel] if add else mine
+            pending = self._comm.reduce_scatter(result, packed, what)
+            slot.finish = partial(self._land, pending, result, mine, what, add)
 
     def _land(self, pending: Pending, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
         """End a reduction: sum over the replicas, average, and put the result where it belongs."""
@@ -310,60 +289,70 @@ class Gradients:
         elif result.data_ptr() != shard.data_ptr():
             shard.copy_(result)
 
-    def _settle(self) -> None:
-        """Finish every reduction under way, so that compute may use the results."""
-        with self._lane:
-            for ring in self._rings.values():
-                for slot in ring.in_turn():
-                    slot.settle()
-        Lane.join(self._lane.mark())
-        self._drop_held()
-
     def _average(self, shard: torch.Tensor, what: str) -> None:
         for axis in self._comm.replicas:
             self._comm.all_reduce(shard, axis, what).wait()
         if self._comm.ranks > 1:
             shard.mul_(1 / self._comm.ranks)
 
+    def _settle(self) -> None:
+        """Finish every reduction under way, so that compute may use the results."""
+        with self._lane:
+            for ring in self._rings.values():
+                ring.settle()
+        Lane.join(self._lane.mark())
+        self._read_by_lane.clear()
+        for ring in self._rings.values():
+            ring.close()
+
     # -- memory -------------------------------------------------------------------------------------------------
 
     def _of(self, unit: Unit) -> list[FlatGradient]:
         return [self.of_flat[flat] for flat in unit.flats if flat.trainable]
 
+    def _in_order(self) -> list[Unit]:
+        return self.queue if self.queue is not None else self.units[::-1]
+
+    def _with_autograd_gradients(self) -> list[Unit]:
+        return [unit for unit in self.units if any(gradient.pending() for gradient in self._of(unit))]
+
+    def _layouts(self, dtype: torch.dtype) -> list[tuple[int, int]]:
+        """(elements, elements per rank) of every bucket reduced in ``dtype``."""
+        layouts = [g.flat.layout for g in self.of_flat.values() if g.dtype == dtype]
+        return [(bucket.numel, bucket.numel // layout.parts) for layout in layouts for bucket in layout.buckets]
+
     def _ring(self, dtype: torch.dtype) -> Ring:
         if dtype not in self._rings:
-            layouts = [g.flat.layout for g in self.of_flat.values() if g.dtype == dtype]
-            longest = max(bucket.numel for layout in layouts for bucket in layout.buckets)
-            self._rings[dtype] = Ring(self._config.ring, longest, self._comm.shard.size, dtype, self._device, self._ledger)
+            longest = max(whole for whole, _ in self._layouts(dtype))
+            parts, device = self._comm.shard.size, self._comm.device
+            self._rings[dtype] = Ring(self._config.ring, longest, parts, dtype, device, self._ledger)
         return self._rings[dtype]
 
     def _landing(self, dtype: torch.dtype, number: int) -> torch.Tensor:
         """One of the few buffers that parts of replicated gradients are reduced into."""
         buffers = self._landings.setdefault(dtype, [])
         if not buffers:
-            layouts = [g.flat.layout for g in self.of_flat.values() if g.dtype == dtype]
-            longest = max(layout.in_shard(bucket).numel for layout in layouts for bucket in layout.buckets)
-            buffers += [torch.empty(longest, dtype=dtype, device=self._device) for _ in range(self._config.ring)]
+            longest = max(part for _, part in self._layouts(dtype))
+            buffers += [torch.empty(longest, dtype=dtype, device=self._comm.device) for _ in range(self._config.ring)]
             self._ledger.add("buckets", sum(buffer.nbytes for buffer in buffers))
         return buffers[number % len(buffers)]
 
     def _open_shard(self, gradient: FlatGradient) -> None:
-        """Place the shard: in one arena for all flats of a dtype, in flat order, so that the optimizer can join them."""
+        """Place the shard, in one arena for all flats of a dtype and in their order, so that runs can join them."""
         if gradient.shard is not None:
             return
         group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype]
         numel = sum(other.flat.layout.shard_numel for other in group)
-        arena = Arena("gradients", numel, gradient.dtype, self._device, self._ledger)
+        arena = Arena("gradients", numel, gradient.dtype, self._comm.device, self._ledger)
         for other in group:
             other.shard = arena.take(other.flat.layout.shard_numel)
 
-    def _in_backward(self, gradients: list[torch.Tensor]) -> None:
-        nbytes = sum(tensor.nbytes for tensor in gradients)
-        self._ledger.add("autograd", nbytes)  # what autograd made and this took: counted at its highest
+    def _counted(self, made_by_autograd: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Count what autograd made for one unit, at its highest; it goes at once."""
+        nbytes = sum(tensor.nbytes for tensor in made_by_autograd)
+        self._ledger.add("autograd", nbytes)
         self._ledger.add("autograd", -nbytes)
-
-    def _drop_held(self) -> None:
-        self._held.clear()
+        return made_by_autograd
 
 
 class _Packer:

@@ -123,5 +123,5 @@ def install(
         handles.append(module.register_forward_hook(_After(engine), always_call=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
-    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine)))
+    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine)))  # type: ignore[no-untyped-call]
     return handles

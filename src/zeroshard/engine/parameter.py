@@ -49,6 +49,26 @@ def card_of(parameter: torch.Tensor) -> Card | None:
     return parameter.__dict__.get("_zeroshard")
 
 
+# ``grad`` as autograd keeps it, whatever the parameter's class makes of the attribute.
+_autograd_gradient: Any = torch.Tensor.grad
+
+
+def has_autograd_gradient(parameter: nn.Parameter) -> bool:
+    """Whether autograd has put a gradient into the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _autograd_gradient.__get__(parameter) is not None
+
+
+def take_autograd_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Take, densely, the gradient autograd has put into the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _autograd_gradient.__get__(parameter)
+        if gradient is None:
+            return None
+        _autograd_gradient.__set__(parameter, None)
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 class RestingParameter(nn.Parameter):
     """A parameter between backward and the next forward: values as usual, but ``grad`` is the reduced gradient.
 
@@ -57,7 +77,7 @@ class RestingParameter(nn.Parameter):
     """
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         card = card_of(self)
         engine = card.engine if card is not None else None
         return engine.resting_gradient(card) if engine is not None and card is not None else None

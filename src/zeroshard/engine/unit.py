@@ -12,6 +12,7 @@ from torch import nn
 from zeroshard.comm import Communicator, Pending
 from zeroshard.engine.parameter import AbsentParameter, Card, RestingParameter, card_of
 from zeroshard.layout import FlatLayout, Piece, Range
+from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class Flat:
 class Unit:
     """The life of a unit: gather → (wait) → use → release. ``partitioned`` units breathe, others stay."""
 
-    def __init__(self, name: str, flats: list[Flat], comm: Communicator, ledger: Ledger, partitioned: bool) -> None:
+    def __init__(
+        self, name: str, flats: list[Flat], comm: Communicator, ledger: Ledger, lane: Lane, partitioned: bool
+    ) -> None:
         self.name = name
         self.flats = flats
         self.partitioned = partitioned
@@ -121,7 +124,9 @@ class Unit:
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
         self._comm = comm
         self._ledger = ledger
+        self._lane = lane  # that gathers run on
         self._pending: list[Pending] = []
+        self._gathered: torch.cuda.Event | None = None
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -159,15 +164,15 @@ class Unit:
             self._ledger.add("gathered", self.full_bytes)
         else:
             self._dress(AbsentParameter)  # until the new values are in
-        self._pending = self._all_gather([flat for flat in self.flats if self.partitioned or flat.trainable])
+        with self._lane:
+            self._pending = self._all_gather([flat for flat in self.flats if self.partitioned or flat.trainable])
+        self._gathered = self._lane.mark()
         self.state = State.GATHERING
 
     def wait(self) -> None:
         """Make the full parameters usable."""
         if self.state is State.GATHERING:
-            for pending in self._pending:
-                pending.wait()
-            self._pending = []
+            self._finish()
             self.state = State.READY
             self._dress(None)
 
@@ -175,14 +180,19 @@ class Unit:
         """Free the full parameters of a partitioned unit."""
         if not self.partitioned or self.state is State.RELEASED:
             return
-        for pending in self._pending:  # a gather nobody used: its memory must not go while it is written
-            pending.wait()
-        self._pending = []
+        self._finish()  # a gather nobody used: its memory must not go while it is written
         self._dress(AbsentParameter)
         for flat in self.flats:
             flat.full.untyped_storage().resize_(0)
         self._ledger.add("gathered", -self.full_bytes)
         self.state = State.RELEASED
+
+    def _finish(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        Lane.join(self._gathered)
+        self._gathered = None
 
     def rest(self) -> None:
         """Make ``grad`` of a resident unit's parameters the reduced gradient."""
@@ -229,9 +239,7 @@ class Unit:
         self.wait()
         for flat in self.flats:
             exact = flat.master is not None
-            whole = torch.empty(
-                flat.layout.numel, dtype=torch.float32 if exact else flat.dtype, device=flat.device
-            )
+            whole = torch.empty(flat.layout.numel, dtype=torch.float32 if exact else flat.dtype, device=flat.device)
             for number, bucket in enumerate(flat.layout.buckets):
                 home = flat.layout.in_shard(bucket)
                 mine = flat.owned[number] if flat.master is None else flat.master[home.start : home.end]
@@ -294,5 +302,5 @@ def _original(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the tensor's stride where its elements fill their memory exactly (channels last too), else the plain one."""
+    """Return the tensor's stride where its elements fill their memory (channels last too), else the plain one."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

@@ -49,7 +49,8 @@ def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | N
     else:
         blocks = {module for module, name in names.items() if name and matches(name, module, patterns)}
         if not blocks:
-            raise ValueError(f"units={patterns!r} matches no module; modules are named like {list(names.values())[1:6]}")
+            known = list(names.values())[1:6]
+            raise ValueError(f"units={patterns!r} matches no module; modules are named like {known}")
     owner: dict[nn.Parameter, Plan] = {}
     plans: list[Plan] = []
     for module, inside, is_block in _rooms(model, blocks):
@@ -83,7 +84,10 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
         yield from (m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None)
 
 
-def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
+Room = tuple[nn.Module, list[nn.Module], bool]
+
+
+def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iterator[Room]:
     """Yield each module that becomes (part of) a unit, the submodules whose parameters it takes, whether a block.
 
     A module with parameters of its own and no block inside takes all below it, since its forward may use a child's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -17,8 +18,9 @@ class Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._guard: torch.cuda.StreamContext | None = None
+        on_gpu = device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._guard: Any = None
 
     def __enter__(self) -> Lane:
         if self._stream is not None:

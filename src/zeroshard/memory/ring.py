@@ -27,24 +27,53 @@ class Slot:
 
 
 class Ring:
-    """Buffers taken in turn. Their number bounds what is in flight; their size does not grow with the model."""
+    """Buffers taken in turn. Their number bounds what is in flight; their size does not grow with the model.
+
+    They breathe as units do: between backwards their storage is empty, so that they take no part in the peak of the
+    loss, while views into them stay valid.
+    """
 
     def __init__(
         self, slots: int, numel: int, parts: int, dtype: torch.dtype, device: torch.device, ledger: Ledger
     ) -> None:
+        self._ledger = ledger
+        self._open = True
         self.slots = [
-            Slot(index, torch.zeros(numel, dtype=dtype, device=device), torch.zeros(numel // parts, dtype=dtype, device=device))
+            Slot(
+                index,
+                torch.empty(numel, dtype=dtype, device=device),
+                torch.empty(numel // parts, dtype=dtype, device=device),
+            )
             for index in range(slots)
         ]
-        ledger.add("buckets", sum(slot.packed.nbytes + slot.reduced.nbytes for slot in self.slots))
+        self._buffers = [buffer for slot in self.slots for buffer in (slot.packed, slot.reduced)]
+        self._bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self._ledger.add("buckets", self._bytes)
         self._turn = 0
 
-    def in_turn(self) -> list[Slot]:
-        """Return all slots, the one that has been on its way longest first."""
-        return self.slots[self._turn :] + self.slots[: self._turn]
+    def open(self) -> None:
+        """Allocate the buffers, if they are not there."""
+        if not self._open:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+            self._ledger.add("buckets", self._bytes)
+            self._open = True
 
     def take(self) -> Slot:
         """Return the slot that has been on its way longest. The caller settles it first."""
         slot = self.slots[self._turn]
         self._turn = (self._turn + 1) % len(self.slots)
         return slot
+
+    def settle(self) -> None:
+        """End every reduction under way, the longest first."""
+        for slot in self.slots[self._turn :] + self.slots[: self._turn]:
+            slot.settle()
+
+    def close(self) -> None:
+        """Free the buffers until the next :meth:`open`."""
+        if self._open:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(0)
+            self._ledger.add("buckets", -self._bytes)
+            self._open = False

@@ -1,0 +1,89 @@
+"""What torch really holds in this process, counted without asking the library under test."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of every storage that some Python tensor of this process, or its gradient, looks at, by address."""
+    found: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if not issubclass(type(thing), torch.Tensor):
+                continue
+            gradient = torch.Tensor.grad.__get__(thing) if torch.Tensor.is_leaf.__get__(thing) else None
+            for tensor in (thing, gradient):
+                if tensor is not None and not torch.Tensor.is_meta.__get__(tensor):
+                    storage = torch.Tensor.untyped_storage(tensor)
+                    if storage.nbytes():
+                        found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that Python tensors of this process look at."""
+    return sum(live_storages().values())
+
+
+def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:
+    """Run ``body``; return the most that torch's CPU allocator held beyond what it held before, and what is left."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        body()
+    held = most = 0
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most, held
+
+
+class Collectives(TorchDispatchMode):
+    """Records (name, bytes as the paper counts them) of each collective issued on this thread, and chosen ops."""
+
+    def __init__(self, ops: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.events: list[tuple[str, Any]] = []
+        self._ops = ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space == "c10d":
+            self.events.append(_counted(name, args))
+        elif name in self._ops:
+            self.events.append((name, tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+    def of(self, name: str) -> list[Any]:
+        """What was recorded under a name."""
+        return [what for event, what in self.events if event == name]
+
+    @property
+    def communicated(self) -> int:
+        """Bytes of all collectives."""
+        return sum(what for event, what in self.events if event in _KINDS.values())
+
+
+_KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "broadcast_": "broadcast",
+}
+
+
+def _counted(name: str, args: Any) -> tuple[str, int]:
+    kind = _KINDS.get(name)
+    if kind == "all-gather":
+        return kind, args[0].nbytes
+    if kind == "reduce-scatter":
+        return kind, args[1].nbytes
+    if kind is not None:
+        return kind, (2 if kind == "all-reduce" else 1) * sum(tensor.nbytes for tensor in args[0])
+    return name, 0

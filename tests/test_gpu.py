@@ -1,0 +1,116 @@
+"""The same behaviour on a GPU, where one is: streams, casts, NCCL. Skipped elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
+from ranks import run_processes
+
+import zeroshard
+from zeroshard.models.gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SMALL = GPTConfig(vocab_size=256, context=64, layers=4, heads=4, width=128, checkpoint=True)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def train_on_gpu(rank: int, world: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = make_net().cuda()
+    model, optimizer = zeroshard.shard(model, adamw(model), bucket_size=256, **options)
+    for batch in batches(4):
+        net_loss(model, split(batch, rank, world).cuda()).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.cpu() for name, value in full_parameters(model).items()}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_stages_are_bit_identical_on_one_gpu_with_two_gloo_ranks(precision: str | None) -> None:
+    runs = {s: run_processes(2, train_on_gpu, 2, {"stage": s, "precision": precision}) for s in (1, 2, 3)}
+    for stage, (first, second) in runs.items():
+        assert_equal(first, second)
+        assert_equal(first, runs[1][0]), stage
+
+
+def test_fp32_equals_the_plain_run_on_the_gpu() -> None:
+    def clipped(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+        return optimizer
+
+    _, plain = train_plain(make_net().cuda(), clipped, [batch.cuda() for batch in batches(4)])
+    for stage in (0, 3):
+        (ours, _) = run_processes(2, train_on_gpu, 2, {"stage": stage})
+        assert_close(ours, {name: value.cpu() for name, value in plain.items()}, 1e-5)
+
+
+def reference_bf16(model: GPT, data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The bf16 run written by hand: a bf16 copy computes, an fp32 master is updated."""
+    computing = copy.deepcopy(model).bfloat16()
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
+    for tokens in data:
+        computing(tokens, tokens).backward()
+        for master, parameter in zip(masters, computing.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, computing.parameters(), strict=True):
+                parameter.copy_(master)
+    return {name: p.detach().clone() for name, p in computing.named_parameters()}
+
+
+def one_nccl_rank(rank: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    model = GPT(SMALL).cuda()
+    data = [torch.randint(256, (4, 64), device="cuda") for _ in range(4)]
+    expected = reference_bf16(model, data)
+    model, optimizer = zeroshard.shard(model, adamw(model), stage=3, precision="bf16")
+    for tokens in data:
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(full_parameters(model), expected)
+
+
+def test_bf16_on_one_nccl_rank_equals_the_reference_written_by_hand() -> None:
+    run_processes(1, one_nccl_rank)
+
+
+def no_syncs(rank: int, precision: str, stage: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    mesh = init_device_mesh("cuda", (8,))
+    model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision=precision, mesh=mesh)
+    tokens = torch.randint(256, (4, 64), device="cuda")
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        optimizer.scale(model(tokens, tokens)).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_never_waits_for_the_device(precision: str, stage: int) -> None:
+    run_processes(1, no_syncs, precision, stage)

@@ -1,0 +1,149 @@
+"""The arithmetic of partitioning, against a model that visits every element."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroshard.layout import ALIGN, FlatLayout, Piece, Range, round_up
+
+sizes = st.one_of(st.sampled_from([0, 1, ALIGN - 1, ALIGN, ALIGN + 1]), st.integers(0, 500))
+cuts = {"numels": st.lists(sizes, max_size=7), "bucket_size": st.integers(1, 700), "parts": st.integers(1, 9)}
+
+settings.register_profile("no timing", deadline=None)  # a slow machine is no failure
+settings.load_profile("no timing")
+
+
+class Visited:
+    """A layout walked through element by element: who owns each place of the flat, and whose element lies there."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.content: list[tuple[int, int] | None] = [None] * layout.numel  # (parameter, its element)
+        for parameter, (start, numel) in enumerate(zip(layout.starts, layout.numels, strict=True)):
+            for element in range(numel):
+                assert self.content[start + element] is None, "two parameters overlap"
+                self.content[start + element] = (parameter, element)
+        self.shards: list[list[int]] = [[] for _ in range(layout.parts)]  # places in the flat, in the shard's order
+        for bucket in layout.buckets:
+            share = bucket.numel // layout.parts
+            for place in range(bucket.start, bucket.end):
+                self.shards[(place - bucket.start) // share].append(place)
+
+
+def elements(pieces: list[Piece], length: int) -> list[tuple[int, int] | None]:
+    """What pieces say lies at each place of a bucket or shard."""
+    said: list[tuple[int, int] | None] = [None] * length
+    for piece in pieces:
+        assert piece.within.numel > 0
+        for offset in range(piece.within.numel):
+            assert said[piece.at + offset] is None, "two pieces overlap"
+            said[piece.at + offset] = (piece.parameter, piece.within.start + offset)
+    return said
+
+
+@given(**cuts)
+def test_every_element_is_owned_exactly_once(numels: list[int], bucket_size: int, parts: int) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    owned = [
+        (piece.parameter, element)
+        for rank in range(parts)
+        for piece in layout.segments(rank)
+        for element in range(piece.within.start, piece.within.end)
+    ]
+    assert sorted(owned) == [(index, element) for index, numel in enumerate(numels) for element in range(numel)]
+
+
+@given(**cuts)
+def test_buckets_tile_the_flat_and_respect_their_size(numels: list[int], bucket_size: int, parts: int) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    quantum = ALIGN * parts
+    end = 0
+    for bucket in layout.buckets:
+        assert bucket.start == end
+        assert 0 < bucket.numel <= max(bucket_size, quantum)
+        assert bucket.numel % quantum == 0
+        end = bucket.end
+    assert end == layout.numel
+    assert len({bucket.numel for bucket in layout.buckets[:-1]}) <= 1
+
+
+@given(**cuts)
+def test_no_more_is_padded_than_alignment_asks_for(numels: list[int], bucket_size: int, parts: int) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    assert all(start % ALIGN == 0 for start in layout.starts)
+    assert layout.numel == round_up(sum(round_up(numel, ALIGN) for numel in numels), ALIGN * parts)
+
+
+@given(**cuts)
+def test_shards_are_equally_long_and_hold_the_ranks_parts(numels: list[int], bucket_size: int, parts: int) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    for rank, places in enumerate(Visited(layout).shards):
+        assert len(places) == layout.shard_numel
+        for bucket in layout.buckets:
+            owned, home = layout.owned(bucket, rank), layout.in_shard(bucket)
+            assert places[home.start : home.end] == list(range(owned.start, owned.end))
+
+
+@given(**cuts)
+def test_segments_say_what_lies_in_a_shard(numels: list[int], bucket_size: int, parts: int) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    visited = Visited(layout)
+    for rank, places in enumerate(visited.shards):
+        segments = layout.segments(rank)
+        assert elements(segments, layout.shard_numel) == [visited.content[place] for place in places]
+        assert [segment.at for segment in segments] == sorted(segment.at for segment in segments)
+
+
+@given(**cuts)
+def test_pieces_and_gaps_fill_each_bucket(numels: list[int], bucket_size: int, parts: int) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    content = Visited(layout).content
+    for bucket in layout.buckets:
+        expected = content[bucket.start : bucket.end]
+        assert elements(layout.pieces(bucket), bucket.numel) == expected
+        empty = [place for gap in layout.gaps(bucket) for place in range(gap.start, gap.end)]
+        assert empty == [place for place, element in enumerate(expected) if element is None]
+
+
+@given(value=st.integers(0, 10_000), multiple=st.integers(1, 500))
+def test_round_up_gives_the_next_multiple(value: int, multiple: int) -> None:
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert value <= rounded < value + multiple
+
+
+@given(*[st.integers(0, 40)] * 4)
+def test_ranges_meet_in_their_common_elements(a: int, b: int, c: int, d: int) -> None:
+    first, second = Range(min(a, b), max(a, b)), Range(min(c, d), max(c, d))
+    common = set(range(first.start, first.end)) & set(range(second.start, second.end))
+    met = first.meet(second)
+    assert (set(range(met.start, met.end)) if met else set()) == common
+
+
+def test_a_parameter_larger_than_a_bucket_is_cut_over_buckets() -> None:
+    layout = FlatLayout.build([1000], bucket_size=256, parts=2)
+    assert [bucket.numel for bucket in layout.buckets] == [256, 256, 256, 256]
+    assert [piece.within for bucket in layout.buckets for piece in layout.pieces(bucket)] == [
+        Range(0, 256),
+        Range(256, 512),
+        Range(512, 768),
+        Range(768, 1000),
+    ]
+
+
+def test_with_more_ranks_than_elements_the_first_rank_owns_all() -> None:
+    layout = FlatLayout.build([3], bucket_size=2**25, parts=8)
+    assert [len(layout.segments(rank)) for rank in range(8)] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert layout.shard_numel == ALIGN
+
+
+@pytest.mark.parametrize("numels", [[], [0], [0, 0]])
+def test_nothing_takes_no_room(numels: list[int]) -> None:
+    layout = FlatLayout.build(numels, bucket_size=100, parts=3)
+    assert (layout.numel, layout.shard_numel, layout.buckets) == (0, 0, ())
+    assert layout.segments(0) == []
+
+
+def test_one_element_parameters_each_start_on_a_boundary() -> None:
+    layout = FlatLayout.build([1, 0, 1], bucket_size=1, parts=1)
+    assert layout.starts == (0, ALIGN, ALIGN)
+    assert layout.segments(0) == [Piece(0, Range(0, 1), 0), Piece(2, Range(0, 1), ALIGN)]

@@ -1,0 +1,236 @@
+"""Models of Hugging Face transformers and PEFT, unmodified, train sharded as they train plainly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from against_plain import assert_same, built, numbers, part, sgd, tokens
+
+from ranks import run_threads
+from torch import nn
+
+import zeroshard
+from zeroshard.layout import ALIGN, round_up
+
+VOCABULARY = 61
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    config.bos_token_id = config.eos_token_id = None
+    return built(lambda: transformers.GPT2LMHeadModel(config))
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    config.bos_token_id = config.eos_token_id = None
+    return built(lambda: transformers.LlamaForCausalLM(config))
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        max_position_embeddings=32,
+    )
+    return built(lambda: transformers.MixtralForCausalLM(config))
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0
+    )
+    config.decoder_start_token_id = 0
+    return built(lambda: transformers.T5ForConditionalGeneration(config))
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return built(lambda: transformers.ViTForImageClassification(config))
+
+
+def language_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_causal_language_models_train_as_plain(make: Any, stage: int, world: int) -> None:
+    assert_same(make(), language_step, tokens(3, VOCABULARY), stage=stage, world=world)
+
+
+def test_tied_weights_stay_one_parameter() -> None:
+    def body(rank: int) -> tuple[bool, bool]:
+        model, _ = zeroshard.shard(gpt2(), stage=3)
+        tied = model.lm_head.weight is model.transformer.wte.weight
+        with zeroshard.gathered(model):
+            state = model.state_dict()
+            return tied, torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+
+    assert run_threads(2, body) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mixture_of_experts_trains_as_plain(stage: int) -> None:
+    """Part by part: the router's balancing loss of a batch is not the mean of its parts'."""
+    assert_same(mixtral(), language_step, tokens(3, VOCABULARY), stage=stage, whole=False)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_encoder_decoder_with_shared_embeddings_trains_as_plain(stage: int) -> None:
+    batches = [{"input_ids": a, "labels": b} for a, b in zip(tokens(2, VOCABULARY), tokens(2, VOCABULARY, length=4))]
+
+    def step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        return loss
+
+    assert_same(t5(), step, batches, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_vision_transformer_trains_as_plain(stage: int) -> None:
+    images = numbers(2, 6, 3, 8, 8)
+    batches = [{"pixel_values": image, "labels": torch.arange(6) % 5} for image in images]
+
+    def step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = model(**batch).loss
+        loss.backward()
+        return loss
+
+    assert_same(vit(), step, batches, stage=stage)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_own_gradient_checkpointing_trains_as_plain(make: Any, reentrant: bool) -> None:
+    model = make()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.train()
+    assert_same(model, language_step, tokens(2, VOCABULARY), stage=3)
+
+
+# ------------------------------------------------------------------------------------------------------- generate
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_generate_gives_the_plain_models_tokens_before_between_and_after_training(make: Any, beams: int) -> None:
+    """Weights of some size, so that the likeliest token is far from the second and not the same each time."""
+    model = make().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.dim() > 1 else None
+    prompt = tokens(1, VOCABULARY, rows=2)[0]
+    data = tokens(2, VOCABULARY)
+
+    def small_sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run(model: Any, optimizer: Any, rank: int, world: int) -> list[torch.Tensor]:
+        said = []
+        for batch in [None, *data]:
+            if batch is not None:
+                model.train()
+                language_step(model, part(batch, rank, world))
+                optimizer.step()
+                optimizer.zero_grad()
+                model.eval()
+            said.append(
+                model.generate(prompt, max_new_tokens=8, do_sample=False, num_beams=beams, pad_token_id=0, use_cache=True)
+            )
+        return said
+
+    def body(rank: int) -> list[torch.Tensor]:
+        mine = copy.deepcopy(model)
+        mine, optimizer = zeroshard.shard(mine, small_sgd(mine), stage=3, timeout=20)
+        return run(mine, optimizer, rank, 2)
+
+    plain = copy.deepcopy(model)
+    expected = run(plain, small_sgd(plain), 0, 1)
+    assert expected[0][:, 5:].unique().numel() > 2
+    for said in run_threads(2, body):
+        for ours, theirs in zip(said, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+# ----------------------------------------------------------------------------------------------------------- LoRA
+
+
+def lora() -> nn.Module:
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], lora_dropout=0.0, fan_in_fan_out=True)
+    config.init_lora_weights = False  # not zero, so that both factors have gradients at once
+    return built(lambda: peft.get_peft_model(gpt2(), config))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_lora_on_a_frozen_base_trains_as_plain(stage: int) -> None:
+    assert_same(lora(), language_step, tokens(3, VOCABULARY), stage=stage)
+
+
+def test_lora_with_checkpointing_trains_as_plain() -> None:
+    """Reentrant checkpointing of a frozen base needs inputs that require gradients, which transformers arranges."""
+    model = lora()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model.train()
+    assert_same(model, language_step, tokens(2, VOCABULARY), stage=3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(stage: int) -> None:
+    model = lora()
+    trained = sum(round_up(p.numel(), ALIGN) for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    assert frozen > 4 * trained
+
+    def body(rank: int) -> zeroshard.report:
+        mine = copy.deepcopy(model)
+        mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage)
+        for batch in tokens(2, VOCABULARY):
+            language_step(mine, part(batch, rank, 2))
+            optimizer.step()
+            optimizer.zero_grad()
+        return zeroshard.report(mine)
+
+    for report in run_threads(2, body):
+        peak = {kind: held.peak for (kind, _), held in report.memory.items()}
+        padding = 4 * 2 * ALIGN * 8  # bytes: each of at most 8 units is made to divide over the ranks
+        assert 0 < peak["gradients"] <= 4 * trained // (1 if stage == 1 else 2) + padding
+        assert 0 < peak["optimizer states"] <= 4 * trained // 2 + padding  # SGD's momentum
+        assert 0 < report.collectives["reduce-scatter"].bytes <= 4 * trained + padding
+        assert peak["autograd"] <= 4 * trained

@@ -1,0 +1,266 @@
+"""Kinds of networks: transformer, convolution with batch norm, recurrent, graph, routed experts; and their buffers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from against_plain import assert_same, built, copied_buffers, numbers, part, sgd, tokens
+from plain import Block, assert_close, full_parameters
+from ranks import run_processes, run_threads
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+import zeroshard
+from zeroshard.models import GPT, GPTConfig
+
+
+def squared_step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+# ------------------------------------------------------------------------------------------------ the reference GPT
+
+
+def gpt_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = model(ids, ids)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_reference_gpt_trains_as_plain(tied: bool, stage: int, world: int) -> None:
+    model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=3, heads=2, width=16, tied=tied)))
+    assert_same(model, gpt_step, tokens(3, 17), stage=stage, world=world)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reference_gpt_with_checkpointing_trains_as_plain_in_processes(stage: int) -> None:
+    model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=3, heads=2, width=16, checkpoint=True)))
+    assert_same(model, gpt_step, tokens(3, 17), stage=stage, run=run_processes)
+
+
+def test_reference_gpt_with_many_small_buckets_trains_as_plain() -> None:
+    model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=2, heads=2, width=16)))
+    assert_same(model, gpt_step, tokens(2, 17), stage=3, world=3, bucket_size=400)
+
+
+# --------------------------------------------------------------------------------------- convolution and batch norm
+
+
+class ConvNet(nn.Module):
+    """Residual convolutions with batch norm, weights in channels-last order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU()) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 5)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = x + stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (3, 2), (3, 3)])
+def test_convolutions_with_batch_norm_train_as_plain_and_their_statistics_follow_rank_0(stage: int, world: int) -> None:
+    """Part by part: each rank normalises over its own rows, as under DDP.
+
+    Looser, because a normalisation divides by the spread of few values, which enlarges what rounding there is.
+    """
+    model = built(ConvNet)
+    assert_same(model, squared_step, numbers(3, 6, 3, 5, 5), stage=stage, world=world, whole=False, relative=5e-6)
+
+
+class ReplacingBuffer(nn.Module):
+    """Keeps a running mean in a buffer that it replaces, where batch norm writes into its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 2, 3) if x.dim() == 4 else 0).detach()
+        return self.inner(x - self.mean)
+
+
+def modes(model: Any, optimizer: Any, rank: int, world: int, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Train, and between that evaluate in every mode; return all outputs, and the buffers after each training forward."""
+    outputs = []
+    for number, batch in enumerate(batches):
+        x = part(batch, rank, world)
+        model.eval()
+        with torch.no_grad() if number % 2 else torch.inference_mode():
+            outputs.append(model(x).clone())
+        outputs.append(model(x).detach())  # differentiable, and nobody asks for the gradients
+        model.train()
+        with torch.no_grad():
+            outputs.append(model(x))  # moves the running statistics
+        loss = model(x).square().mean()
+        outputs += [buffer.clone() for buffer in model.buffers()]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.inference_mode() if number % 2 else torch.no_grad():
+            outputs.append(model(x).clone())
+    return [output.clone() for output in outputs]
+
+
+def modes_sharded(rank: int, world: int, model: nn.Module, batches: list[torch.Tensor], stage: int) -> Any:
+    model, optimizer = zeroshard.shard(model, sgd(model), stage=stage, timeout=20)
+    outputs = modes(model, optimizer, rank, world, batches)
+    return outputs, full_parameters(model), copied_buffers(model)
+
+
+def modes_ddp(rank: int, world: int, model: nn.Module, batches: list[torch.Tensor]) -> Any:
+    wrapped = DistributedDataParallel(model)
+    outputs = modes(wrapped, sgd(model), rank, world, batches)
+    return outputs, {n: p.detach() for n, p in model.named_parameters()}, copied_buffers(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", [ConvNet, ReplacingBuffer])
+def test_buffers_and_outputs_are_ddps_on_every_rank_in_every_mode(kind: Any, stage: int) -> None:
+    model = built(kind)
+    batches = numbers(3, 6, 3, 5, 5) if kind is ConvNet else numbers(3, 6, 4)
+    theirs = run_processes(2, modes_ddp, 2, model, batches)
+    ours = run_processes(2, modes_sharded, 2, model, batches, stage)
+    for (outputs, parameters, buffers), (ddp_outputs, ddp_parameters, ddp_buffers) in zip(ours, theirs, strict=True):
+        names = [str(number) for number in range(len(outputs))]
+        assert_close(buffers, ddp_buffers, 5e-6)
+        assert_close(dict(zip(names, outputs)), dict(zip(names, ddp_outputs)), 5e-6)
+        assert_close(parameters, ddp_parameters, 5e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- recurrent
+
+
+class Recurrent(nn.Module):
+    """An LSTM of two layers in both directions, then a cell called once a step of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.lstm = nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True)
+        self.cell = nn.LSTMCell(12, 7)
+        self.head = nn.Linear(7, 13)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(self.embedding(ids))
+        state = None
+        outputs = []
+        for time in range(x.shape[1]):
+            state = self.cell(x[:, time], state)
+            outputs.append(self.head(state[0]))
+        return torch.stack(outputs, 1)
+
+
+def token_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), (3, 2), (3, 3)])
+def test_recurrent_network_trains_as_plain(stage: int, world: int) -> None:
+    assert_same(built(Recurrent), token_step, tokens(3, 13), stage=stage, world=world)
+
+
+# ------------------------------------------------------------------------------------------------------------ graph
+
+
+class GraphNet(nn.Module):
+    """Three kinds of message passing over one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(5, 8), GATConv(8, 4, heads=2), SAGEConv(8, 8)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = torch.relu(conv(x, edges))
+        return self.head(x)
+
+
+def graph_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(batch["nodes"][0], batch["edges"][0]).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), (3, 3)])
+def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
+    """Part by part: every rank has a graph of its own."""
+    edges = [batch[..., :2].transpose(1, 2).argsort(-1) % 9 for batch in numbers(3, world, 20, 2, seed=3)]
+    batches = [{"nodes": nodes, "edges": edge} for nodes, edge in zip(numbers(3, world, 9, 5), edges, strict=True)]
+    assert_same(built(GraphNet), graph_step, batches, stage=stage, world=world, whole=False)
+
+
+# --------------------------------------------------------------------------------------------------- routed experts
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert; an expert no row chose does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(7, 4)
+        self.experts = nn.ModuleList(Block(7) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                y = y.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return x + y
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_that_run_on_some_ranks_only_train_as_plain(stage: int) -> None:
+    """Few rows, so that the ranks choose different experts; an expert nobody chose is left alone by the optimizer."""
+    model = built(Routed)
+    batches = numbers(4, 4, 7)
+    hidden = copy.deepcopy(model).layers[0].gate(torch.stack(batches)).argmax(-1)  # the first layer's choices
+    assert any(set(rows[:2].tolist()) != set(rows[2:].tolist()) for rows in hidden)
+    assert any(len(set(rows.tolist())) < 4 for rows in hidden)
+    assert_same(model, squared_step, batches, stage=stage, whole=False)
+
+
+def test_threads_and_processes_give_the_same_numbers() -> None:
+    from against_plain import train_rank
+
+    model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=2, heads=2, width=16)))
+    arguments = (2, model, gpt_step, tokens(2, 17), sgd, {"stage": 3})
+    threads, processes = run_threads(2, train_rank, *arguments), run_processes(2, train_rank, *arguments)
+    for (_, ours, _), (_, theirs, _) in zip(threads, processes, strict=True):
+        assert_close(ours, theirs, 1e-7)

@@ -1,0 +1,290 @@
+"""Recomputation, compilation, modes, and two sharded models in one process: as the plain run in each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_plain import adamw, assert_same, built, numbers, part, sgd, tokens, train_rank
+from plain import Block, Net, assert_close, full_parameters
+from ranks import run_processes, run_threads
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import zeroshard
+
+VOCABULARY = 11  # of plain.Net
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(model, ids)
+    loss.backward()
+    return loss
+
+
+# ------------------------------------------------------------------------------------------------------- recomputation
+
+
+class Recomputing(Net):
+    """Recomputes its blocks in backward, cut in one of several ways, and counts how often a block runs."""
+
+    def __init__(self, cut: str, reentrant: bool) -> None:
+        super().__init__()
+        self.cut, self.reentrant, self.runs = cut, reentrant, 0
+        self.blocks[0].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.runs += 1
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        if self.cut == "each block":
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        elif self.cut == "some blocks":
+            x = checkpoint(self.blocks[0], x, use_reentrant=self.reentrant)
+            x = self.blocks[2](self.blocks[1](x))
+        elif self.cut == "all blocks at once":
+            x = checkpoint(self._run_blocks, x, use_reentrant=self.reentrant)
+        elif self.cut == "segments":
+            x = checkpoint_sequential([*self.blocks, nn.Tanh()], 2, x, use_reentrant=self.reentrant)
+        elif self.cut == "a block twice":
+            for index in (0, 1, 0, 2, 0):
+                x = checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
+        else:  # "one in another"
+            x = checkpoint(lambda y: checkpoint(self._run_blocks, y, use_reentrant=self.reentrant), x, use_reentrant=self.reentrant)
+        return self.head(x) * self.temperature + self.nothing.sum()
+
+    def _run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+CUTS = ["each block", "some blocks", "all blocks at once", "segments", "a block twice", "one in another"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_of_both_kinds(reentrant: bool, cut: str, stage: int) -> None:
+    model = built(lambda: Recomputing(cut, reentrant))
+    probe = copy.deepcopy(model)
+    step(probe, tokens(1, VOCABULARY)[0])
+    assert probe.runs > (3 if cut == "a block twice" else 1)
+    assert_same(model, step, tokens(3, VOCABULARY), stage=stage, whole=True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_with_several_forwards_before_one_backward(reentrant: bool) -> None:
+    def two_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, ids) + loss_of(model, ids.flip(1))
+        loss.backward()
+        return loss
+
+    assert_same(built(lambda: Recomputing("each block", reentrant)), two_forwards, tokens(2, VOCABULARY), stage=3)
+
+
+def test_activation_checkpointing_in_processes() -> None:
+    for reentrant in (True, False):
+        model = built(lambda reentrant=reentrant: Recomputing("each block", reentrant))
+        assert_same(model, step, tokens(2, VOCABULARY), stage=3, run=run_processes)
+
+
+# --------------------------------------------------------------------------------------------------------- compilation
+
+
+def compiled_in_place(model: nn.Module, backend: str) -> None:
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def compiled_wrappers(model: nn.Module, backend: str) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+
+
+def compiled_whole(model: nn.Module, backend: str) -> None:
+    model.compile(backend=backend)
+
+
+def train_compiled(
+    rank: int, model: nn.Module, compiled: Callable[[Any, str], None], backend: str, before: bool, data: Any, stage: int
+) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """Train a model compiled before or after it is sharded; tell which graphs were compiled too."""
+    torch._dynamo.reset()
+    if before:
+        compiled(model, backend)
+    model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, timeout=20)
+    if not before:
+        compiled(model, backend)
+    losses = []
+    for batch in data:
+        losses.append(step(model, part(batch, rank, 2)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses.append(loss_of(model, batch).item())
+        model.train()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    parameters = {name.replace("_orig_mod.", ""): value for name, value in full_parameters(model).items()}
+    return losses, parameters, graphs
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compile, then shard", "shard, then compile"])
+@pytest.mark.parametrize(
+    ("compiled", "backend"),
+    [(compiled_in_place, "eager"), (compiled_in_place, "aot_eager"), (compiled_wrappers, "aot_eager"), (compiled_whole, "eager")],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_blocks_train_as_plain(stage: int, compiled: Any, backend: str, before: bool) -> None:
+    model, data = built(Net), tokens(3, VOCABULARY)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    for batch in data:
+        step(plain, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = loss_of(plain, data[-1]).item()
+    for losses, parameters, graphs in run_processes(2, train_compiled, model, compiled, backend, before, data, stage):
+        assert graphs > 0
+        assert losses[-1] == pytest.approx(expected, rel=1e-6)
+        assert_close(parameters, {name: p.detach() for name, p in plain.named_parameters()})
+
+
+# --------------------------------------------------------------------------------------------------------------- modes
+
+
+def all_modes(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Every mode before, between and after two accumulated backwards; what they all say counts as the loss."""
+    said = []
+    with torch.inference_mode():
+        said.append(loss_of(model, ids).clone())
+    model.eval()
+    loss_of(model, ids).backward()  # evaluation mode has gradients too
+    with torch.no_grad():
+        said.append(loss_of(model, ids))
+    model.train()
+    with torch.no_grad(), torch.enable_grad():
+        loss = loss_of(model, ids.flip(1))
+    with torch.inference_mode():
+        said.append(loss_of(model, ids).clone())
+    loss.backward()
+    model.eval()
+    said.append(loss_of(model, ids).detach())
+    model.train()
+    return torch.stack([*(float(s) * torch.ones(()) for s in said), loss.detach()]).sum()
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
+def test_train_eval_no_grad_and_inference_mode_in_any_order(stage: int, world: int) -> None:
+    assert_same(built(Net), all_modes, tokens(3, VOCABULARY), stage=stage, world=world)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_batch_norm_with_two_forwards_before_one_backward(stage: int) -> None:
+    """As a discriminator sees true and false: the second forward's statistics must not spoil the first's graph."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh()) for _ in range(3)))
+
+    def two(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean() + (model(x + 1) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    def body(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        losses, parameters, _ = train_rank(rank, 2, model, two, batches, sgd, {"stage": stage})
+        return losses, parameters
+
+    model = built(make)
+    batches = numbers(3, 8, 5)
+    assert_same(model, two, batches, stage=stage, whole=False, relative=5e-6)
+
+
+# ---------------------------------------------------------------------------------------------- two models in a process
+
+
+def adversaries() -> nn.ModuleDict:
+    maker = nn.Sequential(nn.Linear(4, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 5))
+    judge = nn.Sequential(nn.Linear(5, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 1))
+    return nn.ModuleDict({"maker": maker, "judge": judge})
+
+
+def play(maker: Any, judge: Any, make: Any, judging: Any, noise: torch.Tensor, true: torch.Tensor) -> list[float]:
+    """One round: the judge learns from true and made rows, then the maker learns through the judge."""
+    made = maker(noise)
+    caught = F.softplus(judge(made.detach())).mean() + F.softplus(-judge(true)).mean()
+    caught.backward()
+    judging.step()
+    judging.zero_grad()
+    fooled = F.softplus(-judge(made)).mean()
+    fooled.backward()
+    make.step()
+    make.zero_grad()
+    judging.zero_grad()  # what went through it on the way to the maker
+    return [caught.item(), fooled.item()]
+
+
+@pytest.mark.parametrize("stages", [(3, 3), (1, 3), (3, 2), (0, 3)])
+def test_two_sharded_models_train_against_each_other(stages: tuple[int, int]) -> None:
+    models = built(adversaries)
+    data = list(zip(numbers(3, 6, 4), numbers(3, 6, 5, seed=7), strict=True))
+
+    def body(rank: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+        mine = copy.deepcopy(models)
+        maker, make = zeroshard.shard(mine["maker"], sgd(mine["maker"]), stage=stages[0], timeout=20)
+        judge, judging = zeroshard.shard(mine["judge"], sgd(mine["judge"]), stage=stages[1], timeout=20)
+        losses = [play(maker, judge, make, judging, *part(batch, rank, 2)) for batch in data]
+        made = {f"maker.{name}": value for name, value in full_parameters(maker).items()}
+        return losses, made | {f"judge.{name}": value for name, value in full_parameters(judge).items()}
+
+    plain = copy.deepcopy(models)
+    make, judging = sgd(plain["maker"]), sgd(plain["judge"])
+    expected = torch.tensor([play(plain["maker"], plain["judge"], make, judging, *batch) for batch in data])
+    results = run_threads(2, body)
+    torch.testing.assert_close(torch.tensor([r[0] for r in results]).mean(0), expected, rtol=1e-6, atol=1e-6)
+    for _, parameters in results:
+        assert_close(parameters, {name: p.detach() for name, p in plain.named_parameters()}, 2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sharded_teacher_without_optimizer_and_its_student(stage: int) -> None:
+    teacher, student = built(Net, seed=3), built(Net)
+    data = tokens(3, VOCABULARY)
+
+    def distil(teacher: Any, student: Any, optimizer: Any, ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            wanted = teacher(ids)
+        F.mse_loss(student(ids), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        master, _ = zeroshard.shard(copy.deepcopy(teacher), stage=stage, timeout=20)
+        mine = copy.deepcopy(student)
+        mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage, timeout=20)
+        for batch in data:
+            distil(master, mine, optimizer, part(batch, rank, 2))
+        return full_parameters(master), full_parameters(mine)
+
+    plain = copy.deepcopy(student)
+    optimizer = sgd(plain)
+    for batch in data:
+        distil(teacher, plain, optimizer, batch)
+    for unchanged, taught in run_threads(2, body):
+        assert_close(unchanged, {name: p.detach() for name, p in teacher.named_parameters()}, 0.0)
+        assert_close(taught, {name: p.detach() for name, p in plain.named_parameters()})
+
+
+def _keep() -> None:
+    Block

@@ -1,0 +1,523 @@
+"""Every stage gives the numbers of the plain, unsharded run, whatever the optimizer, its groups and the sizes."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain import (
+    assert_close,
+    assert_equal,
+    assert_same_training,
+    batches,
+    full_parameters,
+    make_net,
+    net_loss,
+    run_plain,
+    run_rank,
+    run_stages,
+    simple_loop,
+    split,
+)
+from ranks import run_processes, run_threads
+from torch import nn
+
+import zeroshard
+
+
+class Lion(torch.optim.Optimizer):
+    """A third party's elementwise optimizer, written against torch's documented base class and nothing else."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["calls"] = 0  # a plain number among the states
+                    state["momentum"] = torch.zeros_like(p)
+                state["calls"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(state["momentum"].lerp(p.grad, 1 - first).sign_(), alpha=-group["lr"])
+                state["momentum"].lerp_(p.grad, 1 - second)
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "SGD fused, Nesterov": partial(
+        torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True
+    ),
+    "Adam": partial(torch.optim.Adam, lr=1e-3),
+    "Adam fused, amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True, fused=True),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.01, initial_accumulator_value=0.1),
+    "Lion": Lion,
+}
+every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+STEPS = 4
+
+
+def of_all(kind: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """One group with all parameters of the model."""
+    return lambda model: OPTIMIZERS[kind](model.parameters())
+
+
+class Odd(nn.Module):
+    """Parameters of odd sizes, shapes and memory orders, used directly and in submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.one = nn.Parameter(torch.ones(1, 1))
+        self.none = nn.Parameter(torch.zeros(3, 0))
+        self.turned = nn.Parameter(torch.randn(7, 5).t())  # column by column in memory
+        self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.large = nn.Linear(7, 131)
+        self.out = nn.Linear(131 + 12, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.one_hot(tokens % 5, 5).float()  # [rows, length, 5]
+        seen = self.conv((x.mean(1) @ self.turned)[:, None, :6].unflatten(2, (3, 2))).flatten(1)[:, :12]
+        seen = nn.functional.pad(seen, (0, 12 - seen.shape[1]))[:, None].expand(-1, tokens.shape[1], -1)
+        hidden = torch.tanh(self.large(x @ self.turned)) * self.scalar
+        return self.out(torch.cat([hidden, seen], -1)) * self.one + self.none.sum()
+
+
+@functools.cache
+def odd() -> Odd:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Odd()
+
+
+@functools.cache
+def net() -> nn.Module:
+    return make_net()
+
+
+# -------------------------------------------------------------------------------------- optimizers, worlds, sizes
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@every_optimizer
+def test_every_stage_equals_the_plain_run(kind: str, world: int) -> None:
+    assert_same_training(world, net(), of_all(kind), batches(STEPS))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@every_optimizer
+def test_odd_shapes_and_buckets_smaller_than_a_parameter_equal_the_plain_run(kind: str, world: int) -> None:
+    assert_same_training(world, odd(), of_all(kind), batches(STEPS), bucket_size=100)
+
+
+@every_optimizer
+def test_a_rank_that_owns_nothing_takes_part(kind: str) -> None:
+    """Over four ranks two of them have only alignment."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(5, 3))
+    data = [batch.float() for batch in batches(STEPS)]
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
+        for batch in data:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same_training(4, model, of_all(kind), data, loop)
+
+
+@pytest.mark.parametrize("kind", ["SGD with momentum", "AdamW fused"])
+def test_a_hybrid_mesh_equals_the_plain_run(kind: str) -> None:
+    assert_same_training(4, net(), of_all(kind), batches(STEPS), mesh_shape=(2, 2), bucket_size=100)
+
+
+@pytest.mark.parametrize("options", [{"ring": 1}, {"ring": 5}, {"prefetch": False}, {"units": ("embedding", "head")}])
+def test_options_of_speed_and_memory_change_no_number(options: dict[str, Any]) -> None:
+    default = run_stages(2, net(), of_all("Adam"), batches(STEPS), bucket_size=100)
+    changed = run_stages(2, net(), of_all("Adam"), batches(STEPS), bucket_size=100, **options)
+    for stage in default:
+        assert_equal(changed[stage], default[stage])
+
+
+def test_losses_are_those_of_the_plain_run() -> None:
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> list[float]:
+        found = []
+        for batch in data:
+            loss = net_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def body(rank: int) -> list[float]:
+        model = copy.deepcopy(net())
+        model, optimizer = zeroshard.shard(model, of_all("AdamW")(model))
+        return losses(model, optimizer, [split(batch, rank, 3) for batch in batches(STEPS)])
+
+    model = copy.deepcopy(net())
+    plain = losses(model, of_all("AdamW")(model), batches(STEPS))
+    mean = [sum(of_ranks) / 3 for of_ranks in zip(*run_threads(3, body), strict=True)]
+    assert mean == pytest.approx(plain, rel=1e-6)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("make_optimizer", [sgd, fused_adamw])
+def test_processes_over_gloo_equal_the_plain_run(make_optimizer: Any, world: int) -> None:
+    plain = run_plain(net(), make_optimizer, batches(STEPS))
+    results = {}
+    for stage in (0, 1, 2, 3):
+        first, *others = run_processes(world, gloo_rank, world, stage, make_optimizer)
+        for other in others:
+            assert_equal(other, first)
+        assert_close(first, plain)
+        results[stage] = first
+    assert_equal(results[2], results[1])
+    assert_equal(results[3], results[1])
+
+
+def gloo_rank(rank: int, world: int, stage: int, make_optimizer: Any) -> dict[str, torch.Tensor]:
+    return run_rank(rank, world, make_net(), make_optimizer, batches(STEPS), stage=stage, bucket_size=100)
+
+
+# ------------------------------------------------------------------------------------ groups, schedulers, closures
+
+
+def three_groups(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    """Different hyper-parameters, in an order that is not the model's; the embedding is in no group."""
+    named = list(reversed(list(model.named_parameters())))
+    plain = [p for name, p in named if name.endswith("bias")]
+    matrices = [p for name, p in named if name.endswith("weight") and "embedding" not in name]
+    rest = [p for name, p in named if not name.endswith(("bias", "weight"))]
+    return OPTIMIZERS[kind]([{"params": matrices}, {"params": plain, "lr": 0.03}, {"params": rest, "lr": 0.003}])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@every_optimizer
+def test_groups_with_their_own_hyperparameters_equal_the_plain_run(kind: str, world: int) -> None:
+    assert_same_training(world, net(), partial(three_groups, kind=kind), batches(STEPS), clear_all_loop)
+
+
+def clear_all_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
+    """As the simple loop; the plain gradients of parameters in no group are cleared too."""
+    for batch in data:
+        net_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not isinstance(optimizer, zeroshard.ShardedOptimizer):
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", ["SGD with momentum", "Adam", "AdamW fused", "Lion"])
+def test_a_group_added_after_some_steps_equals_the_plain_run(kind: str, named: bool, world: int) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        blocks = model.get_submodule("blocks")
+        return OPTIMIZERS[kind](blocks.named_parameters() if named else blocks.parameters())
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
+        clear_all_loop(model, optimizer, data[:2])
+        head, rest = model.get_submodule("head"), [p for n, p in model.named_parameters() if n == "temperature"]
+        optimizer.add_param_group({"params": list(head.named_parameters() if named else head.parameters()), "lr": 0.02})
+        clear_all_loop(model, optimizer, data[2:3])
+        optimizer.add_param_group({"params": ("temperature", rest[0]) if named else rest[0]})
+        clear_all_loop(model, optimizer, data[3:])
+        assert len(optimizer.param_groups) == 3
+        assert optimizer.param_groups[1]["lr"] == 0.02
+
+    assert_same_training(world, net(), make, batches(STEPS + 1), loop)
+
+
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (lambda model: model.head.weight, "'head.weight' is in a parameter group already"),
+        (lambda model: nn.Parameter(torch.ones(2)), "parameters of the sharded model itself"),
+        (lambda model: model.nothing, "trainable"),
+    ],
+)
+def test_a_group_of_the_wrong_parameters_is_refused(choose: Any, words: str) -> None:
+    model = make_net()
+    model.nothing.requires_grad_(False)
+    model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.head.parameters()))
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [choose(model)]})
+
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3),
+    "LambdaLR per group": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: 1 / (step + 1), lambda step: 0.5**step, lambda step: 1.0]
+    ),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=10),  # betas too
+}
+
+
+@pytest.mark.parametrize("before_shard", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_lr_schedulers_equal_the_plain_run(schedule: str, before_shard: bool) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = three_groups(model, "Adam")
+        if before_shard:
+            optimizer.scheduler = SCHEDULERS[schedule](optimizer)  # type: ignore[attr-defined]
+        return optimizer
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
+        if before_shard:
+            scheduler = getattr(optimizer, "inner", optimizer).scheduler
+        else:
+            scheduler = SCHEDULERS[schedule](optimizer)
+        for batch in data:
+            clear_all_loop(model, optimizer, [batch])
+            scheduler.step()
+
+    assert_same_training(2, net(), make, batches(STEPS), loop)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["SGD with momentum", "Lion"])
+def test_step_with_a_closure_equals_the_plain_run_and_returns_its_loss(kind: str, world: int) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
+        for batch in data:
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = net_loss(model, batch)
+                loss.backward()
+                closure.losses.append(loss)  # type: ignore[attr-defined]
+                return loss
+
+            closure.losses = []  # type: ignore[attr-defined]
+            returned = optimizer.step(closure)
+            assert [returned] == closure.losses  # type: ignore[attr-defined]
+
+    assert_same_training(world, net(), of_all(kind), batches(STEPS), loop)
+
+
+@every_stage
+def test_step_hooks_run_around_every_step(stage: int) -> None:
+    def body(rank: int) -> list[str]:
+        events: list[str] = []
+        model = copy.deepcopy(net())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner.register_step_post_hook(lambda *_: events.append("inner"))
+        model, optimizer = zeroshard.shard(model, inner, stage=stage)
+        optimizer.register_step_pre_hook(lambda *_: events.append("before"))
+        handle = optimizer.register_step_post_hook(lambda *_: events.append("after"))
+        simple_loop(model, optimizer, batches(1))
+        handle.remove()
+        simple_loop(model, optimizer, batches(1))
+        return events
+
+    assert run_threads(2, body) == [["before", "inner", "after", "before", "inner"]] * 2
+
+
+# ---------------------------------------------------------------------------------------------- states, gradients
+
+
+def assert_state_dicts_close(ours: dict[str, Any], plain: dict[str, Any], relative: float = 1e-6) -> None:
+    """The same structure and hyper-parameters; states of the same shapes and dtypes, close."""
+    assert ours["param_groups"] == plain["param_groups"]
+    assert ours["state"].keys() == plain["state"].keys()
+    for number, state in plain["state"].items():
+        assert ours["state"][number].keys() == state.keys()
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        others = {key: value for key, value in state.items() if key not in tensors}
+        assert {key: ours["state"][number][key] for key in others} == others
+        for key, value in tensors.items():
+            assert ours["state"][number][key].shape == value.shape, (number, key)
+            assert ours["state"][number][key].dtype == value.dtype, (number, key)
+            assert_close({key: ours["state"][number][key]}, {key: value}, relative)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("base", [net, odd])
+@every_optimizer
+def test_the_state_dict_is_the_plain_optimizers_and_travels_both_ways(kind: str, base: Any, grouped: bool) -> None:
+    make = partial(three_groups, kind=kind) if grouped and base is net else of_all(kind)
+    data = batches(2 * STEPS)
+    model = copy.deepcopy(base())
+    optimizer = make(model)
+    clear_all_loop(model, optimizer, data[:STEPS])
+    halfway, half_state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    clear_all_loop(model, optimizer, data[STEPS:])
+    plain = dict(model.named_parameters())
+
+    def body(rank: int, stage: int) -> None:
+        parts = [split(batch, rank, 2) for batch in data]
+        model = copy.deepcopy(base())
+        model, optimizer = zeroshard.shard(model, make(model), stage=stage, bucket_size=100)
+        clear_all_loop(model, optimizer, parts[:STEPS])
+        ours = optimizer.state_dict()
+        assert_state_dicts_close(ours, half_state)
+
+        back = copy.deepcopy(halfway)  # ours into a plain optimizer
+        back_optimizer = make(back)
+        back_optimizer.load_state_dict(ours)
+        clear_all_loop(back, back_optimizer, data[STEPS:])
+        assert_close(dict(back.named_parameters()), plain)
+
+        there = copy.deepcopy(halfway)  # the plain one's into ours
+        there, there_optimizer = zeroshard.shard(there, make(there), stage=stage, bucket_size=100)
+        there_optimizer.load_state_dict(copy.deepcopy(half_state))
+        clear_all_loop(there, there_optimizer, parts[STEPS:])
+        assert_close(full_parameters(there), plain)
+
+    for stage in (0, 1, 3):
+        run_threads(2, partial(body, stage=stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loaded_state_dict_brings_its_hyperparameters(stage: int) -> None:
+    def body(rank: int) -> list[float]:
+        model = copy.deepcopy(net())
+        saved = torch.optim.Adam(copy.deepcopy(net()).parameters(), lr=0.125).state_dict()
+        _, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters(), lr=1.0), stage=stage)
+        optimizer.load_state_dict(saved)
+        return [group["lr"] for group in optimizer.inner.param_groups]
+
+    assert run_threads(2, body) == [[0.125], [0.125]]
+
+
+def test_a_state_dict_of_other_groups_is_refused() -> None:
+    model = make_net()
+    other = torch.optim.Adam(nn.Linear(2, 2).parameters()).state_dict()
+    _, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match="groups of"):
+        optimizer.load_state_dict(other)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("base", [net, odd])
+@every_optimizer
+def test_an_optimizer_with_states_goes_on_where_it_was(kind: str, base: Any, world: int) -> None:
+    model = copy.deepcopy(base())
+    optimizer = of_all(kind)(model)
+    simple_loop(model, optimizer, batches(STEPS, seed=5))
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = of_all(kind)(model)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        return optimizer
+
+    assert_same_training(world, model, make, batches(STEPS), bucket_size=100)
+
+
+@pytest.mark.parametrize("kind", ["SGD with momentum", "Adam", "AdamW fused", "Lion"])
+def test_states_of_different_age_stay_apart(kind: str) -> None:
+    """Some parameters were trained before shard(), others were not: their step counts differ."""
+    model = copy.deepcopy(net())
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    blocks = {id(p) for p in model.get_submodule("blocks").parameters()}
+    net_loss(model, batches(1, seed=7)[0]).backward()
+    for parameter in model.parameters():
+        if id(parameter) not in blocks:
+            parameter.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        return optimizer
+
+    assert_same_training(2, model, make, batches(STEPS))
+
+
+@every_stage
+@pytest.mark.parametrize("base", [net, odd])
+def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) -> None:
+    data = batches(STEPS + 1)
+    model = copy.deepcopy(base())
+    optimizer = of_all("Adam")(model)
+    simple_loop(model, optimizer, data[:-1])
+    net_loss(model, data[-1]).backward()
+    states = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+
+    def body(rank: int) -> None:
+        parts = [split(batch, rank, 3) for batch in data]
+        model = copy.deepcopy(base())
+        model, optimizer = zeroshard.shard(model, of_all("Adam")(model), stage=stage, bucket_size=100)
+        assert all(zeroshard.full_gradient(model, name) is None for name in gradients)
+        simple_loop(model, optimizer, parts[:-1])
+        net_loss(model, parts[-1]).backward()
+        assert_close({name: zeroshard.full_gradient(model, name) for name in gradients}, gradients)
+        for name, state in states.items():
+            assert_close(zeroshard.full_state(optimizer, name), state)
+        optimizer.zero_grad()
+        assert all(zeroshard.full_gradient(model, name) is None for name in gradients)
+
+    run_threads(3, body)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    model, optimizer = zeroshard.shard(make := make_net(), sgd(make))
+    with pytest.raises(KeyError, match=r"did you mean 'head.weight'"):
+        zeroshard.full_gradient(model, "head.wieght")
+    with pytest.raises(KeyError, match=r"did you mean 'head.weight'"):
+        zeroshard.full_state(optimizer, "head.wieght")
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+class OwnLBFGS(torch.optim.LBFGS):
+    """A user's subclass: no more elementwise than its parent."""
+
+
+@pytest.mark.parametrize(
+    "refused", [torch.optim.LBFGS, OwnLBFGS, torch.optim.Muon, torch.optim.Adafactor, torch.optim.SparseAdam]
+)
+def test_an_optimizer_that_looks_beyond_one_element_is_refused_before_anything_is_changed(refused: Any) -> None:
+    model = nn.Linear(3, 3, bias=False)
+    weight = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=f"{refused.__name__}.*cannot run on shards"):
+        zeroshard.shard(model, refused(list(model.parameters())))
+    assert not hasattr(model.weight, "_zeroshard"), "the model was sharded all the same"
+    assert torch.equal(model.weight, weight)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))  # the model can still be used
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="not one of the model's"):
+        zeroshard.shard(make_net(), torch.optim.Adam(make_net().parameters()))
+
+
+def test_an_optimizer_that_is_sharded_already_is_refused() -> None:
+    model = make_net()
+    _, optimizer = zeroshard.shard(model, sgd(model))
+    with pytest.raises(ValueError, match="belongs to a sharded model already"):
+        zeroshard.shard(make_net(), optimizer)
+
+
+def test_anything_else_is_refused_as_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"torch.optim.Optimizer or None, got str"):
+        zeroshard.shard(make_net(), "adam")
