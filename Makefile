@@ -32,7 +32,7 @@ lint: $(VENV)/.dev
 # Torch goes first and alone: the extras then find it satisfied and do not choose another build.
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
+	$(PIP) $(TORCH) numpy  # torch warns at import without numpy
 	$(PIP) --editable .
 	touch $@
 

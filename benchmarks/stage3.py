@@ -107,7 +107,12 @@ def measure(row: str, variant: str, device: torch.device, world: int, steps: int
         host.append(time.process_time() - busy)
         synchronise()
         seconds.append(time.perf_counter() - start)
-    result = {"row": row, "variant": variant, "ms": 1e3 * statistics.median(seconds), "host_ms": 1e3 * statistics.median(host)}
+    result = {
+        "row": row,
+        "variant": variant,
+        "ms": 1e3 * statistics.median(seconds),
+        "host_ms": 1e3 * statistics.median(host),
+    }
     if on_gpu:
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         result["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
@@ -144,7 +149,9 @@ def main() -> None:
     if options.output:
         options.output.write_text("".join(json.dumps(result) + "\n" for result in results))
     print(f"one rank of {options.world}, {torch.__version__}, {_machine(options.device)}")
-    print(f"{'row':<26}{'variant':<12}{'ms/step':>9}{'spread':>8}{'floor ×':>9}{'host ms':>9}{'peak GB':>9}{'reserved':>9}")
+    print(
+        f"{'row':<26}{'variant':<12}{'ms/step':>9}{'spread':>8}{'floor ×':>9}{'host ms':>9}{'peak GB':>9}{'reserved':>9}"
+    )
     for row in options.rows:
         floor = _median(results, row, "floor", "ms")
         for variant in options.variants:

@@ -39,7 +39,7 @@ class Recomputing(Net):
     def __init__(self, cut: str, reentrant: bool) -> None:
         super().__init__()
         self.cut, self.reentrant, self.runs = cut, reentrant, 0
-        self.blocks[0].register_forward_hook(self._count)
+        self.blocks[0].register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self.runs += 1

@@ -23,7 +23,7 @@ from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import State, Unit
 from zeroshard.engine.units import plan_units
 from zeroshard.memory.ledger import Bytes, Ledger
-from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 from zeroshard.report import Report
@@ -271,9 +271,14 @@ def _device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.
 
 
 def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> set[int]:
-    """The ids of the parameters an optimizer updates; refuses those that are not the model's."""
+    """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
+    if type(optimizer).__name__ in NOT_ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"torch.optim.{type(optimizer).__name__} looks at more than one element at a time, so it cannot run on "
+            "shards; use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
+        )
     trained = set()
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for position, parameter in enumerate(group["params"]):

@@ -76,6 +76,7 @@ class Engine:
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
+        self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._resident = [unit for unit in units if not unit.partitioned]
         self._resting = False  # whether resident parameters show their reduced gradients
         self._live: list[Unit] = []  # partitioned units that are not released
@@ -112,10 +113,10 @@ class Engine:
             return
         if self._frames and outermost:  # an earlier forward was left by an exception no hook could see
             self._abort_forward()
-        if not self._frames:
-            self._begin_forward(name)
         self._moment += 1
-        self._frames.append(Frame(list(units), self._moment))
+        self._frames.append(Frame(list(units), self._moment))  # first: whatever is raised below, fail() takes it back
+        if len(self._frames) == 1:
+            self._begin_forward(name)
         if any(unit.state is not State.READY for unit in units):  # execution moves on to another unit
             self._release_idle()
         for unit in units:
@@ -170,6 +171,7 @@ class Engine:
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
+        self._refuse_thawed()
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
         self._pass = []
@@ -178,6 +180,16 @@ class Engine:
                 unit.wake()
             self._resting = False
         self._buffers.synchronise()
+
+    def _refuse_thawed(self) -> None:
+        """A parameter that was frozen at shard() has no place for a gradient: none may be computed unnoticed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = [name for flat in self._frozen for name, p in flat.named_parameters if p.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{thawed[0]!r} was frozen when shard() was called and requires a gradient now: call "
+                "zeroshard.unshard(), set requires_grad, and shard again"
+            )
 
     def _end_forward(self, differentiable: bool) -> None:
         self._release_idle()
@@ -314,10 +326,6 @@ class Engine:
         self._pinned.clear()
         self._release_idle()
 
-    def reduce_gradients(self) -> None:
-        """Reduce what backward has only summed on this rank. All ranks call it together."""
-        self.gradients.reduce_rest()
-
     def find(self, name: str) -> tuple[Flat, int]:
         """Find a parameter by its plain name."""
         for unit in self.units:
@@ -341,7 +349,7 @@ class Engine:
         if gradient is None:
             return None
         self.order.begin("read a gradient")
-        self.reduce_gradients()
+        self.gradients.reduce_rest()
         used = torch.tensor(float(gradient.used[index]), device=self.comm.device)
         self.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
         if not used or gradient.shard is None or not gradient.has_shard:
@@ -366,7 +374,7 @@ class Engine:
                 "clip, optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
             )
         self.order.begin("read the gradients")
-        self.reduce_gradients()
+        self.gradients.reduce_rest()
         if not gradient.used[card.index] or gradient.shard is None:
             return None
         return flat.view(gradient.shard, card.index)

@@ -62,6 +62,11 @@ class Flat:
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
         self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
 
+    @property
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters with their names."""
+        return zip(self.names, self.parameters, strict=True)
+
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """View parameter ``index`` inside a tensor laid out like this flat, in the strides it was made with."""
         start = flat.storage_offset() + self.layout.starts[index]

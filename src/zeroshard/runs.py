@@ -1,0 +1,135 @@
+"""Runs: what the user's optimizer sees as its parameters.
+
+[Note: runs]
+The user's optimizer keeps its class, groups and hyper-parameters; in its groups the parameters are replaced by *runs*:
+stretches of the shards (of the fp32 master copy under 16-bit precision) whose parameters share a group. Shards of all
+units lie side by side in one arena, so that with one group a step is one fused kernel over one tensor, however many
+parameters the model has. That is right for every optimizer whose update of an element looks at that element alone.
+
+A parameter that got no gradient on any rank must be skipped, as torch does: no weight decay, no momentum, no step
+count. The run that holds it is then cut, for good, into one run per parameter, its states with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.engine.gradients import FlatGradient
+from zeroshard.engine.unit import Flat
+from zeroshard.layout import Range
+
+
+@dataclass
+class Part:
+    """A stretch of one flat's shard."""
+
+    flat: Flat
+    span: Range  # in the shard
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """View the stretch in a tensor laid out like the shard."""
+        return shard[self.span.start : self.span.end]
+
+    def segments(self) -> Iterator[tuple[int, Range, Range]]:
+        """Yield (parameter, its elements, where they lie in the shard) for each parameter in the stretch."""
+        for piece in self.flat.segments:
+            span = self.span.meet(Range(piece.at, piece.at + piece.within.numel))
+            if span is not None:
+                yield piece.parameter, span.moved(piece.within.start - piece.at), span
+
+
+class Run:
+    """One parameter of the inner optimizer: see [Note: runs]."""
+
+    def __init__(self, parts: list[Part], tensor: torch.Tensor) -> None:
+        self.parts = parts
+        self.parameter = nn.Parameter(tensor)  # [numel], the master's or the parameters' own dtype
+
+    def gradient(self, gradients: dict[Flat, FlatGradient]) -> torch.Tensor:
+        """The gradient in the run's dtype: the shards themselves where they can be viewed as one, else a copy."""
+        shards = [(part, gradients[part.flat].shard) for part in self.parts]
+        views = [part.of(shard) for part, shard in shards if shard is not None]
+        if views[0].dtype == self.parameter.dtype and all(
+            a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(views)
+        ):
+            return views[0].as_strided(self.parameter.shape, (1,))
+        fresh = torch.empty_like(self.parameter)
+        torch._foreach_copy_(list(torch.split(fresh, [view.numel() for view in views])), views)
+        return fresh
+
+    def places(self) -> Iterator[tuple[Flat, int, Range, int]]:
+        """Yield (flat, parameter, its elements, where they begin in the run)."""
+        offset = 0
+        for part in self.parts:
+            for parameter, within, span in part.segments():
+                yield part.flat, parameter, within, offset + span.start - part.span.start
+            offset += part.span.numel
+
+    def cut(self, state: dict[str, Any]) -> list[tuple[Run, dict[str, Any]]]:
+        """Cut the run into one per parameter, each with its part of the state."""
+        cut, offset = [], 0
+        for part in self.parts:
+            for _, _, span in part.segments():
+                start = offset + span.start - part.span.start
+                stretch = slice(start, start + span.numel)
+                small = {}
+                for key, value in state.items():
+                    if is_elementwise(value, self.parameter.shape):
+                        small[key] = value[stretch]
+                    else:
+                        small[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                cut.append((Run([Part(part.flat, span)], self.parameter.data[stretch]), small))
+            offset += part.span.numel
+        return cut
+
+
+def is_elementwise(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has a value for each element of a parameter of ``shape``, as a momentum has, or is a counter."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+
+
+def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:
+    """Make runs over this rank's part of the named parameters."""
+    joined: list[tuple[list[Part], list[torch.Tensor]]] = []
+    for flat in flats:
+        members = {index for index, name in enumerate(flat.names) if name in names}
+        whole = len(members) == len(flat.names)
+        for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True) if members else ():
+            home = flat.layout.in_shard(bucket)
+            storage = owned if flat.master is None else flat.master[home.start : home.end]
+            wanted = Part(flat, home).segments()
+            for span in [home] if whole else [span for index, _, span in wanted if index in members]:
+                tensor = storage[span.start - home.start : span.end - home.start]
+                if joined and _adjoin(joined[-1][1][-1], tensor):
+                    joined[-1][0].append(Part(flat, span))
+                    joined[-1][1].append(tensor)
+                else:
+                    joined.append(([Part(flat, span)], [tensor]))
+    return [
+        Run(_merged(parts), tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,)))
+        for parts, tensors in joined
+    ]
+
+
+def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two stretches are neighbours in one allocation."""
+    same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return same and left.storage_offset() + left.numel() == right.storage_offset()
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Join neighbouring stretches of one flat."""
+    merged: list[Part] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if last is not None and last.flat is part.flat and last.span.end == part.span.start:
+            merged[-1] = Part(part.flat, Range(last.span.start, part.span.end))
+        else:
+            merged.append(part)
+    return merged
