@@ -160,7 +160,7 @@ def main() -> None:
                 ms = statistics.median(times)
                 cells = [_median(results, row, variant, key) for key in ("host_ms", "peak_gb", "reserved_gb")]
                 print(
-                    f"{row:<26}{variant:<12}{ms:>9.1f}{max(times) - min(times):>8.1f}{ms / floor:>9.3f}"
+                    f"{row:<26}{variant:<12}{ms:>9.1f}{max(times) - min(times):>9.1f}{ms / floor:>9.3f}"
                     f"{cells[0]:>9.1f}{cells[1]:>9.2f}{cells[2]:>9.2f}"
                 )
 

@@ -120,7 +120,9 @@ def assert_close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], 
     assert ours.keys() == plain.keys()
     for name, value in plain.items():
         largest = max(value.abs().max().item(), 1e-3) if value.numel() else 1.0
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=relative * largest, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], value, rtol=0, atol=relative * largest, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def assert_equal(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -181,7 +183,14 @@ def run_stages(
     results = {}
     for stage in stages:
         body = partial(
-            run_rank, world=world, base=base, make_optimizer=make_optimizer, data=data, loop=loop, stage=stage, **options
+            run_rank,
+            world=world,
+            base=base,
+            make_optimizer=make_optimizer,
+            data=data,
+            loop=loop,
+            stage=stage,
+            **options,
         )
         first, *others = run_threads(world, body)
         for other in others:

@@ -171,7 +171,9 @@ def test_generate_gives_the_plain_models_tokens_before_between_and_after_trainin
                 optimizer.zero_grad()
                 model.eval()
             said.append(
-                model.generate(prompt, max_new_tokens=8, do_sample=False, num_beams=beams, pad_token_id=0, use_cache=True)
+                model.generate(
+                    prompt, max_new_tokens=8, do_sample=False, num_beams=beams, pad_token_id=0, use_cache=True
+                )
             )
         return said
 
@@ -192,7 +194,9 @@ def test_generate_gives_the_plain_models_tokens_before_between_and_after_trainin
 
 
 def lora() -> nn.Module:
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], lora_dropout=0.0, fan_in_fan_out=True)
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], lora_dropout=0.0, fan_in_fan_out=True
+    )
     config.init_lora_weights = False  # not zero, so that both factors have gradients at once
     return built(lambda: peft.get_peft_model(gpt2(), config))
 

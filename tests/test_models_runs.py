@@ -60,7 +60,9 @@ class Recomputing(Net):
             for index in (0, 1, 0, 2, 0):
                 x = checkpoint(self.blocks[index], x, use_reentrant=self.reentrant)
         else:  # "one in another"
-            x = checkpoint(lambda y: checkpoint(self._run_blocks, y, use_reentrant=self.reentrant), x, use_reentrant=self.reentrant)
+            x = checkpoint(
+                lambda y: checkpoint(self._run_blocks, y, use_reentrant=self.reentrant), x, use_reentrant=self.reentrant
+            )
         return self.head(x) * self.temperature + self.nothing.sum()
 
     def _run_blocks(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +145,12 @@ def train_compiled(
 @pytest.mark.parametrize("before", [True, False], ids=["compile, then shard", "shard, then compile"])
 @pytest.mark.parametrize(
     ("compiled", "backend"),
-    [(compiled_in_place, "eager"), (compiled_in_place, "aot_eager"), (compiled_wrappers, "aot_eager"), (compiled_whole, "eager")],
+    [
+        (compiled_in_place, "eager"),
+        (compiled_in_place, "aot_eager"),
+        (compiled_wrappers, "aot_eager"),
+        (compiled_whole, "eager"),
+    ],
 )
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_blocks_train_as_plain(stage: int, compiled: Any, backend: str, before: bool) -> None:
@@ -215,8 +222,12 @@ def test_batch_norm_with_two_forwards_before_one_backward(stage: int) -> None:
 
 
 def adversaries() -> nn.ModuleDict:
-    maker = nn.Sequential(nn.Linear(4, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 5))
-    judge = nn.Sequential(nn.Linear(5, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 1))
+    maker = nn.Sequential(
+        nn.Linear(4, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 5)
+    )
+    judge = nn.Sequential(
+        nn.Linear(5, 6), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 1)
+    )
     return nn.ModuleDict({"maker": maker, "judge": judge})
 
 

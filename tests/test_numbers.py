@@ -58,9 +58,7 @@ class Lion(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "SGD fused, Nesterov": partial(
-        torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True
-    ),
+    "SGD fused, Nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
     "Adam": partial(torch.optim.Adam, lr=1e-3),
     "Adam fused, amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True, fused=True),
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
@@ -350,7 +348,9 @@ def assert_state_dicts_close(ours: dict[str, Any], plain: dict[str, Any], relati
     assert ours["param_groups"] == plain["param_groups"]
     assert ours["state"].keys() <= plain["state"].keys()
     for number, state in plain["state"].items():
-        if number not in ours["state"] and any(value.numel() == 0 for value in state.values() if torch.is_tensor(value)):
+        if number not in ours["state"] and any(
+            value.numel() == 0 for value in state.values() if torch.is_tensor(value)
+        ):
             continue  # of zero elements: has a test of its own
         assert ours["state"][number].keys() == state.keys()
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

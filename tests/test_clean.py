@@ -1,0 +1,316 @@
+"""Nothing is left behind: not by the import, not by unshard(), not by del."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import pytest
+import torch
+from live import live_bytes, live_storages
+from plain import Net, assert_close, assert_equal, batches, make_net, net_loss, split, train_plain
+from ranks import run_processes, run_threads
+from torch import nn
+
+import zeroshard
+
+STAGES = [0, 1, 2, 3]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def step(model, optimizer, batch: torch.Tensor) -> None:
+    net_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------ the import
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is() -> None:
+    done = run_python(
+        """
+        import threading, types
+        import torch, torch.distributed, torch.nn.functional, torch.utils.checkpoint, torch.optim
+        import torch.distributed.tensor, torch.distributed.device_mesh
+
+        def surface():
+            places = (torch, torch.nn.functional, torch.nn.Module, torch.nn.Parameter, torch.Tensor, torch.optim.Optimizer,
+                      torch.optim.Adam, torch.autograd, torch.distributed, torch.utils.checkpoint, torch.nn.utils)
+            return {(str(place), name): id(value) for place in places for name, value in vars(place).items()
+                    if not name.startswith("__") and not isinstance(value, types.ModuleType)}
+
+        before, threads = surface(), threading.enumerate()
+        defaults = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), torch.get_rng_state()
+        import zeroshard
+        after = surface()
+        changed = [key for key, value in before.items() if after.get(key) != value] + [k for k in after if k not in before]
+        assert not changed, changed
+        assert threading.enumerate() == threads
+        assert not torch.distributed.is_initialized()
+        now = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+        assert now == defaults[:3]
+        assert torch.equal(torch.get_rng_state(), defaults[3])
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_works_without_torch_distributed_initialised_and_one_rank_trains() -> None:
+    done = run_python(
+        """
+        import torch, zeroshard
+        model = torch.nn.Linear(3, 2)
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert not torch.distributed.is_initialized()
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sharding_and_training_patch_no_class_and_no_function(stage: int) -> None:
+    places = (torch, nn.functional, nn.Module, nn.Parameter, nn.Linear, torch.Tensor, torch.optim.Adam, Net)
+
+    def surface() -> dict:
+        return {(place, name): id(value) for place in places for name, value in vars(place).items()}
+
+    def body(rank: int):
+        model, optimizer = zeroshard.shard(model_of[rank], adam(model_of[rank]), stage=stage)
+        step(model, optimizer, batches(1)[0])
+        return type(model), type(model.head), type(optimizer.inner)
+
+    plain = make_net()
+    model_of = [copy.deepcopy(plain) for _ in range(2)]
+    step(plain, adam(plain), batches(1)[0])  # whatever torch itself loads or wraps at the first use
+    run_threads(1, lambda rank: None)
+    before = surface()
+    classes = run_threads(2, body)
+    assert surface() == before
+    assert classes == [(Net, nn.Linear, torch.optim.Adam)] * 2
+
+
+def test_two_sharded_models_in_one_process_do_not_meet() -> None:
+    first, second, data = make_net(1), make_net(2, width=9), batches(3)
+
+    def body(rank: int):
+        ours = [copy.deepcopy(first), copy.deepcopy(second)]
+        a = zeroshard.shard(ours[0], adam(ours[0]), stage=3)
+        b = zeroshard.shard(ours[1], adam(ours[1]), stage=2)
+        for batch in data:  # interleaved
+            losses = [net_loss(model, split(batch, rank, 2)) for model, _ in (a, b)]
+            for loss, (_, optimizer) in zip(losses, (a, b), strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [dict(zeroshard.unshard(model).named_parameters()) for model, _ in (a, b)]
+
+    wanted = [train_plain(copy.deepcopy(model), adam, data)[1] for model in (first, second)]
+    for found in run_threads(2, body):
+        for ours, plain in zip(found, wanted, strict=True):
+            assert_close({n: p.detach() for n, p in ours.items()}, plain, 1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- unshard
+
+
+def outside(model: nn.Module) -> dict:
+    """What a user can see of a module tree that sharding might have changed."""
+    return {
+        name: (
+            type(module),
+            sorted(vars(module)),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._backward_hooks),
+            len(module._load_state_dict_post_hooks),
+            len(module._state_dict_hooks),
+            {
+                key: (type(p), p.shape, p.dtype, p.stride(), p.requires_grad, sorted(vars(p)))
+                for key, p in params(module)
+            },
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def params(module: nn.Module):
+    return module.named_parameters(recurse=False)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unshard_gives_back_the_plain_model_as_it_was(stage: int, precision: str | None) -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model = copy.deepcopy(plain)
+        before = dict(model.named_parameters())
+        sharded, _ = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
+        returned = zeroshard.unshard(sharded)
+        assert returned is model
+        assert all(p is before[name] for name, p in model.named_parameters())
+        return outside(model), {name: p.detach() for name, p in model.named_parameters()}
+
+    for seen, parameters in run_threads(2, body):
+        assert seen == outside(plain)
+        assert_equal(parameters, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_training_goes_on_plainly_after_unshard_with_the_optimizer(stage: int, precision: str | None) -> None:
+    plain, data = make_net(), batches(6)
+
+    def body(rank: int):
+        model = copy.deepcopy(plain)
+        given = adam(model)
+        model, optimizer = zeroshard.shard(model, given, stage=stage, precision=precision)
+        for batch in data[:3]:
+            step(model, optimizer, split(batch, rank, 2))
+        model, optimizer = zeroshard.unshard(model, optimizer)
+        assert optimizer is given
+        assert [p for g in optimizer.param_groups for p in g["params"]] == list(model.parameters())
+        for batch in data[3:]:
+            step(model, optimizer, batch)  # the whole batch, on each rank alone
+        copy.deepcopy(model)
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, wanted, 1e-5 if precision is None else 0.2)
+        assert all(p.dtype == torch.float32 for p in parameters.values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_can_be_sharded_again_after_unshard_in_another_stage(stage: int) -> None:
+    plain, data = make_net(), batches(4)
+
+    def body(rank: int):
+        model = copy.deepcopy(plain)
+        optimizer = adam(model)
+        for batch, here in zip(data, (stage, 3 - stage, stage, 0), strict=True):
+            model, optimizer = zeroshard.shard(model, optimizer, stage=here)
+            step(model, optimizer, split(batch, rank, 2))
+            model, optimizer = zeroshard.unshard(model, optimizer)
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, wanted, 1e-5)
+
+
+def test_sharding_twice_is_an_error_that_names_the_parameter() -> None:
+    def body(rank: int):
+        model, _ = zeroshard.shard(make_net(), stage=3)
+        with pytest.raises(ValueError, match=r"'.*' is sharded already.*unshard"):
+            zeroshard.shard(model, stage=3)
+
+    run_threads(2, body)
+
+
+# ------------------------------------------------------------------------------------------------------ del
+
+
+def train_and_delete(rank: int, world: int, stage: int, precision: str | None, way: str, times: int):
+    """With the cycle collector off: bytes and storages held after each round, and whether the objects have gone."""
+    data = batches(2, seed=4)
+    held, gone = [], []
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_storages()
+        for _ in range(times):
+            model = make_net(width=40)
+            model, optimizer = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
+            for batch in data:
+                step(model, optimizer, split(batch, rank, world))
+            with zeroshard.gathered(model):
+                pass
+            watched = {
+                "model": weakref.ref(model),
+                "parameter": weakref.ref(model.head.weight),
+                "engine": weakref.ref(model._zeroshard.engine),
+                "unit": weakref.ref(model._zeroshard.engine.units[0]),
+                "optimizer": weakref.ref(optimizer),
+            }
+            if way == "unshard":
+                model, optimizer = zeroshard.unshard(model, optimizer)
+                del watched["optimizer"]
+            elif way == "forward without backward":
+                net_loss(model, split(data[0], rank, world))
+            del model, optimizer
+            gone.append([name for name, ref in watched.items() if ref() is not None])
+            after = live_storages()
+            held.append(sum(after.values()) - sum(before.values()))
+    finally:
+        gc.enable()
+    return held, gone
+
+
+@pytest.mark.parametrize("way", ["del", "unshard", "forward without backward"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision: str | None, way: str) -> None:
+    for held, gone in run_processes(2, train_and_delete, 2, stage, precision, way, 1):
+        assert gone == [[]], "still alive"
+        assert held == [0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ten_times_in_a_row_nothing_grows(stage: int) -> None:
+    for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 10):
+        assert gone == [[]] * 10
+        assert held == [0] * 10
+
+
+def delete_on_a_failure(rank: int, stage: int):
+    """An exception in the user's code, caught, with the cycle collector off: nothing is kept by it either."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_bytes()
+        model = make_net(width=40)
+        model, optimizer = zeroshard.shard(model, adam(model), stage=stage)
+        try:
+            model("no tokens")
+        except (TypeError, AttributeError, RuntimeError) as error:
+            text = str(error)
+        del model, optimizer
+        return live_bytes() - before, text
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_del_frees_everything_after_a_failed_forward(stage: int) -> None:
+    for held, _ in run_processes(2, delete_on_a_failure, stage):
+        assert held == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_hook_of_the_library_stays_on_an_output_that_outlives_the_model(stage: int) -> None:
+    def body(rank: int):
+        model, _ = zeroshard.shard(copy.deepcopy(plain), stage=stage)
+        output = model(batches(1)[0]).detach()
+        watched = weakref.ref(model._zeroshard.engine)
+        del model
+        return watched() is None, output.sum().isfinite().item()
+
+    plain = make_net()
+    assert run_threads(2, body) == [(True, True)] * 2

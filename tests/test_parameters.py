@@ -1,0 +1,529 @@
+"""Partitioned parameters: true to the eye, safe to touch, whole inside gathered()."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
+from ranks import run_processes, run_threads
+from torch import nn
+
+import zeroshard
+
+NAME = "blocks.1.up.weight"
+STAGES = [0, 1, 2, 3]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def shard(model: nn.Module, stage: int = 3, **options):
+    model = copy.deepcopy(model)
+    return zeroshard.shard(model, adam(model), stage=stage, **options)
+
+
+def step(model, optimizer, batch: torch.Tensor) -> float:
+    loss = net_loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# ------------------------------------------------------------------------------------- what is true at rest
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_at_rest_metadata_is_that_of_the_plain_parameter(precision: str | None, trained: bool) -> None:
+    plain = make_net()
+    plain.head.bias.requires_grad_(False)
+
+    def body(rank: int):
+        model, optimizer = shard(plain, precision=precision)
+        if trained:
+            step(model, optimizer, split(batches(1)[0], rank, 2))
+        found = {}
+        for name, p in model.named_parameters():
+            assert isinstance(p, nn.Parameter)
+            assert isinstance(p, torch.Tensor)
+            assert p.size() == p.shape
+            assert len(p) == p.shape[0]
+            assert p.element_size() == p.dtype.itemsize
+            assert p.is_leaf
+            assert not p.is_meta
+            assert p in {p}
+            found[name] = (tuple(p.shape), p.numel(), p.dtype, p.device, p.requires_grad, p.dim(), p.stride(), p.ndim)
+        return found
+
+    dtype = torch.bfloat16 if precision else torch.float32
+    wanted = {
+        name: (tuple(p.shape), p.numel(), dtype, p.device, p.requires_grad, p.dim(), p.stride(), p.ndim)
+        for name, p in plain.named_parameters()
+    }
+    for found in run_threads(2, body):
+        assert found == wanted
+
+
+def test_parameters_stay_the_same_objects_through_training() -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model = copy.deepcopy(plain)
+        before = dict(model.named_parameters())
+        model, optimizer = zeroshard.shard(model, adam(model), stage=3)
+        for batch in batches(2):
+            step(model, optimizer, split(batch, rank, 2))
+        return all(after is before[name] for name, after in model.named_parameters())
+
+    assert run_threads(2, body) == [True, True]
+
+
+# ---------------------------------------------------------------------------- what is refused, by name of the way
+
+
+def assign_item(p):
+    p[0] = 1.0
+
+
+def assign_data(p):
+    p.data = torch.zeros(p.shape)
+
+
+def augmented(p):
+    with torch.no_grad():
+        p += 1
+
+
+def in_place(p):
+    with torch.no_grad():
+        p.add_(1)
+
+
+def save(p):
+    torch.save(p, io.BytesIO())
+
+
+def out_argument(p):
+    with torch.no_grad():
+        torch.add(torch.ones(p.shape), 1, out=p)
+
+
+def numpy_asarray(p):
+    import numpy
+
+    numpy.asarray(p)
+
+
+WAYS = {
+    "add": lambda p: p + 1,
+    "reflected add": lambda p: 1 + p,
+    "matmul": lambda p: torch.ones(1, p.shape[0]) @ p,
+    "linear": lambda p: F.linear(torch.ones(1, p.shape[1]), p),
+    "equals": lambda p: p == 0,
+    "torch.equal": lambda p: torch.equal(p, p),
+    "augmented assignment": augmented,
+    "in-place method": in_place,
+    "copy_": lambda p: p.detach().copy_(torch.zeros(p.shape)),
+    "init": lambda p: nn.init.zeros_(p),
+    "out=": out_argument,
+    "assign item": assign_item,
+    "read data": lambda p: p.data,
+    "assign data": assign_data,
+    "set_": lambda p: p.set_(torch.zeros(1)),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p[0, 0].item(),
+    "numpy": lambda p: p.numpy(force=True),
+    "asarray": numpy_asarray,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "torch.save": save,
+    "pickle": pickle.dumps,
+    "foreach norm": lambda p: torch._foreach_norm([p, p]),
+    "foreach add": lambda p: torch._foreach_add([p], 1.0),
+    "index": lambda p: p[0],
+    "mask": lambda p: p[torch.ones(p.shape, dtype=torch.bool)],
+    "iterate": lambda p: list(p),
+    "unpack": lambda p: [*p],
+    "contains": lambda p: 3.0 in p,
+    "bool": lambda p: bool(p),
+    "float": lambda p: float(p),
+    "cpu": lambda p: p.cpu(),
+    "to": lambda p: p.to(torch.float64),
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach(),
+    "view": lambda p: p.view(-1),
+    "transpose": lambda p: p.T,
+    "sum": lambda p: p.sum(),
+    "norm": lambda p: torch.linalg.norm(p),
+    "stack": lambda p: torch.stack([p, p]),
+    "cat in a tuple": lambda p: torch.cat((p, torch.zeros(p.shape))),
+    "einsum": lambda p: torch.einsum("ij->", p),
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "data_ptr": lambda p: p.data_ptr(),
+    "untyped_storage": lambda p: p.untyped_storage(),
+    "storage": lambda p: p.storage(),
+    "share_memory": lambda p: p.share_memory_(),
+    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p),
+    "from_dlpack": lambda p: torch.from_dlpack(p),
+    "torch.tensor": lambda p: torch.tensor(p),
+    "torch.tensor of a list": lambda p: torch.tensor([p, p]),
+    "new parameter": lambda p: nn.Parameter(p),
+    "isnan": lambda p: p.isnan().any(),
+    "print options": lambda p: torch._tensor_str._str(p),
+    "vmap": lambda p: torch.vmap(lambda row: row.sum())(p),
+    "autograd.grad": lambda p: torch.autograd.grad((p * 2).sum(), p),
+}
+
+
+def touch(rank: int, way: str) -> tuple[str, str]:
+    model, optimizer = shard(make_net())
+    parameter = model.get_parameter(NAME)
+    try:
+        result = WAYS[way](parameter)
+        outcome = "returned", repr(type(result))
+    except Exception as error:
+        outcome = type(error).__name__, str(error)
+    step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+    return outcome
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_using_absent_values_names_the_parameter_and_the_remedy(way: str) -> None:
+    for kind, text in run_processes(2, touch, way):  # processes: a crash is a failure of this test alone
+        assert kind == "RuntimeError", text
+        assert NAME in text
+        assert "zeroshard.gathered" in text
+
+
+@pytest.mark.parametrize("show", [repr, str, "{}".format, "{!r}".format])
+def test_showing_an_absent_parameter_tells_its_name_and_shape(show) -> None:
+    def body(rank: int):
+        model, _ = shard(make_net())
+        return show(model.get_parameter(NAME)), show(model)
+
+    for parameter, model in run_threads(2, body):
+        assert NAME in parameter
+        assert "(17, 7)" in parameter
+        assert "Linear(in_features=7, out_features=17, bias=True)" in model
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "state_dict", "save", "half", "functional_call"])
+def test_using_a_whole_partitioned_model_says_what_to_do(way: str) -> None:
+    ways = {
+        "deepcopy": copy.deepcopy,
+        "state_dict": lambda model: model.state_dict(),
+        "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+        "half": lambda model: model.half(),
+        "functional_call": lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
+    }
+
+    def body(rank: int):
+        model, _ = shard(make_net())
+        with pytest.raises(RuntimeError) as caught:
+            ways[way](model)
+        return str(caught.value)
+
+    for text in run_threads(2, body):
+        assert "zeroshard.gathered" in text
+
+
+def test_a_parameter_outside_its_module_is_brought_when_forward_needs_it() -> None:
+    class Reuse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.second(self.first(x)), self.first[0].weight)  # after its unit has gone
+
+    plain = Reuse()
+    x = torch.randn(2, 4)
+    plain(x).sum().backward()
+
+    def body(rank: int):
+        model, _ = zeroshard.shard(copy.deepcopy(plain), stage=3, units=(nn.Sequential,))
+        model(x).sum().backward()
+        return {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+
+    for gradients in run_threads(2, body):
+        assert_close(gradients, {name: p.grad for name, p in plain.named_parameters()})
+
+
+# ------------------------------------------------------------------------------------------------- gathered
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_gives_the_full_values_on_all_ranks_and_frees_them(stage: int) -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model, _ = shard(plain, stage)
+        held = zeroshard.report(model).total.now
+        with zeroshard.gathered(model):
+            inside = {name: p.detach().clone() for name, p in model.named_parameters()}
+            assert type(model.get_parameter(NAME)) is nn.Parameter
+        assert zeroshard.report(model).total.now == held
+        if stage == 3:
+            with pytest.raises(RuntimeError, match="zeroshard.gathered"):
+                model.get_parameter(NAME).sum()
+        return inside
+
+    for inside in run_threads(2, body):
+        assert_equal(inside, dict(plain.named_parameters()))
+
+
+def test_gathered_takes_one_module_and_leaves_the_others_partitioned() -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model, _ = shard(plain)
+        with zeroshard.gathered(model.blocks[1]):
+            inside = {name: p.detach().clone() for name, p in model.blocks[1].named_parameters()}
+            with pytest.raises(RuntimeError, match="zeroshard.gathered"):
+                model.blocks[0].up.weight.sum()
+        return inside
+
+    for inside in run_threads(2, body):
+        assert_equal(inside, dict(plain.blocks[1].named_parameters()))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_without_a_writing_rank_are_undone(stage: int, precision: str | None) -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage, precision=precision)
+        before = full_parameters(model)
+        with zeroshard.gathered(model), torch.no_grad():
+            for p in model.parameters():
+                p.fill_(7 + rank)
+        after = full_parameters(model)
+        return before, after, {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+
+    for before, after, exact in run_threads(2, body):
+        assert_equal(after, before)
+        assert_equal(exact, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_of_the_writing_rank_count_on_all_ranks_and_in_the_master(stage: int, precision: str | None) -> None:
+    def body(rank: int, plain):
+        model, _ = shard(plain, stage, precision=precision)
+        with zeroshard.gathered(model, write_rank=1), torch.no_grad():
+            for p in model.parameters():
+                p.fill_(rank + 0.5)
+        after = full_parameters(model)
+        return after, {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+
+    for after, exact in run_threads(3, body, make_net()):
+        for value in (*after.values(), *exact.values()):
+            assert torch.equal(value, torch.full_like(value, 1.5))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_goes_on_from_what_was_written(stage: int) -> None:
+    plain, data = make_net(), batches(2)
+
+    def edit(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_parameter(NAME).mul_(-2)
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        with zeroshard.gathered(model, write_rank=0):
+            edit(model)
+        for batch in data:
+            step(model, optimizer, split(batch, rank, 2))
+        return full_parameters(model)
+
+    expected = copy.deepcopy(plain)
+    edit(expected)
+    _, wanted = train_plain(expected, adam, data)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writing_leaves_the_masters_of_what_was_not_edited_exact(stage: int) -> None:
+    """The bf16 values are a rounded copy: taking them back unasked would throw master bits away."""
+    plain = make_net()
+
+    def body(rank: int):
+        model, _ = shard(plain, stage, precision="bf16")
+        with zeroshard.gathered(model, write_rank=0), torch.no_grad():
+            model.head.bias.zero_()
+        return {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+
+    wanted = {n: torch.zeros_like(p) if n == "head.bias" else p.detach() for n, p in plain.named_parameters()}
+    for exact in run_threads(2, body):
+        assert_equal(exact, wanted)
+
+
+@pytest.mark.parametrize("write_rank", [None, 0])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_inside_gathered_frees_and_changes_nothing(stage: int, write_rank: int | None) -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        held = zeroshard.report(model).total.now
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
+            with zeroshard.gathered(model, write_rank=write_rank), torch.no_grad():
+                model.get_parameter(NAME).zero_()
+                _ = 1 / 0
+        assert zeroshard.report(model).total.now == held
+        after = full_parameters(model)
+        step(model, optimizer, split(batches(1)[0], rank, 2))
+        return after
+
+    for after in run_threads(2, body):
+        assert_equal(after, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_dict_taken_inside_gathered_is_plain_and_stays_valid(stage: int) -> None:
+    plain = make_net()
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        with zeroshard.gathered(model):
+            taken = model.state_dict()
+        for batch in batches(2):
+            step(model, optimizer, split(batch, rank, 2))
+        return taken
+
+    for taken in run_threads(2, body):
+        assert list(taken) == list(plain.state_dict())
+        assert_equal(taken, plain.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_resident_parameters_give_a_state_dict_any_time(stage: int) -> None:
+    plain, data = make_net(), batches(2)
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        for batch in data:
+            step(model, optimizer, split(batch, rank, 2))
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    for state in run_threads(2, body):
+        assert_close(state, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_load_state_dict_inside_gathered_loads_into_all_ranks(stage: int, precision: str | None) -> None:
+    plain, other = make_net(0), make_net(5)
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage, precision=precision)
+        state = other.state_dict() if rank == 0 else {n: torch.zeros_like(p) for n, p in other.state_dict().items()}
+        with zeroshard.gathered(model, write_rank=0):
+            model.load_state_dict(state)
+        after = full_parameters(model)
+        step(model, optimizer, split(batches(1)[0], rank, 2))
+        return after
+
+    for after in run_threads(2, body):
+        for name, value in other.named_parameters():
+            assert torch.equal(after[name], value.to(after[name].dtype)), name
+
+
+@pytest.mark.parametrize("wrong", [-1, 2])
+def test_a_write_rank_that_does_not_exist_is_refused(wrong: int) -> None:
+    def body(rank: int):
+        model, _ = shard(make_net())
+        with pytest.raises(ValueError, match="write_rank"), zeroshard.gathered(model, write_rank=wrong):
+            pass
+
+    run_threads(2, body)
+
+
+def test_gathered_refuses_a_plain_module() -> None:
+    with pytest.raises(ValueError, match="sharded model"), zeroshard.gathered(nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_may_be_nested_and_entered_between_backward_and_step(stage: int) -> None:
+    plain, data = make_net(), batches(2)
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        for batch in data:
+            net_loss(model, split(batch, rank, 2)).backward()
+            with zeroshard.gathered(model), zeroshard.gathered(model.blocks[0]):
+                model.blocks[0].up.weight.sum()
+                model.get_parameter(NAME).sum()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    _, wanted = train_plain(copy.deepcopy(plain), adam, data)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, wanted, 1e-5)
+
+
+# ------------------------------------------------------------------------------- one parameter's states by name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_gradient_and_full_state_by_name_are_the_plain_ones(stage: int) -> None:
+    plain, data = make_net(), batches(2)
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        step(model, optimizer, split(data[0], rank, 2))
+        net_loss(model, split(data[1], rank, 2)).backward()
+        gradients = {name: zeroshard.full_gradient(model, name) for name, _ in model.named_parameters()}
+        optimizer.step()
+        return gradients, {name: zeroshard.full_state(optimizer, name) for name, _ in model.named_parameters()}
+
+    expected = copy.deepcopy(plain)
+    optimizer = adam(expected)
+    step(expected, optimizer, data[0])
+    net_loss(expected, data[1]).backward()
+    wanted = {name: p.grad.clone() for name, p in expected.named_parameters()}
+    optimizer.step()
+    for gradients, states in run_threads(2, body):
+        assert_close(gradients, wanted, 1e-5)
+        for name, p in expected.named_parameters():
+            assert states[name].keys() == optimizer.state[p].keys(), name
+            for key, value in optimizer.state[p].items():
+                torch.testing.assert_close(states[name][key], value, rtol=1e-4, atol=1e-7)
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_right_one() -> None:
+    def body(rank: int):
+        model, optimizer = shard(make_net())
+        with pytest.raises(KeyError, match=r"did you mean 'blocks\.1\.up\.weight'"):
+            zeroshard.full_gradient(model, "block.1.up.weight")
+        with pytest.raises(KeyError, match=r"did you mean 'blocks\.1\.up\.weight'"):
+            zeroshard.full_state(optimizer, "block.1.up.weight")
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_gradient_is_none_before_backward_and_after_zero_grad(stage: int) -> None:
+    def body(rank: int):
+        model, optimizer = shard(make_net(), stage)
+        before = zeroshard.full_gradient(model, NAME)
+        net_loss(model, batches(1)[0]).backward()
+        between = zeroshard.full_gradient(model, NAME)
+        optimizer.zero_grad()
+        return before, between is None, zeroshard.full_gradient(model, NAME)
+
+    assert run_threads(2, body) == [(None, False, None)] * 2
