@@ -16,6 +16,7 @@ import torch
 from plain import assert_close, full_parameters
 from ranks import run_threads, seeded
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import zeroshard
@@ -54,15 +55,31 @@ def numbers(steps: int, *shape: int, seed: int = 2) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(steps)]
 
 
+def token_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Predict each token from itself."""
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def token_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """One forward and one backward."""
+    loss = token_loss(model, ids)
+    loss.backward()
+    return loss
+
+
 def part(batch: Any, rank: int, world: int) -> Any:
     """One rank's rows of every tensor in a batch."""
     return pytree.tree_map(lambda tensor: tensor.chunk(world)[rank], batch)
 
 
+def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers, which every rank holds whole."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
 def copied(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A plain model's parameters and buffers."""
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return parameters, {name: b.clone() for name, b in model.named_buffers()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, copied_buffers(model)
 
 
 def train_plainly(
@@ -73,7 +90,7 @@ def train_plainly(
     optimizer = make_optimizer(model)
     losses = []
     for batch in batches:
-        buffers = copied(model)[1]
+        buffers = copied_buffers(model)
         loss = 0.0
         for number in reversed(range(parts)):
             with torch.no_grad():
@@ -107,11 +124,6 @@ def train_rank(
         optimizer.step()
         optimizer.zero_grad()
     return losses, full_parameters(model), copied_buffers(model)
-
-
-def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers, which every rank holds whole."""
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def assert_same(

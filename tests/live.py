@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,15 @@ def live_storages() -> dict[int, int]:
 def live_bytes() -> int:
     """Bytes of all storages that Python tensors of this process look at."""
     return sum(live_storages().values())
+
+
+def live_beyond(limit: int) -> int:
+    """Live bytes beyond ``limit``, at least 0. Gloo's own threads let go of a tensor a moment after its collective has
+    ended, so what is too much is looked at again for a while."""
+    deadline = time.monotonic() + 2
+    while (beyond := max(0, live_bytes() - limit)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return beyond
 
 
 def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from against_plain import assert_same, built, numbers, part, sgd, tokens
-
 from ranks import run_threads
 from torch import nn
 
@@ -81,10 +80,14 @@ def vit() -> nn.Module:
     return built(lambda: transformers.ViTForImageClassification(config))
 
 
-def language_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = model(input_ids=ids, labels=ids).loss
+def keyword_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(**batch).loss
     loss.backward()
     return loss
+
+
+def language_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return keyword_step(model, {"input_ids": ids, "labels": ids})
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
@@ -112,27 +115,16 @@ def test_mixture_of_experts_trains_as_plain(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_encoder_decoder_with_shared_embeddings_trains_as_plain(stage: int) -> None:
-    batches = [{"input_ids": a, "labels": b} for a, b in zip(tokens(2, VOCABULARY), tokens(2, VOCABULARY, length=4))]
-
-    def step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = model(**batch).loss
-        loss.backward()
-        return loss
-
-    assert_same(t5(), step, batches, stage=stage)
+    sources, targets = tokens(2, VOCABULARY), tokens(2, VOCABULARY, length=4)
+    batches = [{"input_ids": a, "labels": b} for a, b in zip(sources, targets, strict=True)]
+    assert_same(t5(), keyword_step, batches, stage=stage)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_vision_transformer_trains_as_plain(stage: int) -> None:
     images = numbers(2, 6, 3, 8, 8)
     batches = [{"pixel_values": image, "labels": torch.arange(6) % 5} for image in images]
-
-    def step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = model(**batch).loss
-        loss.backward()
-        return loss
-
-    assert_same(vit(), step, batches, stage=stage)
+    assert_same(vit(), keyword_step, batches, stage=stage)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -141,6 +133,7 @@ def test_own_gradient_checkpointing_trains_as_plain(make: Any, reentrant: bool) 
     model = make()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.train()
+    assert model.is_gradient_checkpointing
     assert_same(model, language_step, tokens(2, VOCABULARY), stage=3)
 
 
@@ -154,7 +147,8 @@ def test_generate_gives_the_plain_models_tokens_before_between_and_after_trainin
     model = make().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8) if parameter.dim() > 1 else None
+            if parameter.dim() > 1:
+                parameter.mul_(8)
     prompt = tokens(1, VOCABULARY, rows=2)[0]
     data = tokens(2, VOCABULARY)
 
@@ -222,7 +216,7 @@ def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert frozen > 4 * trained
 
-    def body(rank: int) -> zeroshard.report:
+    def body(rank: int) -> Any:
         mine = copy.deepcopy(model)
         mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage)
         for batch in tokens(2, VOCABULARY):

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import assert_same, built, copied_buffers, numbers, part, sgd, tokens
+from against_plain import assert_same, built, copied_buffers, numbers, part, sgd, token_step, tokens
 from plain import Block, assert_close, full_parameters
-from ranks import run_processes, run_threads
+from ranks import run_processes
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
@@ -94,12 +93,12 @@ class ReplacingBuffer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 2, 3) if x.dim() == 4 else 0).detach()
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
         return self.inner(x - self.mean)
 
 
 def modes(model: Any, optimizer: Any, rank: int, world: int, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Train, and between that evaluate in every mode; return all outputs, and the buffers after each training forward."""
+    """Train, and evaluate in every mode between; return all outputs, and the buffers after each training forward."""
     outputs = []
     for number, batch in enumerate(batches):
         x = part(batch, rank, world)
@@ -108,8 +107,6 @@ def modes(model: Any, optimizer: Any, rank: int, world: int, batches: list[torch
             outputs.append(model(x).clone())
         outputs.append(model(x).detach())  # differentiable, and nobody asks for the gradients
         model.train()
-        with torch.no_grad():
-            outputs.append(model(x))  # moves the running statistics
         loss = model(x).square().mean()
         outputs += [buffer.clone() for buffer in model.buffers()]
         loss.backward()
@@ -143,7 +140,7 @@ def test_buffers_and_outputs_are_ddps_on_every_rank_in_every_mode(kind: Any, sta
     for (outputs, parameters, buffers), (ddp_outputs, ddp_parameters, ddp_buffers) in zip(ours, theirs, strict=True):
         names = [str(number) for number in range(len(outputs))]
         assert_close(buffers, ddp_buffers, 5e-6)
-        assert_close(dict(zip(names, outputs)), dict(zip(names, ddp_outputs)), 5e-6)
+        assert_close(dict(zip(names, outputs, strict=True)), dict(zip(names, ddp_outputs, strict=True)), 5e-6)
         assert_close(parameters, ddp_parameters, 5e-6)
 
 
@@ -168,12 +165,6 @@ class Recurrent(nn.Module):
             state = self.cell(x[:, time], state)
             outputs.append(self.head(state[0]))
         return torch.stack(outputs, 1)
-
-
-def token_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-    loss.backward()
-    return loss
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), (3, 2), (3, 3)])
@@ -254,13 +245,3 @@ def test_experts_that_run_on_some_ranks_only_train_as_plain(stage: int) -> None:
     assert any(set(rows[:2].tolist()) != set(rows[2:].tolist()) for rows in hidden)
     assert any(len(set(rows.tolist())) < 4 for rows in hidden)
     assert_same(model, squared_step, batches, stage=stage, whole=False)
-
-
-def test_threads_and_processes_give_the_same_numbers() -> None:
-    from against_plain import train_rank
-
-    model = built(lambda: GPT(GPTConfig(vocab_size=17, context=8, layers=2, heads=2, width=16)))
-    arguments = (2, model, gpt_step, tokens(2, 17), sgd, {"stage": 3})
-    threads, processes = run_threads(2, train_rank, *arguments), run_processes(2, train_rank, *arguments)
-    for (_, ours, _), (_, theirs, _) in zip(threads, processes, strict=True):
-        assert_close(ours, theirs, 1e-7)

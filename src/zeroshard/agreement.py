@@ -37,8 +37,11 @@ class Agreement:
         """Whether there are other ranks that really answer."""
         return self._store is not None
 
-    def agree(self, moment: int, what: str) -> None:
-        """Go on when all ranks are at ``moment`` and about to do ``what``; raise when they are not."""
+    def agree(self, moment: int, what: str, expected: str) -> None:
+        """Go on when all ranks are at ``moment`` and about to do ``what``; raise when they are not.
+
+        ``expected`` is what the recorded order has there: what ranks that announce nothing are doing.
+        """
         if self._store is None:
             return
         self._announce(moment, what)
@@ -51,9 +54,10 @@ class Agreement:
         try:
             self._store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
         except RuntimeError as error:
-            raise self._error(f"waited {self._timeout:g} s to {what}, which the others do not do now") from error
+            waited = f"waited {self._timeout:g} s to {what}, where the recorded order has: {expected}"
+            raise self._error(waited) from error
         if self._store.get(f"{key}/verdict") != b"go":
-            raise self._error(f"is about to {what}, others are not")
+            raise self._error(f"is about to {what}, where the recorded order has: {expected}")
         if last:  # every rank has read the verdict before this one
             for stale in self._stale:
                 self._store.delete_key(stale)

@@ -75,7 +75,7 @@ def shard(
     units = Builder(model, plans, trained, config, placement, precision, comm, ledger).build()
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
     gradients = Gradients(units, placement, comm, order, ledger, config, reduce_dtypes)
-    buffers = Buffers(dict(model.named_buffers()), comm, order, config.broadcast_buffers)
+    buffers = Buffers(model, comm, order, config.broadcast_buffers)
     engine = Engine(units, gradients, buffers, placement, comm, order, ledger, config, precision)
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):

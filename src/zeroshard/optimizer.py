@@ -117,6 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
+        titles = [entry[0] for entry in params if isinstance(entry, tuple)]  # from named_parameters()
+        params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         taken = {name for group in self.names for name in group}
         names = []
         for parameter in params:
@@ -127,7 +129,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{card.name!r} is in a parameter group already")
             names.append(card.name)
         self._open_masters(set(names))
-        self.inner.add_param_group({**param_group, "params": [torch.zeros(0, requires_grad=True)]})
+        stand_in = torch.zeros(0, requires_grad=True)  # lets the inner optimizer check the group and fill in defaults
+        self.inner.add_param_group({**param_group, "params": [("", stand_in) if titles else stand_in]})
+        if titles:
+            self.param_groups[-1]["param_names"] = titles
         self.names.append(names)
         self._runs.append([])
         self._set_runs(len(self.names) - 1, place_runs(self._flats, set(names)))
@@ -275,7 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine: dict[str, Any] = {}  # key → dtype of an elementwise state, or the value itself
         for run, _, _ in places[:1]:
             for key, value in self.state.get(run.parameter, {}).items():
-                mine[key] = value.dtype if is_elementwise(value, run.parameter.shape) else value
+                mine[key] = value.dtype if is_elementwise(key, value, run.parameter.shape) else value
         known: dict[str, Any] = next((said for said in self._engine.comm.all_gather_object(mine) if said), {})
         result: dict[str, Any] = {}
         for key, value in known.items():
@@ -333,7 +338,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for flat, parameter, within, at in run.places():
                 target = self.state.get(run.parameter, {})
                 for key, value in states.get(flat.names[parameter], {}).items():
-                    if is_elementwise(value, flat.shapes[parameter]):
+                    if is_elementwise(key, value, flat.shapes[parameter]):
                         if key not in target:
                             target[key] = torch.zeros_like(run.parameter, dtype=value.dtype)
                         line = flat.line(value.to(flat.device), parameter)
@@ -349,5 +354,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
         seen = []
         for flat, parameter, _, _ in run.places():
             state = states.get(flat.names[parameter], {})
-            seen.append({k: None if is_elementwise(v, flat.shapes[parameter]) else v for k, v in state.items()})
+            seen.append({k: None if is_elementwise(k, v, flat.shapes[parameter]) else v for k, v in state.items()})
         return all(one.keys() == seen[0].keys() and all(one[key] == seen[0][key] for key in one) for one in seen)

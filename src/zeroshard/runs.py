@@ -80,7 +80,7 @@ class Run:
                 stretch = slice(start, start + span.numel)
                 small = {}
                 for key, value in state.items():
-                    if is_elementwise(value, self.parameter.shape):
+                    if is_elementwise(key, value, self.parameter.shape):
                         small[key] = value[stretch]
                     else:
                         small[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -89,9 +89,12 @@ class Run:
         return cut
 
 
-def is_elementwise(value: Any, shape: torch.Size) -> bool:
-    """Whether a state has a value for each element of a parameter of ``shape``, as a momentum has, or is a counter."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state has a value for each element of a parameter of ``shape``, as a momentum has, or is a counter.
+
+    Of a parameter without dimensions both look alike; there torch's name for its counter decides.
+    """
+    return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
 
 
 def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:

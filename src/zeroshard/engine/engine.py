@@ -8,6 +8,16 @@ of a unit's output arrives, every node made after that module was left has run. 
 entered after that moment is over: its gradients are complete and its parameters needed no more. No hook per parameter,
 no counting of gradients, and unused parameters, side losses, shared modules and branches need no special case.
 
+[Note: all ranks come to all frames]
+A loss may depend on a module on one rank and not on another. Units are gathered by all ranks or none, so a backward
+comes to every frame of its forward, in the reverse order, on every rank: when a gradient arrives, the frames in between
+that got none are gone through first.
+
+[Note: loose uses]
+A forward may use a parameter outside its own module: a tied weight through ``F.linear``, a child's weight read by its
+parent. The values are brought when they are touched. No hook tells when backward comes there, but it comes there after
+the frame that was entered next, so that frame brings them in backward too.
+
 [Note: recomputation]
 Activation checkpointing runs a module's forward again inside backward. Such a run opens no frame and releases nothing:
 it only makes sure that the unit is there. A reentrant checkpoint hides the unit's output from the first forward, so
@@ -18,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -46,7 +56,10 @@ class Frame:
 
     units: list[Unit]
     entered: int
+    forward: int  # number of the forward of the model, or of a module called by itself, that it belongs to
     left: int = -1
+    hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
+    loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
     reached_in: int = -1  # the backward that has come to it
 
 
@@ -81,10 +94,13 @@ class Engine:
         self._resting = False  # whether resident parameters show their reduced gradients
         self._live: list[Unit] = []  # partitioned units that are not released
         self._frames: list[Frame] = []  # modules being run, outermost first
-        self._pass: list[Frame] = []  # all frames of the forward under way
+        self._forward = 0  # number of the last forward that began
+        self._forwards: dict[int, list[Frame]] = {}  # frames of each forward that a backward may come to
+        self._loose: list[Frame] = []  # uses outside any module of the unit, since the last frame was entered
         self._uses: dict[Unit, list[Frame]] = {unit: [] for unit in units}  # that a backward may come to
         self._pinned: set[Unit] = set()  # may be used by a backward that no hook announces
         self._open: dict[Unit, int] = {}  # units backward is in → when the run it came to was entered
+        self._sweep: list[Frame] = []  # that backward will come to, the next one last
         self._moment = 0
         self._backward = 0  # number of the last backward that began
         self._backward_on = False
@@ -113,10 +129,14 @@ class Engine:
             return
         if self._frames and outermost:  # an earlier forward was left by an exception no hook could see
             self._abort_forward()
+        if not self._frames:
+            self._forward += 1
         self._moment += 1
-        self._frames.append(Frame(list(units), self._moment))  # first: whatever is raised below, fail() takes it back
+        frame = Frame(list(units), self._moment, self._forward)
+        self._frames.append(frame)  # first: whatever is raised below, fail() takes it back
         if len(self._frames) == 1:
             self._begin_forward(name)
+        frame.loose, self._loose = self._loose, []
         if any(unit.state is not State.READY for unit in units):  # execution moves on to another unit
             self._release_idle()
         for unit in units:
@@ -132,14 +152,23 @@ class Engine:
         frame = self._frames.pop()
         self._moment += 1
         frame.left = self._moment
-        self._pass.append(frame)
-        for unit in frame.units:
-            self._uses[unit].append(frame)
-        if torch.is_grad_enabled() and (frame.units or not self._frames):
+        if not self._frames:
+            frame.loose += self._loose
+            self._loose = []
+        frame.hooked = (
+            bool(outputs) and torch.is_grad_enabled() and bool(frame.units or frame.loose or not self._frames)
+        )
+        if frame.hooked:
             for tensor in outputs:
                 tensor.register_hook(_Reach(self, frame))  # type: ignore[no-untyped-call]
+        else:
+            self._loose = frame.loose + self._loose
+        self._record(frame)
         if lent or (torch.is_grad_enabled() and not outputs):  # who will use the values, or when, is not known
             self._pinned.update(unit for unit in frame.units if unit.trainable)
+        for unit in frame.units:
+            if not self._in_use(unit):
+                unit.veil()
         if not self._frames:
             self._end_forward(differentiable=bool(outputs))
 
@@ -156,17 +185,25 @@ class Engine:
 
     def fetch(self, unit: Unit) -> bool:
         """Somebody touches a parameter whose values are not in place: bring them if that is right now."""
-        if not unit.partitioned or unit.state is State.READY:
-            unit.wait()
-            return True
-        if in_backward():
-            self._bring(unit)
-            return True
-        if self._frames:
-            self._frames[-1].units.append(unit)
-            self._bring(unit)
-            return True
-        return False
+        if unit.partitioned and not self.running:
+            return False
+        if unit.partitioned and not in_backward():
+            if unit.state is State.RELEASED:
+                self._release_idle()
+            self._moment += 1
+            use = Frame([unit], self._moment, self._forward, left=self._moment)
+            self._record(use)
+            self._loose.append(use)
+        self._bring(unit)
+        return True
+
+    def _record(self, frame: Frame) -> None:
+        self._forwards.setdefault(frame.forward, []).append(frame)
+        for unit in frame.units:
+            self._uses[unit].append(frame)
+
+    def _in_use(self, unit: Unit) -> bool:
+        return unit in self._pinned or any(unit in frame.units for frame in self._frames)
 
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
@@ -174,7 +211,6 @@ class Engine:
         self._refuse_thawed()
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
-        self._pass = []
         if self._resting:
             for unit in self._resident:
                 unit.wake()
@@ -194,15 +230,13 @@ class Engine:
     def _end_forward(self, differentiable: bool) -> None:
         self._release_idle()
         if not differentiable:
-            self._forget(self._pass)
+            self._forget(self._forward)
             self._pinned.clear()
             self._release_idle()
-        self._pass = []
 
     def _abort_forward(self) -> None:
-        self._frames = []
-        self._forget(self._pass)
-        self._pass = []
+        self._frames, self._loose = [], []
+        self._forget(self._forward)
         self._release_idle()
 
     def _take_part_in_rest(self) -> None:
@@ -215,9 +249,9 @@ class Engine:
 
     def _bring(self, unit: Unit) -> None:
         """Make a unit's parameters usable, and start to gather the unit expected next."""
-        if not unit.partitioned:
+        if not unit.partitioned or unit.state is State.READY:
             unit.wait()
-        elif unit.state is not State.READY:
+        else:
             self.order.check(unit.gather_event)
             self._gather(unit)
             unit.wait()
@@ -238,28 +272,41 @@ class Engine:
     def _release_idle(self) -> None:
         """Release the units no running module belongs to."""
         for unit in tuple(self._live):
-            if unit not in self._pinned and not any(unit in frame.units for frame in self._frames):
+            if not self._in_use(unit):
                 self._release(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
     def reach(self, frame: Frame) -> None:
-        """Backward has come to a run of a module: see [Note: what is over in backward]."""
+        """A gradient has arrived at a frame's output: see [Note: all ranks come to all frames]."""
         if not self._backward_on:
             self._begin_backward()
+        frames = self._forwards.pop(frame.forward, None)
+        if frames is not None:
+            self._sweep = sorted(self._sweep + [other for other in frames if other.hooked], key=lambda one: one.left)
+        while self._sweep and self._sweep[-1].left > frame.left:
+            self._come_to(self._sweep.pop())
+        self._come_to(frame)
+
+    def _come_to(self, frame: Frame) -> None:
+        """Backward is at a frame: see [Note: what is over in backward]."""
         if frame.reached_in == self._backward:
             return
         frame.reached_in = self._backward
+        uses = [frame, *frame.loose]
+        wanted = [unit for use in uses for unit in use.units]
         for unit, entered in tuple(self._open.items()):
             if entered > frame.left:
                 if all(use.entered > frame.left for use in self._uses[unit]):
                     del self._open[unit]
                     self.gradients.finish(unit, self.sync)
-                if unit not in frame.units and unit not in self._pinned:
+                if unit not in wanted and unit not in self._pinned:
                     self._release(unit)
-        for unit in frame.units:
-            self._open[unit] = frame.entered
-            self._bring(unit)
+        for use in uses:
+            use.reached_in = self._backward
+            for unit in use.units:
+                self._open[unit] = use.entered
+                self._bring(unit)
 
     def _reach_again(self, unit: Unit) -> None:
         """A module runs again inside backward: see [Note: recomputation]."""
@@ -291,6 +338,8 @@ class Engine:
     def _end_backward(self) -> None:
         if not self._backward_on:
             return
+        while self._sweep:
+            self._come_to(self._sweep.pop())
         for unit in tuple(self._open):
             self.gradients.finish(unit, self.sync)
         self._open.clear()
@@ -307,20 +356,21 @@ class Engine:
     def _abort_backward(self) -> None:
         self._backward_on = False
         self._open.clear()
+        self._sweep.clear()
         self._pinned.clear()
         self.gradients.abort()
         self.forget_uses()
         self._release_idle()
 
-    def _forget(self, frames: list[Frame]) -> None:
-        gone = set(frames)
-        for unit in {unit for frame in frames for unit in frame.units}:
-            self._uses[unit] = [frame for frame in self._uses[unit] if frame not in gone]
+    def _forget(self, forward: int) -> None:
+        for unit in {unit for frame in self._forwards.pop(forward, []) for unit in frame.units}:
+            self._uses[unit] = [frame for frame in self._uses[unit] if frame.forward != forward]
 
     # -- between steps ------------------------------------------------------------------------------------------
 
     def forget_uses(self) -> None:
         """No backward will come to the forwards so far."""
+        self._forwards.clear()
         for unit in self.units:
             self._uses[unit] = []
         self._pinned.clear()

@@ -1,13 +1,18 @@
-"""Hooks: how module events reach the engine. The model's code and classes stay as they are."""
+"""Hooks: how module events reach the engine. The model's code and classes stay as they are.
+
+The hooks are hidden from torch.compile: a compiled block is gathered before and released after its compiled code, which
+sees plain parameters.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch._compile
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +20,15 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import cast_floats
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _eager(hook: Callable[P, T]) -> Callable[P, T]:
+    """Hide a hook from compilers. (torch's own decorator imports the compiler at the first call, not here.)"""
+    hidden: Callable[P, T] = torch._compile._disable_dynamo(hook)
+    return hidden
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
@@ -46,6 +60,7 @@ class _Before:
     def __init__(self, engine: Engine, units: tuple[Unit, ...], name: str, outermost: bool) -> None:
         self._engine, self._units, self._name, self._outermost = engine, units, name, outermost
 
+    @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._engine.enter(self._units, self._name, self._outermost)
 
@@ -56,6 +71,7 @@ class _After:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
+    @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if output is None and (error := sys.exc_info()[1]) is not None:
             self._engine.fail(error)

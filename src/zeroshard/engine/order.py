@@ -50,7 +50,8 @@ class Order:
         if self._at < len(self._expected) and self._expected[self._at] == event:
             self._at += 1
             return
-        self._control.agree(self._moment, event)
+        expected = self._expected[self._at] if self._at < len(self._expected) else "go on to the next pass"
+        self._control.agree(self._moment, event, expected)
         if event in self._expected[self._at :]:  # some were skipped: go on from here
             self._at = self._expected.index(event, self._at) + 1
 
@@ -60,7 +61,8 @@ class Order:
         self._moment += 1
         complete = self._at == len(self._expected)
         if not complete or self._successor.get(self._kind) != kind:
-            self._control.agree(self._moment, PASS_START + kind)
+            expected = self._successor.get(self._kind, "nothing yet") if complete else self._expected[self._at]
+            self._control.agree(self._moment, PASS_START + kind, expected)
         self._recorded[self._kind] = self._done
         self._successor[self._kind] = kind
         self._kind, self._expected = kind, self._recorded.get(kind, [])

@@ -124,6 +124,7 @@ class Unit:
         self.flats = flats
         self.partitioned = partitioned
         self.state = State.READY
+        self.veiled = False  # READY, but a use is to be noticed
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
@@ -180,6 +181,15 @@ class Unit:
             self._finish()
             self.state = State.READY
             self._dress(None)
+        elif self.veiled:
+            self._dress(None)
+        self.veiled = False
+
+    def veil(self) -> None:
+        """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular."""
+        if self.partitioned and self.state is State.READY:
+            self._dress(AbsentParameter)
+            self.veiled = True
 
     def release(self) -> None:
         """Free the full parameters of a partitioned unit."""
@@ -190,7 +200,7 @@ class Unit:
         for flat in self.flats:
             flat.full.untyped_storage().resize_(0)
         self._ledger.add("gathered", -self.full_bytes)
-        self.state = State.RELEASED
+        self.state, self.veiled = State.RELEASED, False
 
     def _finish(self) -> None:
         for pending in self._pending:

@@ -1,0 +1,355 @@
+"""Models built on the meta device come to life unit by unit, in their partitions."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from live import allocated_bytes, live_beyond, live_bytes
+from plain import assert_close, assert_equal, full_parameters
+from ranks import run_processes, run_threads, seeded
+from torch import nn
+
+import zeroshard
+from zeroshard.models.gpt import GPT, GPTConfig
+
+STAGES = [0, 1, 2, 3]
+SMALL = GPTConfig(vocab_size=50, context=8, layers=3, heads=2, width=16)
+LARGE = GPTConfig(vocab_size=2000, context=64, layers=6, heads=4, width=128)  # 1.7 M parameters
+UNIT = (LARGE.vocab_size + LARGE.context) * LARGE.width + 2 * LARGE.width  # the largest
+ALIGNMENT = 0.005
+
+
+def on_meta(make, *args):
+    with torch.device("meta"):
+        return make(*args)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Not Adam: the bias of attention's keys has a gradient of nothing but rounding, which Adam would blow up."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def gpt_batches(steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(50, (4, 8), generator=generator) for _ in range(steps)]
+
+
+def train_gpt(model, optimizer, data) -> list[float]:
+    losses = []
+    for tokens in data:
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# --------------------------------------------------------------------------------------------- it is a model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_from_meta_trains_like_the_plain_model_of_the_same_values(stage: int, tied: bool) -> None:
+    config = GPTConfig(vocab_size=50, context=8, layers=3, heads=2, width=16, tied=tied)
+    data = gpt_batches(3)
+
+    def body(rank: int):
+        model = on_meta(GPT, config)
+        optimizer = momentum(model)  # made from meta parameters
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage)
+        assert not any(p.is_meta for p in model.parameters())
+        assert (model.head.weight is model.tokens.weight) == tied
+        first = full_parameters(model)
+        train_gpt(model, optimizer, [tokens.chunk(2)[rank] for tokens in data])
+        return first, full_parameters(model)
+
+    for first, last in run_threads(2, body):
+        plain = GPT(config)
+        state = dict(plain.named_parameters())
+        with torch.no_grad():
+            for name, value in first.items():
+                state[name].copy_(value)
+        train_gpt(plain, momentum(plain), data)
+        assert_close(last, {name: p.detach() for name, p in plain.named_parameters()}, 1e-5)
+
+
+def test_values_come_from_the_modules_own_reset_parameters() -> None:
+    def body(rank: int):
+        model, _ = zeroshard.shard(on_meta(GPT, LARGE), stage=3)
+        return full_parameters(model)
+
+    for values in run_threads(2, body):
+        assert values["blocks.0.attention_norm.weight"].eq(1).all()
+        assert values["blocks.2.mlp.up.bias"].eq(0).all()
+        assert values["tokens.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+        residual = 0.02 / (2 * LARGE.layers) ** 0.5
+        assert values["blocks.1.mlp.down.weight"].std().item() == pytest.approx(residual, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_draw_differently_all_get_rank_0_s_values(stage: int, precision: str | None) -> None:
+    def body(rank: int):
+        def init(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                nn.init.constant_(parameter, rank + 1.25)
+
+        model = on_meta(GPT, SMALL)
+        model, _ = zeroshard.shard(model, adam(model), stage=stage, precision=precision, init_fn=init)
+        whole = full_parameters(model)
+        return whole, {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+
+    for whole, plain in run_threads(3, body):
+        for value in (*whole.values(), *plain.values()):
+            assert value.eq(1.25).all()
+
+
+def values_of_differently_seeded_ranks(rank: int):
+    torch.manual_seed(rank)
+    model, _ = zeroshard.shard(on_meta(GPT, SMALL), stage=3)
+    return full_parameters(model)
+
+
+def test_differently_seeded_processes_end_with_one_model() -> None:
+    first, second = run_processes(2, values_of_differently_seeded_ranks)
+    assert_equal(second, first)
+
+
+def test_differently_seeded_real_models_end_with_rank_0_s_values() -> None:
+    def body(rank: int):
+        with seeded(rank):
+            model = GPT(SMALL)
+        model, _ = zeroshard.shard(model, stage=3)
+        return full_parameters(model)
+
+    with seeded(0):
+        wanted = dict(GPT(SMALL).named_parameters())
+    for values in run_threads(2, body):
+        assert_equal(values, wanted)
+
+
+def test_modules_that_are_real_keep_their_values_beside_modules_from_meta() -> None:
+    real = nn.Linear(4, 4)
+
+    def body(rank: int):
+        model = nn.Sequential(copy.deepcopy(real), on_meta(nn.Linear, 4, 4))
+        model, _ = zeroshard.shard(model, stage=3)
+        return full_parameters(model)
+
+    for values in run_threads(2, body):
+        assert torch.equal(values["0.weight"], real.weight)
+        assert values["1.weight"].abs().max() <= 0.5  # drawn within 1/√4, not left as it was found
+
+
+# --------------------------------------------------------------------------------------------- buffers, init_fn
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.plain_norm = nn.BatchNorm1d(2, affine=False)  # buffers and no parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain_norm(self.layers(x))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_batch_norm_buffers_are_initialised_and_used(stage: int, precision: str | None) -> None:
+    def body(rank: int):
+        model = on_meta(Normed)
+        model, optimizer = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
+        before = {name: b.clone() for name, b in model.named_buffers()}
+        model(torch.ones(3, 6) * torch.arange(3)[:, None]).float().square().sum().backward()
+        optimizer.step()
+        return before, {name: b.clone() for name, b in model.named_buffers()}
+
+    for before, after in run_threads(2, body):
+        assert_equal(before, dict(Normed().named_buffers()))
+        assert after["layers.1.num_batches_tracked"] == 1
+        assert after["layers.1.running_var"].isfinite().all()
+        assert not torch.equal(after["layers.1.running_mean"], before["layers.1.running_mean"])
+
+
+class Bare(nn.Module):
+    """Owns a parameter and cannot initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Table(nn.Module):
+    """Owns a buffer, no parameter, and cannot initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", [Bare, Table])
+def test_a_module_that_cannot_initialise_itself_is_an_error_naming_it(kind: type[nn.Module]) -> None:
+    def body(rank: int):
+        model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), kind())))
+        with pytest.raises(ValueError) as caught:
+            zeroshard.shard(model, stage=3)
+        return str(caught.value)
+
+    for text in run_threads(2, body):
+        assert "'1.1'" in text
+        assert kind.__name__ in text
+        assert "init_fn" in text
+
+
+def test_init_fn_serves_a_module_without_reset_parameters() -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Bare):
+            nn.init.constant_(module.scale, 3.0)
+        elif isinstance(module, Table):
+            module.frequencies.fill_(2.0)
+        else:
+            module.reset_parameters()
+
+    def body(rank: int):
+        model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), Bare(), Table()))
+        model, _ = zeroshard.shard(model, stage=3, init_fn=init)
+        return full_parameters(model), model[2].frequencies.clone()
+
+    for values, frequencies in run_threads(2, body):
+        assert values["1.scale"].eq(3).all()
+        assert frequencies.eq(2).all()
+        assert values["0.weight"].abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("initialised", ["once", "not at all"])
+def test_init_fn_is_called_once_for_each_module_from_meta_and_never_for_a_real_one(initialised: str) -> None:
+    calls: list[str] = []
+
+    def init(module: nn.Module) -> None:
+        calls.append(type(module).__name__)
+        module.reset_parameters()
+
+    model = GPT(SMALL) if initialised == "not at all" else on_meta(GPT, SMALL)
+    zeroshard.shard(model, init_fn=init)
+    owners = [type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    assert sorted(calls) == ([] if initialised == "not at all" else sorted(owners))
+
+
+class TiedWithBias(nn.Module):
+    """The head owns a bias and borrows the embedding's weight, which is in another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(32, 40)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_borrowed_weight_beside_an_own_bias_works_or_is_an_error_naming_the_module() -> None:
+    def body(rank: int):
+        model = on_meta(TiedWithBias)
+        try:
+            model, _ = zeroshard.shard(model, stage=3)
+        except ValueError as error:
+            return str(error)
+        values = full_parameters(model)
+        assert values["embedding.weight"].isfinite().all()
+        assert values["head.bias"].abs().max() <= 1
+        return "'head' works"
+
+    for text in run_threads(2, body):
+        assert "'head'" in text
+
+
+# --------------------------------------------------------------------------------------------------- memory
+
+
+def held(stage: int, ranks: int, precision: str | None) -> float:
+    """Bytes of what a rank keeps of the parameters before the first step."""
+    computed, master = (2, 4) if precision == "bf16" else (4, 0)
+    computed = computed / ranks if stage == 3 else computed
+    master = master / ranks if stage > 0 else master
+    return (computed + master) * LARGE.parameters
+
+
+def allocations_of_shard(rank: int, stage: int, world: int, precision: str | None):
+    """One rank of ``world`` over the fake backend, which allocates nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    kept = []
+
+    def build() -> None:
+        model = on_meta(GPT, LARGE)
+        kept.extend(zeroshard.shard(model, adam(model), stage=stage, precision=precision))
+
+    most, left = allocated_bytes(build)
+    return zeroshard.report(kept[0]).total.peak, most, left
+
+
+@functools.cache
+def allocations(stage: int, world: int, precision: str | None):
+    (found,) = run_processes(1, allocations_of_shard, stage, world, precision)
+    return found
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 4), (2, 4), (3, 2), (3, 4)])
+def test_a_rank_never_allocates_more_than_its_shards_and_one_unit(stage: int, world: int, precision: str | None) -> None:
+    ledger, most, left = allocations(stage, world, precision)
+    kept = held(stage, world, precision)
+    assert kept <= left < kept * (1 + ALIGNMENT) + 2**14
+    for peak in (ledger, most):
+        assert kept < peak <= (kept + 4 * UNIT) * (1 + ALIGNMENT) + 2**14
+
+
+def excess_while_initialising(rank: int, by: str):
+    """Bytes of Python tensors beyond the shards and one unit, inside modules' initialisation."""
+    limit = live_bytes() + int((held(3, 2, None) + 4 * UNIT) * (1 + ALIGNMENT)) + 2**14
+    seen: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        module.reset_parameters()
+        if isinstance(module, (nn.LayerNorm, nn.Embedding)):
+            seen.append(live_beyond(limit))
+
+    class Counted(nn.LayerNorm):
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if not self.weight.is_meta:
+                seen.append(live_beyond(limit))
+
+    model = on_meta(GPT, LARGE)
+    if by == "reset_parameters":
+        for block in model.blocks:
+            block.mlp_norm = on_meta(Counted, LARGE.width)
+    zeroshard.shard(model, adam(model), stage=3, init_fn=init if by == "init_fn" else None)
+    return seen
+
+
+@pytest.mark.parametrize("by", ["init_fn", "reset_parameters"])
+def test_live_tensors_inside_initialisation_are_the_shards_and_one_unit(by: str) -> None:
+    for seen in run_processes(2, excess_while_initialising, by):
+        assert len(seen) >= LARGE.layers
+        assert set(seen) == {0}

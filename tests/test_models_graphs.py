@@ -1,0 +1,199 @@
+"""What autograd keeps out of the modules' sight: parameters used elsewhere, hidden losses, gradients of gradients.
+
+In processes: where a partitioned parameter is used after its release, the interpreter may crash.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from against_plain import Step, assert_same, built, numbers, token_loss, token_step, tokens
+from plain import Net
+from ranks import run_processes
+from torch.nn import functional as F
+
+VOCABULARY = 11  # of plain.Net
+
+
+class BorrowsFromAfar(Net):
+    """Uses parameters of modules that ran long before: the embedding as a second head, the first block's norm."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        x = F.layer_norm(x, x.shape[-1:], self.blocks[0].norm.weight)
+        return self.head(x) + x @ self.embedding.weight.T + self.temperature
+
+
+class BorrowsFromTheLast(Net):
+    """Uses a parameter of the module that has just run, whose values may be there still."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = F.layer_norm(block(x), x.shape[-1:], block.norm.weight)
+        return self.head(x)
+
+
+class CallsInside(Net):
+    """Runs a module inside a block by itself, after the block."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+            x = x + block.down(torch.tanh(block.up(x)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", [BorrowsFromAfar, BorrowsFromTheLast, CallsInside])
+def test_parameters_used_outside_their_module(kind: Any, stage: int) -> None:
+    assert_same(built(kind), token_step, tokens(3, VOCABULARY), stage=stage, run=run_processes)
+
+
+class KeepsLoss(Net):
+    """Gives nothing back: the loss is an attribute, and the last thing in its graph is a parameter of the model."""
+
+    def forward(self, ids: torch.Tensor) -> None:
+        x = super().forward(ids)
+        self.loss = F.cross_entropy(x.flatten(0, 1), ids.flatten()) * self.temperature
+
+
+class KeepsPenalty(Net):
+    """Gives its logits back, and keeps a penalty."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        self.penalty = (self.temperature * x).square().mean()
+        return self.head(x)
+
+
+class Opaque:
+    """An output nobody can look into."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def get(self) -> torch.Tensor:
+        return self._x
+
+
+class GivesOpaque(Net):
+    def forward(self, ids: torch.Tensor) -> Opaque:  # type: ignore[override]
+        return Opaque(super().forward(ids))
+
+
+class GivesFunction(Net):
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = super().forward(ids)
+        return lambda: logits
+
+
+class GivesDeep(Net):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return [[[[[[super().forward(ids)]]]]]]
+
+
+def kept_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    model(ids)
+    model.loss.backward()
+    return model.loss
+
+
+def with_penalty(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = token_loss(model, ids) + model.penalty
+    loss.backward()
+    return loss
+
+
+def penalty_alone(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    model(ids)
+    model.penalty.backward()
+    return model.penalty
+
+
+def opaque_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return token_step(lambda ids: model(ids).get(), ids)
+
+
+def function_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return token_step(lambda ids: model(ids)(), ids)
+
+
+def deep_output(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return token_step(lambda ids: model(ids)[0][0][0][0][0][0], ids)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (KeepsLoss, kept_loss),
+        (KeepsPenalty, with_penalty),
+        (KeepsPenalty, penalty_alone),
+        (GivesOpaque, opaque_output),
+        (GivesFunction, function_output),
+        (GivesDeep, deep_output),
+    ],
+)
+def test_losses_that_no_output_shows(kind: Any, step: Step, stage: int) -> None:
+    assert_same(built(kind), step, tokens(2, VOCABULARY), stage=stage, run=run_processes)
+
+
+class Continuous(Net):
+    """Takes numbers, so that the gradient of its input can be asked for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Descends(Continuous):
+    """Follows the gradient of its first block's energy within its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.blocks[0](x).square().sum(), x, create_graph=True)
+        return super().forward(x - 0.1 * slope)
+
+
+def squared(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def input_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Adversarial rows: the gradient of the input alone, then a step on what it shows."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), x)
+    return squared(model, x.detach() + slope)
+
+
+def gradient_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A loss on the gradient of the input, which backward goes through twice."""
+    x = x.clone().requires_grad_()
+    loss = model(x).square().mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss = loss + slope.square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "step"), [(Continuous, input_gradient), (Continuous, gradient_penalty), (Descends, squared)]
+)
+def test_gradients_within_a_step(kind: Any, step: Step, stage: int) -> None:
+    """Part by part: the mean over fewer rows has larger gradients at its input."""
+    assert_same(built(kind), step, numbers(2, 6, 5, 7), stage=stage, whole=False, run=run_processes)
