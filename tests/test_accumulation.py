@@ -76,7 +76,7 @@ def test_processes_over_gloo_sum_to_one_large_batch(world: int) -> None:
 def gloo_rank(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
     model = make_net()
     model, optimizer = zeroshard.shard(model, momentum(model), stage=stage, bucket_size=100)
-    accumulate(model, optimizer, [split(batch, rank, world) for batch in batches(2, rows=24)], parts=4, silent=rank < 9)
+    accumulate(model, optimizer, [split(batch, rank, world) for batch in batches(2, rows=24)], parts=4, silent=True)
     with zeroshard.gathered(model):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -213,7 +213,7 @@ def clip_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[to
         clip_twice,
     ],
 )
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_gradients_live_as_in_plain_pytorch(loop: Loop, world: int) -> None:
     assert_same_training(world, net(), momentum, batches(4), loop, identical=False, bucket_size=100)
 

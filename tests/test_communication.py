@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,13 @@ ALIGNMENT = 0.005
 SMALL = GPTConfig(vocab_size=256, context=16, layers=3, heads=2, width=64)
 
 
-def steady_step(rank: int, config: GPTConfig, steps: int, options: dict):
+def steady_step(rank: int, config: GPTConfig, steps: int, options: dict[str, Any]):
     """Train; return the report of the last step and what a dispatch mode saw of it (gloo's collectives are ops)."""
-    model = GPT(config)
+    with torch.device("meta"):
+        model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = zeroshard.shard(model, optimizer, precision="bf16", **options)
+    options = options | {"precision": "bf16", "init_fn": lambda module: None}  # zeros do: no number is looked at
+    model, optimizer = zeroshard.shard(model, optimizer, **options)
     tokens = torch.arange(1).view(1, -1)
     for _ in range(steps):
         with Collectives() as seen:
@@ -132,7 +136,7 @@ def test_next_unit_is_gathered_before_the_present_one_computes_when_prefetching(
         over = events.index(("forward is over", None))
         order = first_gathers_and_products(events[over:] if backward else events[:over])
         blocks = list(range(len(HIDDEN)))[:: -1 if backward else 1]
-        for present, upcoming in zip(blocks, blocks[1:], strict=False):
+        for present, upcoming in pairwise(blocks):
             ahead = order.index(("gather", upcoming)) < order.index(("compute", present))
             assert ahead == prefetch, order
             assert order.index(("gather", upcoming)) < order.index(("compute", upcoming))

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_every_option_is_documented_below_its_line() -> None:
     body = ast.parse(inspect.getsource(Config)).body[0].body  # type: ignore[attr-defined]
     documented = {
         line.target.id
-        for line, below in zip(body, body[1:], strict=False)
+        for line, below in pairwise(body)
         if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
     }
     assert documented == {field.name for field in dataclasses.fields(Config)}

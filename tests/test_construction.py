@@ -316,7 +316,9 @@ def allocations(stage: int, world: int, precision: str | None):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 4), (2, 4), (3, 2), (3, 4)])
-def test_a_rank_never_allocates_more_than_its_shards_and_one_unit(stage: int, world: int, precision: str | None) -> None:
+def test_a_rank_never_allocates_more_than_its_shards_and_one_unit(
+    stage: int, world: int, precision: str | None
+) -> None:
     ledger, most, left = allocations(stage, world, precision)
     kept = held(stage, world, precision)
     assert kept <= left < kept * (1 + ALIGNMENT) + 2**14

@@ -14,7 +14,7 @@ from torch import nn
 
 import zeroshard
 
-TIMEOUT = 4.0  # seconds a rank waits before it says so
+TIMEOUT = 2.5  # seconds a rank waits before it says so
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -91,10 +91,9 @@ def test_memory_is_the_formula_of_the_inner_axis_and_traffic_adds_the_outer_sum(
     outer, inner = shape
     states = {0: 16, 1: 4 + 12 / inner, 2: 2 + 14 / inner, 3: 16 / inner}[stage]
     within = {0: 0, 1: 2, 2: 2, 3: 3}[stage] if inner > 1 else 0
-    if stage == 0 or inner == 1:  # plain data parallelism over all ranks, one axis after the other
+    across = 2 / inner if outer > 1 else 0  # an all-reduce of what each rank owns
+    if stage == 0:  # plain data parallelism over all ranks, one axis after the other
         across = 2 * ((outer > 1) + (inner > 1))
-    else:
-        across = 2 / inner if outer > 1 else 0  # an all-reduce of what each rank owns
     psi = CONFIG.parameters
     for report in run_threads(4, gpt_report, stage, shape):
         assert report.ranks == 4

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers and PEFT, unmodified, train sharded as they train plainly."""
+"""Models of transformers, PEFT and PyTorch Geometric, unmodified, train sharded as they train plainly."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers
 from against_plain import assert_same, built, numbers, part, sgd, tokens
 from ranks import run_threads
 from torch import nn
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import zeroshard
 from zeroshard.layout import ALIGN, round_up
@@ -232,3 +233,34 @@ def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(
         assert 0 < peak["optimizer states"] <= 4 * trained // 2 + padding  # SGD's momentum
         assert 0 < report.collectives["reduce-scatter"].bytes <= 4 * trained + padding
         assert peak["autograd"] <= 4 * trained
+
+
+# ------------------------------------------------------------------------------------------------------------ graph
+
+
+class GraphNet(nn.Module):
+    """Three kinds of message passing over one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([GCNConv(5, 8), GATConv(8, 4, heads=2), SAGEConv(8, 8)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = torch.relu(conv(x, edges))
+        return self.head(x)
+
+
+def graph_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(batch["nodes"][0], batch["edges"][0]).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), (3, 3)])
+def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
+    """Part by part: every rank has a graph of its own."""
+    edges = [batch[..., :2].transpose(1, 2).argsort(-1) % 9 for batch in numbers(3, world, 20, 2, seed=3)]
+    batches = [{"nodes": nodes, "edges": edge} for nodes, edge in zip(numbers(3, world, 9, 5), edges, strict=True)]
+    assert_same(built(GraphNet), graph_step, batches, stage=stage, world=world, whole=False)

@@ -1,4 +1,4 @@
-"""Kinds of networks: transformer, convolution with batch norm, recurrent, graph, routed experts; and their buffers."""
+"""Kinds of networks: transformer, convolution with batch norm, recurrent, routed experts; and their buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from plain import Block, assert_close, full_parameters
 from ranks import run_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
@@ -170,37 +169,6 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), (3, 2), (3, 3)])
 def test_recurrent_network_trains_as_plain(stage: int, world: int) -> None:
     assert_same(built(Recurrent), token_step, tokens(3, 13), stage=stage, world=world)
-
-
-# ------------------------------------------------------------------------------------------------------------ graph
-
-
-class GraphNet(nn.Module):
-    """Three kinds of message passing over one graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([GCNConv(5, 8), GATConv(8, 4, heads=2), SAGEConv(8, 8)])
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        for conv in self.convs:
-            x = torch.relu(conv(x, edges))
-        return self.head(x)
-
-
-def graph_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss = model(batch["nodes"][0], batch["edges"][0]).square().mean()
-    loss.backward()
-    return loss
-
-
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (3, 2), (3, 3)])
-def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
-    """Part by part: every rank has a graph of its own."""
-    edges = [batch[..., :2].transpose(1, 2).argsort(-1) % 9 for batch in numbers(3, world, 20, 2, seed=3)]
-    batches = [{"nodes": nodes, "edges": edge} for nodes, edge in zip(numbers(3, world, 9, 5), edges, strict=True)]
-    assert_same(built(GraphNet), graph_step, batches, stage=stage, world=world, whole=False)
 
 
 # --------------------------------------------------------------------------------------------------- routed experts

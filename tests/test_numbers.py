@@ -107,7 +107,7 @@ def odd() -> Odd:
 
 @functools.cache
 def net() -> nn.Module:
-    """A net whose biases are not zero: Adam makes steps of one size, so the error is seen beside values of that size."""
+    """A net without small values: Adam makes steps of one size, so errors are to be seen beside values of that size."""
     model = make_net()
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
@@ -124,7 +124,7 @@ def test_every_stage_equals_the_plain_run(kind: str, world: int) -> None:
     assert_same_training(world, net(), of_all(kind), batches(STEPS))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3])
 @every_optimizer
 def test_odd_shapes_and_buckets_smaller_than_a_parameter_equal_the_plain_run(kind: str, world: int) -> None:
     assert_same_training(world, odd(), of_all(kind), batches(STEPS), bucket_size=100)
@@ -204,7 +204,7 @@ def test_processes_over_gloo_equal_the_plain_run(make_optimizer: Any, world: int
 
 
 def gloo_rank(rank: int, world: int, stage: int, make_optimizer: Any) -> dict[str, torch.Tensor]:
-    return run_rank(rank, world, make_net(), make_optimizer, batches(STEPS), stage=stage, bucket_size=100)
+    return run_rank(rank, world, net(), make_optimizer, batches(STEPS), stage=stage, bucket_size=100)
 
 
 # ------------------------------------------------------------------------------------ groups, schedulers, closures
@@ -219,7 +219,7 @@ def three_groups(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return OPTIMIZERS[kind]([{"params": matrices}, {"params": plain, "lr": 0.03}, {"params": rest, "lr": 0.003}])
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 @every_optimizer
 def test_groups_with_their_own_hyperparameters_equal_the_plain_run(kind: str, world: int) -> None:
     assert_same_training(world, net(), partial(three_groups, kind=kind), batches(STEPS), clear_all_loop)
@@ -235,7 +235,7 @@ def clear_all_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: lis
             model.zero_grad()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("kind", ["SGD with momentum", "Adam", "AdamW fused", "Lion"])
 def test_a_group_added_after_some_steps_equals_the_plain_run(kind: str, named: bool, world: int) -> None:
@@ -248,7 +248,7 @@ def test_a_group_added_after_some_steps_equals_the_plain_run(kind: str, named: b
         head, rest = model.get_submodule("head"), [p for n, p in model.named_parameters() if n == "temperature"]
         optimizer.add_param_group({"params": list(head.named_parameters() if named else head.parameters()), "lr": 0.02})
         clear_all_loop(model, optimizer, data[2:3])
-        optimizer.add_param_group({"params": ("temperature", rest[0]) if named else rest[0]})
+        optimizer.add_param_group({"params": [("temperature", rest[0])] if named else rest[0]})
         clear_all_loop(model, optimizer, data[3:])
         assert len(optimizer.param_groups) == 3
         assert optimizer.param_groups[1]["lr"] == 0.02
@@ -362,41 +362,55 @@ def assert_state_dicts_close(ours: dict[str, Any], plain: dict[str, Any], relati
             assert_close({key: ours["state"][number][key]}, {key: value}, relative)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("base", [net, odd])
+@pytest.mark.parametrize(("base", "grouped"), [(net, True), (odd, False)])
 @every_optimizer
 def test_the_state_dict_is_the_plain_optimizers_and_travels_both_ways(kind: str, base: Any, grouped: bool) -> None:
-    make = partial(three_groups, kind=kind) if grouped and base is net else of_all(kind)
-    data = batches(2 * STEPS)
+    make = partial(three_groups, kind=kind) if grouped else of_all(kind)
+    half = 2
+    data = batches(2 * half)
     model = copy.deepcopy(base())
     optimizer = make(model)
-    clear_all_loop(model, optimizer, data[:STEPS])
+    clear_all_loop(model, optimizer, data[:half])
     halfway, half_state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-    clear_all_loop(model, optimizer, data[STEPS:])
+    clear_all_loop(model, optimizer, data[half:])
     plain = dict(model.named_parameters())
 
     def body(rank: int, stage: int) -> None:
         parts = [split(batch, rank, 2) for batch in data]
         model = copy.deepcopy(base())
         model, optimizer = zeroshard.shard(model, make(model), stage=stage, bucket_size=100)
-        clear_all_loop(model, optimizer, parts[:STEPS])
+        clear_all_loop(model, optimizer, parts[:half])
         ours = optimizer.state_dict()
         assert_state_dicts_close(ours, half_state)
 
         back = copy.deepcopy(halfway)  # ours into a plain optimizer
         back_optimizer = make(back)
         back_optimizer.load_state_dict(ours)
-        clear_all_loop(back, back_optimizer, data[STEPS:])
+        clear_all_loop(back, back_optimizer, data[half:])
         assert_close(dict(back.named_parameters()), plain)
 
         there = copy.deepcopy(halfway)  # the plain one's into ours
         there, there_optimizer = zeroshard.shard(there, make(there), stage=stage, bucket_size=100)
         there_optimizer.load_state_dict(copy.deepcopy(half_state))
-        clear_all_loop(there, there_optimizer, parts[STEPS:])
+        clear_all_loop(there, there_optimizer, parts[half:])
         assert_close(full_parameters(there), plain)
 
     for stage in (0, 1, 3):
         run_threads(2, partial(body, stage=stage))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_two_parameters_share_a_tensor_in_the_state_dict(world: int) -> None:
+    """A plain optimizer takes loaded counters as they are: shared ones would count every parameter's steps."""
+
+    def body(rank: int) -> None:
+        model = copy.deepcopy(net())
+        model, optimizer = zeroshard.shard(model, of_all("Adam")(model))
+        simple_loop(model, optimizer, batches(1))
+        tensors = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        assert len({id(tensor) for tensor in tensors}) == len(tensors) > 3
+
+    run_threads(world, body)
 
 
 @every_stage
@@ -433,8 +447,7 @@ def test_a_state_dict_of_other_groups_is_refused() -> None:
         optimizer.load_state_dict(other)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("base", [net, odd])
+@pytest.mark.parametrize(("base", "world"), [(net, 3), (odd, 1), (odd, 3)])
 @every_optimizer
 def test_an_optimizer_with_states_goes_on_where_it_was(kind: str, base: Any, world: int) -> None:
     model = copy.deepcopy(base())

@@ -65,11 +65,11 @@ def shard(
     axes = axes_of(mesh)
     device = _device(model, mesh, config)
     control = open_agreement(mesh, config.timeout)
-    verify_same_model(model, config, control)
-    placement = Placement.of_stage(config.stage, axes[-1].size)
-    comm = Communicator(axes, device, placement.optimizer, config.timeout, control)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
+    verify_same_model(model, _described(optimizer, names), config, control)
+    placement = Placement.of_stage(config.stage, axes[-1].size)
+    comm = Communicator(axes, device, placement.optimizer, config.timeout, control)
     ledger, order, precision = Ledger(), Order(control), Precision(model, config)
     plans = plan_units(model, config.units, config.bucket_size)
     units = Builder(model, plans, trained, config, placement, precision, comm, ledger).build()
@@ -145,7 +145,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         raise ValueError(f"write_rank is a rank of the mesh, 0 to {engine.comm.ranks - 1}, got {write_rank}")
     if not engine.running:
         engine.order.begin("gathered")
-    released = [unit for unit in units if unit.state is State.RELEASED]
+    released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]
     resident = [unit for unit in units if not unit.partitioned]
     for unit in released:
         engine.order.check(unit.gather_event)
@@ -270,15 +270,23 @@ def _device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+def _described(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> dict[str, str]:
+    """Which optimizer, and which of its groups, updates each parameter."""
+    groups = enumerate(optimizer.param_groups) if optimizer is not None else ()
+    kind = type(optimizer).__name__
+    return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
+
+
 def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> set[int]:
     """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
-    if type(optimizer).__name__ in NOT_ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
-        raise ValueError(
-            f"torch.optim.{type(optimizer).__name__} looks at more than one element at a time, so it cannot run on "
-            "shards; use an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
-        )
+    for name in NOT_ELEMENTWISE:
+        if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
+            raise ValueError(
+                f"torch.optim.{name} looks at more than one element at a time, so it cannot run on shards; use an "
+                "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
+            )
     trained = set()
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for position, parameter in enumerate(group["params"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,7 +110,8 @@ class Communicator:
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
         """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``."""
         self.counters.add("reduce-scatter", packed.nbytes)
-        return self._pending(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
+        work = _reduce_scatter(shard, packed, group=self._reduce_group, async_op=True)
+        return self._pending(work, what, poll=True)
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -148,21 +150,33 @@ class Communicator:
         """The axes with more than one rank, outer first."""
         return [*self.replicas, *([self.shard] if self.shard.size > 1 else [])]
 
-    def _pending(self, work: Any, what: str) -> Pending:
-        return _Watched(work, what, self._timeout, self.control) if self._blocks_host else work
+    def _pending(self, work: Any, what: str, poll: bool = False) -> Pending:
+        return _Watched(work, what, self._timeout, self.control, poll) if self._blocks_host else work
 
 
 class _Watched:
     """A collective whose ``wait`` blocks the host: it ends after the timeout with an error that names the ranks."""
 
-    def __init__(self, work: Any, what: str, timeout: timedelta, control: Agreement) -> None:
+    def __init__(self, work: Any, what: str, timeout: timedelta, control: Agreement, poll: bool) -> None:
         self._work, self._what, self._timeout, self._control = work, what, timeout, control
+        self._poll = poll  # gloo's reduce-scatter does not heed the timeout of wait()
 
     def wait(self) -> None:
         try:
+            if self._poll:
+                self._wait_completed()
             self._work.wait(self._timeout)
         except RuntimeError as error:
             raise self._control.stuck(self._what, error) from error
+
+    def _wait_completed(self) -> None:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        pause = 2e-5  # seconds, growing to 1 ms
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

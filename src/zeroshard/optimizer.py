@@ -91,16 +91,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._engine.order.begin("step")
+            self._engine.order.begin(f"step after {self._engine.backwards} backwards")
+            self._engine.backwards = 0
             self._engine.gradients.reduce_rest()
             self._find_unused()
-            self._set_gradients()
+            copied = self._set_gradients()
+            self._engine.ledger.add("step", copied)
             if self._update():
                 self._write_back()
             for run in self._all_runs():
                 run.parameter.grad = None
+            self._engine.ledger.add("step", -copied)
             self._engine.gradients.coefficient = None
-        self._engine.forget_uses()
         self._engine.ledger.set("optimizer states", self.state_bytes())
         self._engine.comm.counters.roll()
         return loss
@@ -163,8 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             norm = norm * self._engine.gradients.coefficient
         return norm if self._scale is None else norm * self._scale.inverse
 
-    def _set_gradients(self) -> None:
-        """Give each run its gradient, unscaled and clipped."""
+    def _set_gradients(self) -> int:
+        """Give each run its gradient, unscaled and clipped. Returns the bytes of those that had to be copied."""
         gradients = self._engine.gradients
         found = []
         for run in self._all_runs():
@@ -179,6 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
         if gradients.coefficient is not None and found:
             torch._foreach_mul_(found, gradients.coefficient)
+        return sum(gradient.nbytes for gradient in found if not gradient._is_view())
 
     def _update(self) -> bool:
         """Run the inner optimizer, unless a gradient overflowed on any rank."""
@@ -285,7 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         result: dict[str, Any] = {}
         for key, value in known.items():
             if not isinstance(value, torch.dtype):
-                result[key] = value
+                result[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
             line = torch.zeros(flat.layout.numels[index], dtype=value, device=flat.device)
             for run, within, at in places:

@@ -114,10 +114,11 @@ def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:
                     joined[-1][1].append(tensor)
                 else:
                     joined.append(([Part(flat, span)], [tensor]))
-    return [
+    runs = [
         Run(_merged(parts), tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,)))
         for parts, tensors in joined
     ]
+    return [run for run in runs if next(run.places(), None) is not None]  # not those of alignment alone
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

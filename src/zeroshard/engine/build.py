@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,12 +54,16 @@ def open_agreement(mesh: DeviceMesh | None, timeout: float) -> Agreement:
     return Agreement(store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout)
 
 
-def verify_same_model(model: nn.Module, config: Config, control: Agreement) -> None:
-    """Raise on every rank when the ranks were given different models or options."""
-    described: list[list[Any]] = [
-        [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
-    ]
-    described += [["buffer " + name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()]
+def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config, control: Agreement) -> None:
+    """Raise on every rank when the ranks were given different models, optimizers or options.
+
+    ``updated`` says, by name of the parameter, where it is in the optimizer.
+    """
+    described: list[list[str]] = []
+    for name, p in model.named_parameters():
+        grad = "requires grad" if p.requires_grad else "frozen"
+        described.append([name, f"{tuple(p.shape)} {p.dtype}, {grad}, {updated.get(name, 'in no optimizer')}"])
+    described += [["buffer " + name, f"{tuple(b.shape)} {b.dtype}"] for name, b in model.named_buffers()]
     decisive = ("stage", "precision", "reduce_dtype", "keep_fp32", "bucket_size", "units", "prefetch")
     options = {name: str(getattr(config, name)) for name in decisive}
     theirs = control.exchange("model", json.dumps([described, options]))
@@ -74,17 +77,15 @@ def verify_same_model(model: nn.Module, config: Config, control: Agreement) -> N
     complaints = control.complain("model", complaint)
     if complaints:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
-        raise RanksDisagreeError(f"ranks were given different models or options. {told}")
+        raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {told}")
 
 
-def _difference(ours: list[list[Any]], first: list[list[Any]]) -> str:
+def _difference(ours: list[list[str]], first: list[list[str]]) -> str:
     for mine, other in zip(ours, first, strict=False):
         if mine[0] != other[0]:
             return f"has {mine[0]!r} where rank 0 has {other[0]!r}"
         if mine != other:
-            return f"{mine[0]!r} is {tuple(mine[1])} {mine[2]} here and {tuple(other[1])} {other[2]} on rank 0" + (
-                "" if mine[3] == other[3] else f", requires_grad {mine[3]} here and {other[3]} there"
-            )
+            return f"{mine[0]!r} is {mine[1]} here and {other[1]} on rank 0"
     if len(ours) != len(first):
         longer = ours if len(ours) > len(first) else first
         return f"{longer[min(len(ours), len(first))][0]!r} is only on {'this rank' if longer is ours else 'rank 0'}"

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,13 +51,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class Trace:
+    """The frames of one forward. The autograd graph owns it, through the hooks: it goes when the graph goes."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []  # in the order they were left
+        self.uses: dict[Unit, list[Frame]] = {}
+
+
 @dataclass(eq=False)
 class Frame:
     """One run of a unit's module in forward: see [Note: what is over in backward]."""
 
     units: list[Unit]
     entered: int
-    forward: int  # number of the forward of the model, or of a module called by itself, that it belongs to
     left: int = -1
     hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
     loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
@@ -94,14 +102,15 @@ class Engine:
         self._resting = False  # whether resident parameters show their reduced gradients
         self._live: list[Unit] = []  # partitioned units that are not released
         self._frames: list[Frame] = []  # modules being run, outermost first
-        self._forward = 0  # number of the last forward that began
-        self._forwards: dict[int, list[Frame]] = {}  # frames of each forward that a backward may come to
+        self._trace = Trace()  # of the forward under way
+        self._traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of forwards that a backward may come to
         self._loose: list[Frame] = []  # uses outside any module of the unit, since the last frame was entered
-        self._uses: dict[Unit, list[Frame]] = {unit: [] for unit in units}  # that a backward may come to
         self._pinned: set[Unit] = set()  # may be used by a backward that no hook announces
         self._open: dict[Unit, int] = {}  # units backward is in → when the run it came to was entered
+        self._reached: list[Trace] = []  # that this backward has come to
         self._sweep: list[Frame] = []  # that backward will come to, the next one last
         self._moment = 0
+        self.backwards = 0  # since the last step
         self._backward = 0  # number of the last backward that began
         self._backward_on = False
         for unit in units:
@@ -129,10 +138,8 @@ class Engine:
             return
         if self._frames and outermost:  # an earlier forward was left by an exception no hook could see
             self._abort_forward()
-        if not self._frames:
-            self._forward += 1
         self._moment += 1
-        frame = Frame(list(units), self._moment, self._forward)
+        frame = Frame(list(units), self._moment)
         self._frames.append(frame)  # first: whatever is raised below, fail() takes it back
         if len(self._frames) == 1:
             self._begin_forward(name)
@@ -160,7 +167,7 @@ class Engine:
         )
         if frame.hooked:
             for tensor in outputs:
-                tensor.register_hook(_Reach(self, frame))  # type: ignore[no-untyped-call]
+                tensor.register_hook(_Reach(self, frame, self._trace))  # type: ignore[no-untyped-call]
         else:
             self._loose = frame.loose + self._loose
         self._record(frame)
@@ -191,16 +198,19 @@ class Engine:
             if unit.state is State.RELEASED:
                 self._release_idle()
             self._moment += 1
-            use = Frame([unit], self._moment, self._forward, left=self._moment)
+            use = Frame([unit], self._moment, left=self._moment)
             self._record(use)
             self._loose.append(use)
         self._bring(unit)
         return True
 
     def _record(self, frame: Frame) -> None:
-        self._forwards.setdefault(frame.forward, []).append(frame)
+        self._trace.frames.append(frame)
         for unit in frame.units:
-            self._uses[unit].append(frame)
+            self._trace.uses.setdefault(unit, []).append(frame)
+
+    def _uses(self, unit: Unit) -> Iterator[Frame]:
+        return (frame for trace in self._traces for frame in trace.uses.get(unit, ()))
 
     def _in_use(self, unit: Unit) -> bool:
         return unit in self._pinned or any(unit in frame.units for frame in self._frames)
@@ -209,12 +219,11 @@ class Engine:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
         self._refuse_thawed()
+        self._trace = Trace()
+        self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
-        if self._resting:
-            for unit in self._resident:
-                unit.wake()
-            self._resting = False
+        self._wake()
         self._buffers.synchronise()
 
     def _refuse_thawed(self) -> None:
@@ -228,16 +237,18 @@ class Engine:
             )
 
     def _end_forward(self, differentiable: bool) -> None:
-        self._release_idle()
+        self._trace = Trace()  # the hooks on the outputs keep the old one
         if not differentiable:
-            self._forget(self._forward)
             self._pinned.clear()
-            self._release_idle()
+        self._release_idle()
+        self._rest()
 
     def _abort_forward(self) -> None:
         self._frames, self._loose = [], []
-        self._forget(self._forward)
+        self._traces.discard(self._trace)
+        self._trace = Trace()
         self._release_idle()
+        self._rest()
 
     def _take_part_in_rest(self) -> None:
         """Go through the gathers the other ranks still expect of this forward, so that they need not hang."""
@@ -277,13 +288,15 @@ class Engine:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def reach(self, frame: Frame) -> None:
+    def reach(self, frame: Frame, trace: Trace) -> None:
         """A gradient has arrived at a frame's output: see [Note: all ranks come to all frames]."""
         if not self._backward_on:
             self._begin_backward()
-        frames = self._forwards.pop(frame.forward, None)
-        if frames is not None:
-            self._sweep = sorted(self._sweep + [other for other in frames if other.hooked], key=lambda one: one.left)
+        if trace not in self._reached:
+            self._reached.append(trace)
+            self._traces.add(trace)
+            self._sweep += [other for other in trace.frames if other.hooked]
+            self._sweep.sort(key=lambda other: other.left)
         while self._sweep and self._sweep[-1].left > frame.left:
             self._come_to(self._sweep.pop())
         self._come_to(frame)
@@ -297,7 +310,7 @@ class Engine:
         wanted = [unit for use in uses for unit in use.units]
         for unit, entered in tuple(self._open.items()):
             if entered > frame.left:
-                if all(use.entered > frame.left for use in self._uses[unit]):
+                if all(use.entered > frame.left for use in self._uses(unit)):
                     del self._open[unit]
                     self.gradients.finish(unit, self.sync)
                 if unit not in wanted and unit not in self._pinned:
@@ -310,9 +323,11 @@ class Engine:
 
     def _reach_again(self, unit: Unit) -> None:
         """A module runs again inside backward: see [Note: recomputation]."""
-        ahead = [frame for frame in self._uses[unit] if frame.reached_in != self._backward or not self._backward_on]
+        number = self._backward if self._backward_on else self._backward + 1
+        ahead = [(trace, use) for trace in self._traces for use in trace.uses.get(unit, ()) if use.reached_in != number]
         if unit not in self._open and ahead:
-            self.reach(ahead[-1])
+            trace, frame = max(ahead, key=lambda pair: pair[1].left)
+            self.reach(frame, trace)
         self._bring(unit)
 
     def _begin_backward(self) -> None:
@@ -320,6 +335,8 @@ class Engine:
         self._backward_on = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.order.begin("backward")
+        self.backwards += 1
+        self._wake()
         self.gradients.apply_coefficient()
         if self.gradients.partitioned and self.gradients.queue is None and self.sync:
             self.gradients.queue = self._agreed_queue()
@@ -328,7 +345,7 @@ class Engine:
         """The fixed order of reductions: the reverse of rank 0's first forward, which is when units will be over."""
         units = self.gradients.units
         last = self._moment + 1
-        first_use = {unit: min((use.entered for use in self._uses[unit]), default=last) for unit in units}
+        first_use = {unit: min((use.entered for use in self._uses(unit)), default=last) for unit in units}
         order = sorted(range(len(units)), key=lambda i: (first_use[units[i]] == last, -first_use[units[i]]))
         self.order.check("agree on the order of reductions")
         agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
@@ -344,37 +361,36 @@ class Engine:
             self.gradients.finish(unit, self.sync)
         self._open.clear()
         self.gradients.end_backward(self.sync)
-        self._pinned.clear()
-        self._release_idle()
-        for unit in self._resident:
-            unit.rest()
-        self._resting = True
-        for unit, uses in self._uses.items():
-            self._uses[unit] = [frame for frame in uses if frame.reached_in != self._backward]
-        self._backward_on = False
+        self._close_backward()
 
     def _abort_backward(self) -> None:
-        self._backward_on = False
         self._open.clear()
         self._sweep.clear()
-        self._pinned.clear()
         self.gradients.abort()
-        self.forget_uses()
-        self._release_idle()
+        self._close_backward()
 
-    def _forget(self, forward: int) -> None:
-        for unit in {unit for frame in self._forwards.pop(forward, []) for unit in frame.units}:
-            self._uses[unit] = [frame for frame in self._uses[unit] if frame.forward != forward]
+    def _close_backward(self) -> None:
+        self._backward_on = False
+        self._traces -= set(self._reached)
+        self._reached.clear()
+        self._pinned.clear()
+        self._release_idle()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them."""
+        if self.gradients.exist:
+            for unit in self._resident:
+                unit.rest()
+            self._resting = True
+
+    def _wake(self) -> None:
+        if self._resting:
+            for unit in self._resident:
+                unit.wake()
+            self._resting = False
 
     # -- between steps ------------------------------------------------------------------------------------------
-
-    def forget_uses(self) -> None:
-        """No backward will come to the forwards so far."""
-        self._forwards.clear()
-        for unit in self.units:
-            self._uses[unit] = []
-        self._pinned.clear()
-        self._release_idle()
 
     def find(self, name: str) -> tuple[Flat, int]:
         """Find a parameter by its plain name."""
@@ -454,10 +470,10 @@ class Engine:
 class _Reach:
     """The hook on a unit's output: it runs when backward comes there."""
 
-    __slots__ = ("_engine", "_frame")
+    __slots__ = ("_engine", "_frame", "_trace")
 
-    def __init__(self, engine: Engine, frame: Frame) -> None:
-        self._engine, self._frame = engine, frame
+    def __init__(self, engine: Engine, frame: Frame, trace: Trace) -> None:
+        self._engine, self._frame, self._trace = engine, frame, trace
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._engine.reach(self._frame)
+        self._engine.reach(self._frame, self._trace)

@@ -111,6 +111,7 @@ class Gradients:
             for unit in self._in_order()[self._next :]:
                 self._reduce(unit)
             self.abort()
+            self.unreduced = False
         else:
             self.unreduced = bool(self.units)
         for unit in self._with_autograd_gradients():  # came after its unit was finished
@@ -148,6 +149,11 @@ class Gradients:
         if self.coefficient is not None:
             torch._foreach_mul_(self.shards(), self.coefficient)
             self.coefficient = None
+
+    @property
+    def exist(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(True in gradient.used for gradient in self.of_flat.values())
 
     def shards(self) -> list[torch.Tensor]:
         """The reduced gradients this rank holds."""

@@ -124,6 +124,8 @@ class Unit:
         self.flats = flats
         self.partitioned = partitioned
         self.state = State.READY
+        self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
+        self._resting = False
         self.veiled = False  # READY, but a use is to be noticed
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
@@ -180,7 +182,7 @@ class Unit:
         if self.state is State.GATHERING:
             self._finish()
             self.state = State.READY
-            self._dress(None)
+            self._dress(RestingParameter if self._resting else None)
         elif self.veiled:
             self._dress(None)
         self.veiled = False
@@ -211,17 +213,20 @@ class Unit:
 
     def rest(self) -> None:
         """Make ``grad`` of a resident unit's parameters the reduced gradient."""
+        self._resting = True
         if self.state is State.READY:
             self._dress(RestingParameter)
 
     def wake(self) -> None:
         """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
+        self._resting = False
         if self.state is State.READY:
             self._dress(None)
 
     @torch.no_grad()
     def gather_copy(self) -> None:
         """Give the parameters full values in fresh memory, which stays valid for whoever keeps it."""
+        self.copied = True
         for flat in self.flats:
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True):
@@ -232,6 +237,7 @@ class Unit:
 
     def drop_copy(self) -> None:
         """Let go of what :meth:`gather_copy` made."""
+        self.copied = False
         for flat in self.flats:
             for index, parameter in enumerate(flat.parameters):
                 parameter.data = flat.views[index]
@@ -294,8 +300,11 @@ class Unit:
         else:
             flat.owned[number].copy_(values[part.start : part.end])
         if flat.master is not None:
-            home = flat.layout.in_shard(bucket)
-            flat.master[home.start : home.end].copy_(values[part.start : part.end])
+            home, new = flat.layout.in_shard(bucket), values[part.start : part.end]
+            master = flat.master[home.start : home.end]
+            master.copy_(
+                torch.where(master.to(flat.dtype) == new, master, new.float())
+            )  # what is unchanged stays exact
 
     def _all_gather(self, flats: list[Flat]) -> list[Pending]:
         if self._comm.shard.size == 1:
