@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -90,17 +89,10 @@ class Communicator:
         self.control = control
         self.counters = Counters()
         backend = backend_of(inner.group, device)
-        # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
-        self._reduce_group = self._twin(self.shard.group) if backend == "nccl" else self.shard.group
         self._blocks_host = backend == "gloo"
         self._timeout = timedelta(seconds=timeout)
-
-    def _twin(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        if group is None or dist.get_world_size(group) == 1:
-            return group
-        twin = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        weakref.finalize(self, _destroy, twin).atexit = False
-        return twin  # type: ignore[no-any-return]
+        # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
+        self._reduce_group = _twin(self.shard.group) if backend == "nccl" else self.shard.group
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
         """Collect every rank's ``shard`` into ``output``, in rank order."""
@@ -108,10 +100,13 @@ class Communicator:
         return self._pending(_all_gather(output, shard, group=self.shard.group, async_op=True), what)
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
-        """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``."""
+        """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``. ``packed`` may be overwritten."""
         self.counters.add("reduce-scatter", packed.nbytes)
-        work = _reduce_scatter(shard, packed, group=self._reduce_group, async_op=True)
-        return self._pending(work, what, poll=True)
+        if self._blocks_host:  # gloo's own is an all-reduce of a copy inside, and heeds no timeout
+            work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
+            mine = packed.view(self.shard.size, -1)[self.shard.rank]
+            return _Watched(work, what, self._timeout, self.control, then=partial(shard.copy_, mine))
+        return self._pending(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -150,33 +145,25 @@ class Communicator:
         """The axes with more than one rank, outer first."""
         return [*self.replicas, *([self.shard] if self.shard.size > 1 else [])]
 
-    def _pending(self, work: Any, what: str, poll: bool = False) -> Pending:
-        return _Watched(work, what, self._timeout, self.control, poll) if self._blocks_host else work
+    def _pending(self, work: Any, what: str) -> Pending:
+        return _Watched(work, what, self._timeout, self.control) if self._blocks_host else work
 
 
 class _Watched:
     """A collective whose ``wait`` blocks the host: it ends after the timeout with an error that names the ranks."""
 
-    def __init__(self, work: Any, what: str, timeout: timedelta, control: Agreement, poll: bool) -> None:
-        self._work, self._what, self._timeout, self._control = work, what, timeout, control
-        self._poll = poll  # gloo's reduce-scatter does not heed the timeout of wait()
+    def __init__(
+        self, work: Any, what: str, timeout: timedelta, control: Agreement, then: Callable[[], object] | None = None
+    ) -> None:
+        self._work, self._what, self._timeout, self._control, self._then = work, what, timeout, control, then
 
     def wait(self) -> None:
         try:
-            if self._poll:
-                self._wait_completed()
             self._work.wait(self._timeout)
         except RuntimeError as error:
             raise self._control.stuck(self._what, error) from error
-
-    def _wait_completed(self) -> None:
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        pause = 2e-5  # seconds, growing to 1 ms
-        while not self._work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("timed out")
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+        if self._then is not None:
+            self._then()
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -187,9 +174,16 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     return next((pair[-1] for pair in pairs if len(pair) == 1 or pair[0] == device.type), "")
 
 
-def _destroy(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
+def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A second communicator over the same ranks: made once, then found again among the job's groups."""
+    if group is None or dist.get_world_size(group) == 1:
+        return group
+    ranks, purpose = dist.get_process_group_ranks(group), "zeroshard reductions"
+    for other in dist.distributed_c10d._world.pg_map:
+        if other.group_desc == purpose and dist.get_process_group_ranks(other) == ranks:
+            return other
+    twin: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
+    return twin
 
 
 def axes_of(mesh: DeviceMesh | None) -> list[Axis]:

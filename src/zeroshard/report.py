@@ -30,7 +30,8 @@ class Report:
     memory: dict[tuple[str, str], Bytes] = field(default_factory=dict)
     """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
     "gradients": what was summed or reduced; "master weights", "optimizer states"; "buckets": the ring gradients travel
-    through; "autograd": gradients of one unit as backward makes them; "step": the gradients in fp32; "staging": one unit while it is being partitioned."""
+    through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32 during a step;
+    "staging": one unit while it is being partitioned."""
     total: Bytes = field(default_factory=Bytes)
     collectives: dict[str, Traffic] = field(default_factory=dict)
     """Of the last finished step, by kind."""

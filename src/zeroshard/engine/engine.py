@@ -100,12 +100,14 @@ class Engine:
         self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._resident = [unit for unit in units if not unit.partitioned]
         self._resting = False  # whether resident parameters show their reduced gradients
+        self._brought: set[Unit] = set()  # brought in this forward or backward, and not released since
         self._live: list[Unit] = []  # partitioned units that are not released
         self._frames: list[Frame] = []  # modules being run, outermost first
         self._trace = Trace()  # of the forward under way
         self._traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of forwards that a backward may come to
         self._loose: list[Frame] = []  # uses outside any module of the unit, since the last frame was entered
         self._pinned: set[Unit] = set()  # may be used by a backward that no hook announces
+        self._kept: set[Unit] = set()  # used by a graph that a backward itself has made
         self._open: dict[Unit, int] = {}  # units backward is in → when the run it came to was entered
         self._reached: list[Trace] = []  # that this backward has come to
         self._sweep: list[Frame] = []  # that backward will come to, the next one last
@@ -144,7 +146,7 @@ class Engine:
         if len(self._frames) == 1:
             self._begin_forward(name)
         frame.loose, self._loose = self._loose, []
-        if any(unit.state is not State.READY for unit in units):  # execution moves on to another unit
+        if any(unit not in self._brought for unit in units):  # execution moves on to another unit
             self._release_idle()
         for unit in units:
             self._bring(unit)
@@ -171,13 +173,15 @@ class Engine:
         else:
             self._loose = frame.loose + self._loose
         self._record(frame)
-        if lent or (torch.is_grad_enabled() and not outputs):  # who will use the values, or when, is not known
-            self._pinned.update(unit for unit in frame.units if unit.trainable)
+        # Who will use the values, or when, may not be known. What the outermost module used itself may be in graphs
+        # that its outputs do not show: a loss kept as an attribute, an output that tensors_in() cannot look into.
+        if lent or (torch.is_grad_enabled() and (not outputs or not self._frames)):
+            self._pinned.update(unit for use in (frame, *frame.loose) for unit in use.units)
         for unit in frame.units:
             if not self._in_use(unit):
                 unit.veil()
         if not self._frames:
-            self._end_forward(differentiable=bool(outputs))
+            self._end_forward()
 
     def fail(self, error: BaseException | None) -> None:
         """A hooked module has raised."""
@@ -219,6 +223,7 @@ class Engine:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
         self._refuse_thawed()
+        self._brought.clear()
         self._trace = Trace()
         self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
@@ -236,9 +241,9 @@ class Engine:
                 "zeroshard.unshard(), set requires_grad, and shard again"
             )
 
-    def _end_forward(self, differentiable: bool) -> None:
+    def _end_forward(self) -> None:
         self._trace = Trace()  # the hooks on the outputs keep the old one
-        if not differentiable:
+        if not torch.is_grad_enabled():
             self._pinned.clear()
         self._release_idle()
         self._rest()
@@ -260,22 +265,27 @@ class Engine:
 
     def _bring(self, unit: Unit) -> None:
         """Make a unit's parameters usable, and start to gather the unit expected next."""
-        if not unit.partitioned or unit.state is State.READY:
+        if not unit.partitioned or (unit in self._brought and unit.state is State.READY):
             unit.wait()
         else:
             self.order.check(unit.gather_event)
             self._gather(unit)
             unit.wait()
+            self._brought.add(unit)
             upcoming = self.order.upcoming(self._gathers) if self.config.prefetch else None
             if upcoming is not None:
                 self._gather(self._gathers[upcoming])
 
     def _gather(self, unit: Unit) -> None:
-        if unit.state is State.RELEASED:
-            unit.gather()
+        """Start a gather, unless under way. What an earlier pass left is gathered anew, as on ranks without it."""
+        if unit.state is State.GATHERING or (unit in self._brought and unit.state is State.READY):
+            return
+        unit.gather()
+        if unit not in self._live:
             self._live.append(unit)
 
     def _release(self, unit: Unit) -> None:
+        self._brought.discard(unit)
         if unit in self._live:
             self._live.remove(unit)
             unit.release()
@@ -315,6 +325,9 @@ class Engine:
                     self.gradients.finish(unit, self.sync)
                 if unit not in wanted and unit not in self._pinned:
                     self._release(unit)
+        if torch.is_grad_enabled():  # create_graph: the nodes made now save parameters, and no hook will tell of them
+            self._pinned.update(wanted)
+            self._kept.update(wanted)
         for use in uses:
             use.reached_in = self._backward
             for unit in use.units:
@@ -333,6 +346,8 @@ class Engine:
     def _begin_backward(self) -> None:
         self._backward += 1
         self._backward_on = True
+        self._kept = set()
+        self._brought.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.order.begin("backward")
         self.backwards += 1
@@ -373,7 +388,7 @@ class Engine:
         self._backward_on = False
         self._traces -= set(self._reached)
         self._reached.clear()
-        self._pinned.clear()
+        self._pinned = self._kept
         self._release_idle()
         self._rest()
 

@@ -166,11 +166,11 @@ class Unit:
 
     def gather(self) -> None:
         """Start to bring the full parameters. They are usable after :meth:`wait`."""
-        if self.partitioned:
+        if self.partitioned and self.state is State.RELEASED:
             for flat in self.flats:
                 flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
             self._ledger.add("gathered", self.full_bytes)
-        else:
+        elif not self.partitioned:
             self._dress(AbsentParameter)  # until the new values are in
         with self._lane:
             self._pending = self._all_gather([flat for flat in self.flats if self.partitioned or flat.trainable])
