@@ -47,8 +47,9 @@ class Part:
 class Run:
     """One parameter of the inner optimizer: see [Note: runs]."""
 
-    def __init__(self, parts: list[Part], tensor: torch.Tensor) -> None:
+    def __init__(self, parts: list[Part], tensor: torch.Tensor, hollow: int | None = None) -> None:
         self.parts = parts
+        self.hollow = hollow  # index of a parameter without elements: it has states, too, and no place in any shard
         self.parameter = nn.Parameter(tensor)  # [numel], the master's or the parameters' own dtype
 
     def gradient(self, gradients: dict[Flat, FlatGradient]) -> torch.Tensor:
@@ -70,9 +71,13 @@ class Run:
             for parameter, within, span in part.segments():
                 yield part.flat, parameter, within, offset + span.start - part.span.start
             offset += part.span.numel
+        if self.hollow is not None:
+            yield self.parts[0].flat, self.hollow, Range(0, 0), 0
 
     def cut(self, state: dict[str, Any]) -> list[tuple[Run, dict[str, Any]]]:
         """Cut the run into one per parameter, each with its part of the state."""
+        if self.hollow is not None:
+            return [(self, state)]
         cut, offset = [], 0
         for part in self.parts:
             for _, _, span in part.segments():
@@ -118,6 +123,11 @@ def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:
         Run(_merged(parts), tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,)))
         for parts, tensors in joined
     ]
+    for flat in flats:
+        for index, name in enumerate(flat.names):
+            if name in names and flat.layout.numels[index] == 0:
+                storage = flat.owned[0] if flat.master is None else flat.master
+                runs.append(Run([Part(flat, Range(0, 0))], storage[:0], hollow=index))
     return [run for run in runs if next(run.places(), None) is not None]  # not those of alignment alone
 
 

@@ -246,6 +246,8 @@ class Engine:
         if not torch.is_grad_enabled():
             self._pinned.clear()
         self._release_idle()
+        if not torch.is_grad_enabled():
+            self._park()
         self._rest()
 
     def _abort_forward(self) -> None:
@@ -253,6 +255,7 @@ class Engine:
         self._traces.discard(self._trace)
         self._trace = Trace()
         self._release_idle()
+        self._park()
         self._rest()
 
     def _take_part_in_rest(self) -> None:
@@ -390,7 +393,12 @@ class Engine:
         self._reached.clear()
         self._pinned = self._kept
         self._release_idle()
+        self._park()
         self._rest()
+
+    def _park(self) -> None:
+        for unit in self._gathers.values():
+            unit.park()
 
     def _rest(self) -> None:
         """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them."""

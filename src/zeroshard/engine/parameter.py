@@ -6,6 +6,9 @@ place, its ``__class__`` is ``AbsentParameter``: the same object, which whoever 
 user's variable) goes on holding. It answers what needs no values. Anything else first asks its unit to bring the values
 (they may be on their way, or a forward may be running that uses the parameter outside its own module) and raises, with
 the parameter's name and the remedy, when the unit cannot. Swapping ``__class__`` both ways costs 0.3 µs.
+
+A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) never ask the class. So at rest, between passes, ``data``
+is also pointed at a single NaN stretched over the shape: they read NaN, not memory that is gone.
 """
 
 from __future__ import annotations
@@ -111,8 +114,6 @@ _METADATA = {
     torch.Tensor.numel,
     torch.Tensor.nelement,
     torch.Tensor.element_size,
-    torch.Tensor.stride,
-    torch.Tensor.is_contiguous,
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
     torch.Tensor.is_signed,
@@ -128,6 +129,9 @@ _METADATA = {
 }
 
 
+_LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # answered as of the values, see ``_twin``
+
+
 class AbsentParameter(RestingParameter):
     """A parameter whose values are not in place: see [Note: absent parameters]."""
 
@@ -136,15 +140,31 @@ class AbsentParameter(RestingParameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _METADATA:
+        if func in _LAYOUT:
+            args = (_twin(args[0]), *args[1:])
+        elif func not in _METADATA:
             for parameter in _absent(args, kwargs):
                 card = card_of(parameter)
                 if card is None or not card.fetch():
-                    if func is torch.Tensor.__repr__:
+                    if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
                         return _describe(parameter)
                     raise RuntimeError(_complaint(parameter, func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: torch's own does not ask the class."""
+        raise RuntimeError(_complaint(self, torch.Tensor.set_))
+
+
+def _twin(parameter: AbsentParameter) -> torch.Tensor:
+    """A tensor without memory, laid out as the parameter's values are when they are there."""
+    card = card_of(parameter)
+    flat = card.flat() if card is not None else None
+    with torch._C.DisableTorchFunctionSubclass():
+        if card is None or flat is None:
+            return torch.empty_like(parameter, device="meta")
+        return torch.empty_strided(parameter.shape, flat.strides[card.index], dtype=parameter.dtype, device="meta")
 
 
 def _absent(*values: Any) -> list[AbsentParameter]:

@@ -59,6 +59,7 @@ class Flat:
         self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``
         self.master: torch.Tensor | None = None  # [layout.shard_numel] fp32
         self.views: list[torch.Tensor] = []  # each parameter in ``full``
+        self.stand_ins: list[torch.Tensor] = []  # what each absent parameter points at between passes
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
         self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
 
@@ -85,6 +86,8 @@ class Flat:
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self.shard = shard
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
+        nan = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device)
+        self.stand_ins = [nan.expand(shape) for shape in self.shapes]
         self.segments = self.layout.segments(comm.shard.rank)
         self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
         if shard is not None:
@@ -125,6 +128,7 @@ class Unit:
         self.partitioned = partitioned
         self.state = State.READY
         self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
+        self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
         self.veiled = False  # READY, but a use is to be noticed
         self.gather_event = f"gather unit {name!r}"
@@ -163,9 +167,25 @@ class Unit:
         """A partitioned unit begins its life with only its shard in memory."""
         self._dress(AbsentParameter)
         self.state = State.RELEASED
+        self.park()
+
+    def park(self) -> None:
+        """Point the absent parameters at a value of no use: see [Note: absent parameters]."""
+        if self.partitioned and self.state is State.RELEASED and not self.parked:
+            self._point("stand_ins")
+            self.parked = True
+
+    def _point(self, views: str) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in self.flats:
+                for parameter, view in zip(flat.parameters, getattr(flat, views), strict=True):
+                    parameter.data = view
 
     def gather(self) -> None:
         """Start to bring the full parameters. They are usable after :meth:`wait`."""
+        if self.parked:
+            self._point("views")
+            self.parked = False
         if self.partitioned and self.state is State.RELEASED:
             for flat in self.flats:
                 flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
@@ -238,10 +258,9 @@ class Unit:
     def drop_copy(self) -> None:
         """Let go of what :meth:`gather_copy` made."""
         self.copied = False
-        for flat in self.flats:
-            for index, parameter in enumerate(flat.parameters):
-                parameter.data = flat.views[index]
-                parameter.__class__ = AbsentParameter
+        self._point("stand_ins")
+        self.parked = True
+        self._dress(AbsentParameter)
 
     def copy_resident(self) -> list[torch.Tensor]:
         """Copy a resident unit's values, to undo changes with."""
