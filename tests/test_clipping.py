@@ -125,6 +125,20 @@ def test_the_gradients_read_after_clipping_are_clipped(norm_type: float, stage: 
 
 
 @every_stage
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "bf16", "reduce_dtype": "fp32"}])
+def test_clipped_gradients_stay_clipped_after_the_step(options: dict[str, Any], stage: int) -> None:
+    """As in plain PyTorch: who does not call zero_grad() goes on from them."""
+
+    def body(rank: int) -> float:
+        _, optimizer = after_backward(rank, 2, None, stage=stage, **options)
+        optimizer.clip_grad_norm_(0.01)
+        optimizer.step()
+        return optimizer.clip_grad_norm_(1e9).item()
+
+    assert run_threads(2, body) == pytest.approx([0.01, 0.01], rel=1e-2)
+
+
+@every_stage
 def test_nothing_is_clipped_unless_asked(stage: int) -> None:
     """Large gradients and plain steps: the update is lr times the gradient."""
 

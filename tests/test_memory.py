@@ -126,7 +126,8 @@ def test_peak_of_a_step_stays_under_the_bound_by_the_report_and_by_the_allocator
 @pytest.mark.parametrize(("stage", "world"), MODES)
 def test_reported_peak_misses_nothing_but_activations(stage: int, world: int) -> None:
     report, peak, _ = peaks(stage, world)
-    assert report.total.peak >= peak - ACTIVATIONS - 0.01 * report.total.now
+    uncounted = 0.03 * report.total.now  # gradients of the unit in backward: they are counted when it is over
+    assert report.total.peak >= peak - ACTIVATIONS - uncounted
 
 
 def full_parameters_seen(rank: int, prefetch: bool):

@@ -555,7 +555,7 @@ class OwnLBFGS(torch.optim.LBFGS):
 def test_an_optimizer_that_looks_beyond_one_element_is_refused_before_anything_is_changed(refused: Any) -> None:
     model = nn.Linear(3, 3, bias=False)
     weight = model.weight.detach().clone()
-    with pytest.raises(ValueError, match=f"{refused.__name__}.*cannot run on shards"):
+    with pytest.raises(ValueError, match=f"{refused.__name__.removeprefix('Own')}.*cannot run on shards"):
         zeroshard.shard(model, refused(list(model.parameters())))
     assert not hasattr(model.weight, "_zeroshard"), "the model was sharded all the same"
     assert torch.equal(model.weight, weight)

@@ -175,14 +175,11 @@ WAYS = {
     "untyped_storage": lambda p: p.untyped_storage(),
     "storage": lambda p: p.storage(),
     "share_memory": lambda p: p.share_memory_(),
-    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p),
     "from_dlpack": lambda p: torch.from_dlpack(p),
-    "torch.tensor": lambda p: torch.tensor(p),
     "torch.tensor of a list": lambda p: torch.tensor([p, p]),
     "new parameter": lambda p: nn.Parameter(p),
     "isnan": lambda p: p.isnan().any(),
     "print options": lambda p: torch._tensor_str._str(p),
-    "vmap": lambda p: torch.vmap(lambda row: row.sum())(p),
     "autograd.grad": lambda p: torch.autograd.grad((p * 2).sum(), p),
 }
 
@@ -205,6 +202,28 @@ def test_using_absent_values_names_the_parameter_and_the_remedy(way: str) -> Non
         assert kind == "RuntimeError", text
         assert NAME in text
         assert "zeroshard.gathered" in text
+
+
+UNASKED = {
+    "dlpack": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.requires_grad_(False))),
+    "torch.tensor": lambda p: torch.tensor(p),
+    "vmap": lambda p: torch.vmap(lambda row: row.sum())(p),
+}
+
+
+def read_unasked(rank: int, way: str) -> bool:
+    model, optimizer = shard(make_net())
+    step(model, optimizer, split(batches(1)[0], rank, 2))
+    values = UNASKED[way](model.get_parameter(NAME))
+    model.get_parameter(NAME).requires_grad_(True)
+    step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+    return bool(values.isnan().all())
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("way", UNASKED)
+def test_functions_that_never_ask_a_tensors_class_read_nan_and_do_not_crash(way: str) -> None:
+    assert run_processes(2, read_unasked, way) == [True, True]
 
 
 @pytest.mark.parametrize("show", [repr, str, "{}".format, "{!r}".format])
