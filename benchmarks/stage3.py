@@ -149,9 +149,8 @@ def main() -> None:
     if options.output:
         options.output.write_text("".join(json.dumps(result) + "\n" for result in results))
     print(f"one rank of {options.world}, {torch.__version__}, {_machine(options.device)}")
-    print(
-        f"{'row':<26}{'variant':<12}{'ms/step':>9}{'spread':>8}{'floor ×':>9}{'host ms':>9}{'peak GB':>9}{'reserved':>9}"
-    )
+    heads = "".join(f"{head:>9}" for head in ("ms/step", "spread", "× floor", "host ms", "peak GB", "reserved"))
+    print(f"{'row':<26}{'variant':<12}{heads}")
     for row in options.rows:
         floor = _median(results, row, "floor", "ms")
         for variant in options.variants:

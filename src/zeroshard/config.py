@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -77,7 +77,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, saying what was got and what is wanted."""
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
@@ -88,6 +88,11 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
+        for name in ("cast_inputs", "prefetch", "broadcast_buffers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise ValueError(f"init_fn is a function of a module, got {self.init_fn!r}")
         for name in ("timeout", "loss_scale"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -117,7 +122,7 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
 def _patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] | None:
     if value is None:
         return None
-    if isinstance(value, (str, type)):  # one name, where a tuple of one was meant
+    if isinstance(value, (str, type)) or not isinstance(value, Iterable):  # one name, where a tuple of one was meant
         value = (value,)
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):

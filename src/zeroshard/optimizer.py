@@ -38,7 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = inner
         self._engine = engine
-        self._scale = loss_scale
+        self._scale = engine.loss_scale = loss_scale
         self._flats = list(engine.gradients.of_flat)
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
@@ -99,10 +99,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.ledger.add("step", copied)
             if self._update():
                 self._write_back()
+                self._clip_shards()
             for run in self._all_runs():
                 run.parameter.grad = None
             self._engine.ledger.add("step", -copied)
             self._engine.gradients.coefficient = None
+        self._engine.drop_pins()
         self._engine.ledger.set("optimizer states", self.state_bytes())
         self._engine.comm.counters.roll()
         return loss
@@ -152,7 +154,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         comm, shards = self._engine.comm, self._engine.gradients.shards()
         infinite = norm_type == math.inf
         if shards:
-            norms = torch.stack(torch._foreach_norm(shards, norm_type, dtype=torch.float32))
+            wide = [shard for shard in shards if shard.dtype == torch.float64]  # torch refuses to narrow these
+            rest = [shard for shard in shards if shard.dtype != torch.float64]
+            found = [norm.float() for norm in torch._foreach_norm(wide, norm_type)] if wide else []
+            found += torch._foreach_norm(rest, norm_type, dtype=torch.float32) if rest else []
+            norms = torch.stack(found)
             total = norms.max() if infinite else norms.square().sum()
         else:
             total = torch.zeros((), device=comm.device)
@@ -190,6 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return True
         skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False) and self.inner.defaults.get("fused")
         inner: Any = self.inner
+        if isinstance(inner, torch.optim.SGD) and any(not self.state.get(run.parameter) for run in self._all_runs()):
+            skips_on_device = False  # its fused kernel would leave a momentum that it has just made uninitialised
         updated = True
         if skips_on_device:  # the kernel itself leaves everything as it is: no host sync
             inner.found_inf, inner.grad_scale = self._scale.overflow, None
@@ -201,6 +209,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             inner.step()
         self._scale.update()
         return updated
+
+    def _clip_shards(self) -> None:
+        """Clip what only a copy of was clipped: a loop may go on without zero_grad()."""
+        coefficient, gradients = self._engine.gradients.coefficient, self._engine.gradients.of_flat
+        if coefficient is None:
+            return
+        for run in self._all_runs():
+            if run.parameter.grad is not None and not run.parameter.grad._is_view():
+                shards = [(part, gradients[part.flat].shard) for part in run.parts]
+                torch._foreach_mul_([part.of(shard) for part, shard in shards if shard is not None], coefficient)
 
     def _write_back(self) -> None:
         """Copy the master's new values into the parameters in computation, and bring each rank's part to all."""

@@ -56,9 +56,7 @@ class Run:
         """The gradient in the run's dtype: the shards themselves where they can be viewed as one, else a copy."""
         shards = [(part, gradients[part.flat].shard) for part in self.parts]
         views = [part.of(shard) for part, shard in shards if shard is not None]
-        if views[0].dtype == self.parameter.dtype and all(
-            a.data_ptr() + a.nbytes == b.data_ptr() for a, b in pairwise(views)
-        ):
+        if views[0].dtype == self.parameter.dtype and all(_adjoin(a, b) for a, b in pairwise(views)):
             return views[0].as_strided(self.parameter.shape, (1,))
         fresh = torch.empty_like(self.parameter)
         torch._foreach_copy_(list(torch.split(fresh, [view.numel() for view in views])), views)
@@ -126,8 +124,9 @@ def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:
     for flat in flats:
         for index, name in enumerate(flat.names):
             if name in names and flat.layout.numels[index] == 0:
-                storage = flat.owned[0] if flat.master is None else flat.master
-                runs.append(Run([Part(flat, Range(0, 0))], storage[:0], hollow=index))
+                dtype = flat.dtype if flat.master is None else torch.float32
+                empty = torch.empty(0, dtype=dtype, device=flat.device)
+                runs.append(Run([Part(flat, Range(0, 0))], empty, hollow=index))
     return [run for run in runs if next(run.places(), None) is not None]  # not those of alignment alone
 
 

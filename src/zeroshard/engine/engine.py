@@ -43,7 +43,7 @@ from zeroshard.engine.parameter import Card
 from zeroshard.engine.unit import Flat, State, Unit
 from zeroshard.memory.ledger import Ledger
 from zeroshard.placement import Placement
-from zeroshard.precision import Precision
+from zeroshard.precision import LossScale, Precision
 
 
 def in_backward() -> bool:
@@ -99,6 +99,7 @@ class Engine:
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
         self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._resident = [unit for unit in units if not unit.partitioned]
+        self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
         self._resting = False  # whether resident parameters show their reduced gradients
         self._brought: set[Unit] = set()  # brought in this forward or backward, and not released since
         self._live: list[Unit] = []  # partitioned units that are not released
@@ -107,6 +108,7 @@ class Engine:
         self._traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of forwards that a backward may come to
         self._loose: list[Frame] = []  # uses outside any module of the unit, since the last frame was entered
         self._pinned: set[Unit] = set()  # may be used by a backward that no hook announces
+        self.makes_graph = False  # whether this backward was asked to create a graph
         self._kept: set[Unit] = set()  # used by a graph that a backward itself has made
         self._open: dict[Unit, int] = {}  # units backward is in → when the run it came to was entered
         self._reached: list[Trace] = []  # that this backward has come to
@@ -328,7 +330,7 @@ class Engine:
                     self.gradients.finish(unit, self.sync)
                 if unit not in wanted and unit not in self._pinned:
                     self._release(unit)
-        if torch.is_grad_enabled():  # create_graph: the nodes made now save parameters, and no hook will tell of them
+        if self.makes_graph:  # the nodes made now save parameters, and no hook will tell of them
             self._pinned.update(wanted)
             self._kept.update(wanted)
         for use in uses:
@@ -415,6 +417,12 @@ class Engine:
 
     # -- between steps ------------------------------------------------------------------------------------------
 
+    def drop_pins(self) -> None:
+        """The parameters have changed: no backward may use the old values any more."""
+        self._pinned, self._kept = set(), set()
+        self._release_idle()
+        self._park()
+
     def find(self, name: str) -> tuple[Flat, int]:
         """Find a parameter by its plain name."""
         for unit in self.units:
@@ -449,6 +457,8 @@ class Engine:
                 line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
         if self.gradients.coefficient is not None:
             line *= self.gradients.coefficient
+        if self.loss_scale is not None:
+            line = line.float() * self.loss_scale.inverse
         return self.assemble(line, flat, index)
 
     def resting_gradient(self, card: Card) -> torch.Tensor | None:
@@ -462,8 +472,14 @@ class Engine:
                 f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to "
                 "clip, optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
             )
+        if self.loss_scale is not None:
+            raise RuntimeError(
+                f"the gradient of {card.name!r} carries fp16's loss scale: use optimizer.clip_grad_norm_(…) to clip, "
+                "optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
+            )
         self.order.begin("read the gradients")
         self.gradients.reduce_rest()
+        self.gradients.apply_coefficient()
         if not gradient.used[card.index] or gradient.shard is None:
             return None
         return flat.view(gradient.shard, card.index)
@@ -499,4 +515,5 @@ class _Reach:
         self._engine, self._frame, self._trace = engine, frame, trace
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        self._engine.makes_graph = torch.is_grad_enabled()
         self._engine.reach(self._frame, self._trace)

@@ -157,7 +157,7 @@ class Gradients:
 
     def shards(self) -> list[torch.Tensor]:
         """The reduced gradients this rank holds."""
-        return [g.shard for g in self.of_flat.values() if g.has_shard and g.shard is not None]
+        return [g.shard for g in self.of_flat.values() if g.has_shard and g.shard is not None and g.shard.numel()]
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
@@ -329,7 +329,7 @@ class Gradients:
 
     def _ring(self, dtype: torch.dtype) -> Ring:
         if dtype not in self._rings:
-            longest = max(whole for whole, _ in self._layouts(dtype))
+            longest = max((whole for whole, _ in self._layouts(dtype)), default=0)
             parts, device = self._comm.shard.size, self._comm.device
             self._rings[dtype] = Ring(self._config.ring, longest, parts, dtype, device, self._ledger)
         return self._rings[dtype]
@@ -338,7 +338,7 @@ class Gradients:
         """One of the few buffers that parts of replicated gradients are reduced into."""
         buffers = self._landings.setdefault(dtype, [])
         if not buffers:
-            longest = max(part for _, part in self._layouts(dtype))
+            longest = max((part for _, part in self._layouts(dtype)), default=0)
             buffers += [torch.empty(longest, dtype=dtype, device=self._comm.device) for _ in range(self._config.ring)]
             self._ledger.add("buckets", sum(buffer.nbytes for buffer in buffers))
         return buffers[number % len(buffers)]
