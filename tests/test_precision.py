@@ -74,8 +74,9 @@ class Reference:
 # ------------------------------------------------------------------------------------------------------- 16 bits
 
 
-# Not the fused SGD: the kernel rounds an element by whether it lies in a full vector or in the tail of its tensor.
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "AdamW fused", "Adagrad"])
+# Not the fused kernels: on a CPU they round an element by whether it lies in a full vector or in the tail of its tensor,
+# and runs have other tails than parameters. On a GPU they are compared too, in test_gpu.py.
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: float | None) -> None:
     reference = Reference(net(), OPTIMIZERS[kind], torch.bfloat16)
@@ -97,7 +98,7 @@ def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: 
     reference.assert_equals(model)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_fp16_on_one_rank_equals_the_reference_bit_for_bit(kind: str) -> None:
     reference = Reference(net(), OPTIMIZERS[kind], torch.float16)
     model = copy.deepcopy(net())
@@ -424,7 +425,7 @@ def test_parameters_of_several_dtypes_train_as_they_are(world: int, kind: str, c
             assert result[name].dtype == value.dtype
             if value.dtype == torch.int64:
                 assert torch.equal(result[name], value)
-            elif world == 1 and not clip:
+            elif world == 1 and not clip and value.dtype != torch.bfloat16:  # some CPUs round bf16 tails differently
                 assert torch.equal(result[name], value), name
             else:
                 assert_close({name: result[name]}, {name: value.detach()}, relative)

@@ -253,8 +253,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         position = iter(flags)
         for gradient in gradients.values():
             gradient.used = [next(position) for _ in gradient.used]
-        for index, runs in enumerate(self._runs):
-            if any(len(self._used_in(run)) > 1 for run in runs):
+        for index, runs in enumerate(self._runs):  # by group: so every stage cuts alike, and rounds alike
+            if len({used for run in runs for used in self._used_in(run)}) > 1:
                 self._set_runs(index, [small for run in runs for small in self._cut(run)])
 
     def _used_in(self, run: Run) -> set[bool]:
@@ -353,8 +353,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not states:
             return
         for index, runs in enumerate(self._runs):
-            cut = [[run] if self._uniform(run, states) else self._cut(run) for run in runs]
-            self._set_runs(index, [run for pieces in cut for run in pieces])
+            if not self._uniform(runs, states):
+                self._set_runs(index, [small for run in runs for small in self._cut(run)])
         for run in self._all_runs():
             for flat, parameter, within, at in run.places():
                 target = self.state.get(run.parameter, {})
@@ -370,10 +370,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self.state[run.parameter] = target
         self._engine.ledger.set("optimizer states", self.state_bytes())
 
-    def _uniform(self, run: Run, states: dict[str, dict[str, Any]]) -> bool:
-        """Whether all parameters of a run have the same counters, so that one set of states can serve them."""
+    def _uniform(self, runs: list[Run], states: dict[str, dict[str, Any]]) -> bool:
+        """Whether all parameters of the runs have the same counters, so that a run needs only one set of states."""
         seen = []
-        for flat, parameter, _, _ in run.places():
+        for flat, parameter, _, _ in (place for run in runs for place in run.places()):
             state = states.get(flat.names[parameter], {})
             seen.append({k: None if is_elementwise(k, v, flat.shapes[parameter]) else v for k, v in state.items()})
         return all(one.keys() == seen[0].keys() and all(one[key] == seen[0][key] for key in one) for one in seen)
