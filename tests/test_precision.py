@@ -74,8 +74,8 @@ class Reference:
 # ------------------------------------------------------------------------------------------------------- 16 bits
 
 
-# Not the fused kernels: on a CPU they round an element by whether it lies in a full vector or in the tail of its tensor,
-# and runs have other tails than parameters. On a GPU they are compared too, in test_gpu.py.
+# Not the fused kernels: on a CPU they round an element by whether it lies in a full vector or in the tail of its
+# tensor, and runs have other tails than parameters. On a GPU they are compared too, in test_gpu.py.
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_bf16_on_one_rank_equals_the_reference_bit_for_bit(kind: str, max_norm: float | None) -> None:
