@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes, live_bytes
+from plain import batches, make_net, net_loss
 from ranks import run_processes, run_threads
 
 import zeroshard
@@ -163,6 +164,21 @@ def test_full_parameters_of_at_most_the_present_and_the_next_unit_are_in_memory(
         assert len(moments) > 2 * CONFIG.layers
         assert 0 < max(moments) <= units * 2 * UNIT * (1 + ALIGNMENT)
         assert at_rest <= 2 * (CONFIG.layers + 4)  # one NaN a unit, which its absent parameters point at
+
+
+def test_frozen_blocks_below_the_trained_ones_are_released_as_forward_goes_on() -> None:
+    def body(rank: int) -> tuple[int, int]:
+        model = make_net(blocks=6, width=16)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("blocks.5" in name or "head" in name)
+        model, _ = zeroshard.shard(model, stage=3)
+        for batch in batches(2):
+            net_loss(model, batch).backward()
+        largest = max(unit.full_bytes for unit in model._zeroshard.engine.units)
+        return zeroshard.report(model).memory["gathered", "device"].peak, largest
+
+    for peak, largest in run_threads(2, body):
+        assert peak <= 3 * largest  # two, and the parameters of the model itself
 
 
 # ------------------------------------------------------------------------------------------------ the report

@@ -153,10 +153,11 @@ class Engine:
         for unit in units:
             self._bring(unit)
 
-    def leave(self, outputs: list[torch.Tensor], lent: bool) -> None:
+    def leave(self, outputs: list[torch.Tensor], lent: bool, hides: bool) -> None:
         """The module that was entered last has run.
 
-        ``outputs`` are its differentiable output tensors; ``lent``: some output is a parameter, or a view of one.
+        ``outputs`` are its differentiable output tensors; ``lent``: some output is a parameter, or a view of one;
+        ``hides``: differentiable inputs went in and nothing differentiable came out.
         """
         if in_backward() or not self._frames:
             return
@@ -177,8 +178,11 @@ class Engine:
         self._record(frame)
         # Who will use the values, or when, may not be known. What the outermost module used itself may be in graphs
         # that its outputs do not show: a loss kept as an attribute, an output that tensors_in() cannot look into.
-        if lent or (torch.is_grad_enabled() and (not outputs or not self._frames)):
+        # A frozen module that nothing differentiable went into is in no graph: it is released as ever.
+        if lent or (torch.is_grad_enabled() and not self._frames):
             self._pinned.update(unit for use in (frame, *frame.loose) for unit in use.units)
+        elif torch.is_grad_enabled() and not outputs:
+            self._pinned.update(unit for unit in frame.units if hides or unit.trainable)
         for unit in frame.units:
             if not self._in_use(unit):
                 unit.veil()

@@ -82,7 +82,8 @@ class _After:
                 outputs.append(tensor)
             base = tensor._base if tensor._is_view() else tensor
             lent = lent or (isinstance(base, nn.Parameter) and card_of(base) is not None)
-        self._engine.leave(outputs, lent)
+        hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
+        self._engine.leave(outputs, lent, hides)
 
 
 class _CastInputs:
