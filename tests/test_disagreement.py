@@ -227,7 +227,15 @@ def misstep(rank: int, how: str, stage: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("how", "stage"),
-    [("no backward", 2), ("no backward", 3), ("no step", 2), ("no step", 3), ("extra forward", 3), ("clip", 2)],
+    [
+        ("no backward", 2),
+        ("no backward", 3),
+        ("no step", 1),
+        ("no step", 2),
+        ("no step", 3),
+        ("extra forward", 3),
+        ("clip", 2),
+    ],
 )
 def test_a_rank_that_leaves_out_or_adds_a_call_is_an_error_on_all(how: str, stage: int) -> None:
     outcomes = run_processes(2, misstep, how, stage, timeout=20)
