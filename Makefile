@@ -1,4 +1,4 @@
-# make train   train a small GPT on two CPU ranks (STAGE=2 RANKS=4 STEPS=50 ARGS="--width 256" override)
+# make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (ARGS="--stage 2 --ranks 4" to change)
 # make test    run the tests (PYTEST_ARGS="-x -k gpt" override)
 # make lint    ruff and mypy
 # make clean   remove the virtual environment and all caches
@@ -6,9 +6,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
-STAGE  ?= 3
-RANKS  ?= 2
-STEPS  ?= 150
 ARGS   ?=
 PYTEST_ARGS ?= -q
 
@@ -17,9 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: train test lint clean
 
-train: $(VENV)/.base
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-		examples/train_gpt.py --stage $(STAGE) --steps $(STEPS) $(ARGS)
+train: $(VENV)/.train
+	$(BIN)/zeroshard train $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -32,8 +28,11 @@ lint: $(VENV)/.dev
 # Torch goes first and alone: the extras then find it satisfied and do not choose another build.
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) numpy  # torch warns at import without numpy
-	$(PIP) --editable .
+	$(PIP) $(TORCH)
+	touch $@
+
+$(VENV)/.train: $(VENV)/.base
+	$(PIP) --editable '.[train]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base

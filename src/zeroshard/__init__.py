@@ -1,23 +1,61 @@
 """zeroshard: train models too large for one device with ZeRO, the Zero Redundancy Optimizer."""
 
-from zeroshard.agreement import RanksDisagreeError
-from zeroshard.api import full_gradient, full_state, gathered, no_sync, report, shard, unshard
-from zeroshard.config import Config
-from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.report import Report
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard.agreement import RanksDisagreeError
+    from zeroshard.api import (
+        full_gradient,
+        full_parameter,
+        full_state,
+        gathered,
+        no_sync,
+        profile,
+        report,
+        shard,
+        unshard,
+    )
+    from zeroshard.config import Config
+    from zeroshard.memory.profile import Profile
+    from zeroshard.memory.report import Report
+    from zeroshard.optimizer import ShardedOptimizer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Config",
+    "Profile",
     "RanksDisagreeError",
     "Report",
     "ShardedOptimizer",
     "full_gradient",
+    "full_parameter",
     "full_state",
     "gathered",
     "no_sync",
+    "profile",
     "report",
     "shard",
     "unshard",
 ]
+
+_HOMES = {
+    "Config": "config",
+    "Profile": "memory.profile",
+    "RanksDisagreeError": "agreement",
+    "Report": "memory.report",
+    "ShardedOptimizer": "optimizer",
+}  # all others are in api
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: the command line answers ``--help`` without waiting for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"zeroshard.{_HOMES.get(name, 'api')}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,7 +1,8 @@
-"""The calls a user makes: shard, unshard, gathered, no_sync, report, and reading one parameter's states whole."""
+"""The calls a user makes: shard, unshard, gathered, no_sync, report, profile, and reading one state whole."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +24,11 @@ from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import State, Unit
 from zeroshard.engine.units import plan_units
 from zeroshard.memory.ledger import Bytes, Ledger
+from zeroshard.memory.profile import Moment, Profile
+from zeroshard.memory.report import Report
 from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
-from zeroshard.report import Report
 
 
 class _Sharded:
@@ -202,6 +204,52 @@ def report(model: nn.Module) -> Report:
         total=Bytes(engine.ledger.total.now, engine.ledger.total.peak),
         collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
     )
+
+
+@contextmanager
+def profile(model: nn.Module) -> Iterator[Profile]:
+    """Take down what this rank holds at every moment inside, and how long it waits for communication.
+
+    Made for a step now and then, not for all: on a GPU it waits for the device before and after.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
+    >>> with zeroshard.profile(model) as profile:
+    ...     model(torch.ones(1, 64)).sum().backward()
+    >>> profile.moments[0].held["parameters"]
+    16384
+    """
+    engine: Engine = _sharded(model).engine
+    ledger, stopwatch, device = engine.ledger, engine.comm.stopwatch, engine.comm.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    held = {kind: nbytes.now for (kind, _), nbytes in ledger.kinds.items()}
+    result = Profile(held=held, device=device)
+    result.moments.append(Moment(0.0, dict(held), None))
+    ledger.watch = result.note
+    stopwatch.start()
+    try:
+        yield result
+    finally:
+        ledger.watch = None
+        stopwatch.stop()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        result.seconds = time.perf_counter() - result.began
+        result.waited = stopwatch.seconds
+
+
+def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
+    """Return a copy of one whole parameter by name, in fp32 where it has a master copy. All ranks call it together.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 1, bias=False))
+    >>> zeroshard.full_parameter(model, "weight").shape
+    torch.Size([1, 2])
+    """
+    engine: Engine = _sharded(model).engine
+    with torch.no_grad():
+        return engine.full_parameter(name)
 
 
 def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:

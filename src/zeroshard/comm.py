@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.agreement import Agreement
+from zeroshard.stopwatch import Stopwatch
 
 # torch 2.13 renamed these two and warns for the old names; 2.11 has only the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,6 +92,7 @@ class Communicator:
         backend = backend_of(inner.group, device)
         self._blocks_host = backend == "gloo"
         self._timeout = timedelta(seconds=timeout)
+        self.stopwatch = Stopwatch(on_stream=device.type == "cuda" and not self._blocks_host)
         # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
         self._reduce_group = _twin(self.shard.group) if backend == "nccl" else self.shard.group
 
@@ -105,7 +107,7 @@ class Communicator:
         if self._blocks_host:  # gloo's own is an all-reduce of a copy inside, and heeds no timeout
             work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
             mine = packed.view(self.shard.size, -1)[self.shard.rank]
-            return _Watched(work, what, self._timeout, self.control, then=partial(shard.copy_, mine))
+            return self._watched(work, what, then=partial(shard.copy_, mine))
         return self._pending(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
 
     def all_reduce(
@@ -146,20 +148,44 @@ class Communicator:
         return [*self.replicas, *([self.shard] if self.shard.size > 1 else [])]
 
     def _pending(self, work: Any, what: str) -> Pending:
-        return _Watched(work, what, self._timeout, self.control) if self._blocks_host else work
+        if self._blocks_host:
+            return self._watched(work, what)
+        return _Timed(work, self.stopwatch) if self.stopwatch.running else work
+
+    def _watched(self, work: Any, what: str, then: Callable[[], object] | None = None) -> Pending:
+        return _Watched(work, what, self._timeout, self.control, self.stopwatch, then)
+
+
+class _Timed:
+    """A collective whose ``wait`` is timed."""
+
+    def __init__(self, work: Any, stopwatch: Stopwatch) -> None:
+        self._work, self._stopwatch = work, stopwatch
+
+    def wait(self) -> None:
+        with self._stopwatch:
+            self._work.wait()
 
 
 class _Watched:
     """A collective whose ``wait`` blocks the host: it ends after the timeout with an error that names the ranks."""
 
     def __init__(
-        self, work: Any, what: str, timeout: timedelta, control: Agreement, then: Callable[[], object] | None = None
+        self,
+        work: Any,
+        what: str,
+        timeout: timedelta,
+        control: Agreement,
+        stopwatch: Stopwatch,
+        then: Callable[[], object] | None,
     ) -> None:
-        self._work, self._what, self._timeout, self._control, self._then = work, what, timeout, control, then
+        self._work, self._what, self._timeout, self._control = work, what, timeout, control
+        self._stopwatch, self._then = stopwatch, then
 
     def wait(self) -> None:
         try:
-            self._work.wait(self._timeout)
+            with self._stopwatch:
+                self._work.wait(self._timeout)
         except RuntimeError as error:
             raise self._control.stuck(self._what, error) from error
         if self._then is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> torch.Tensor | None:
         """fp16's present loss scale, on the device; None under other precisions."""
         return None if self._scale is None else self._scale.scale
+
+    def loss_scale_state(self) -> list[float] | None:
+        """fp16's loss scale and its streak without overflow, as :meth:`load_state_dict` takes them."""
+        return None if self._scale is None else self._scale.state()
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -296,15 +300,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer's state of one parameter, whole, in its plain shape. All ranks call it together."""
+        return self._whole_state(name, self.describe_states([name])[name])
+
+    def describe_states(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Tell which states each parameter has, without bringing them: all, or those of ``names``.
+
+        A state with a value for each element is described by its dtype; one that has not (a step count) is given. All
+        ranks call it together.
+        """
+        mine: dict[str, dict[str, Any]] = {name: {} for name in (names or [n for group in self.names for n in group])}
+        for run in self._all_runs():
+            state = self.state.get(run.parameter, {})
+            known = {k: v.dtype if is_elementwise(k, v, run.parameter.shape) else v for k, v in state.items()}
+            for flat, parameter, _, _ in run.places() if known else ():
+                if flat.names[parameter] in mine:
+                    mine[flat.names[parameter]] = known
+        told = self._engine.comm.all_gather_object(mine)
+        return {name: next((rank[name] for rank in told if rank[name]), {}) for name in mine}
+
+    def _whole_state(self, name: str, described: dict[str, Any]) -> dict[str, Any]:
         flat, index = self._engine.find(name)
         places = self._places(flat, index)
-        mine: dict[str, Any] = {}  # key → dtype of an elementwise state, or the value itself
-        for run, _, _ in places[:1]:
-            for key, value in self.state.get(run.parameter, {}).items():
-                mine[key] = value.dtype if is_elementwise(key, value, run.parameter.shape) else value
-        known: dict[str, Any] = next((said for said in self._engine.comm.all_gather_object(mine) if said), {})
         result: dict[str, Any] = {}
-        for key, value in known.items():
+        for key, value in described.items():
             if not isinstance(value, torch.dtype):
                 result[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
@@ -314,15 +332,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             result[key] = self._engine.assemble(line, flat, index)
         return result
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plain optimizer's ``state_dict()`` would be, whole. All ranks call it together."""
+        """Return what the plain optimizer's ``state_dict()`` would be, whole. All ranks call it together.
+
+        Under fp16 a key of its own, "loss_scale", goes with it.
+        """
         numbers = {name: number for number, name in enumerate(name for group in self.names for name in group)}
-        states = {number: self.full_state(name) for name, number in numbers.items()}
+        described = self.describe_states(numbers)
+        states = {number: self._whole_state(name, described[name]) for name, number in numbers.items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[n] for n in names]}
             for group, names in zip(self.param_groups, self.names, strict=True)
         ]
-        return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups}
+        whole: dict[str, Any] = {"state": {number: s for number, s in states.items() if s}, "param_groups": groups}
+        return whole if self._scale is None else {**whole, "loss_scale": self.loss_scale_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -333,6 +357,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {wanted}")
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
+        if self._scale is not None and "loss_scale" in state_dict:
+            self._scale.load(state_dict["loss_scale"])
         names = [name for group in self.names for name in group]
         numbers = [number for group in groups for number in group["params"]]
         self.state.clear()

@@ -76,6 +76,16 @@ class LossScale:
         """Divide fp32 gradients by the scale, in place, and note values that are not finite."""
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.overflow, self.inverse)
 
+    def state(self) -> list[float]:
+        """The scale and the length of the present streak without overflow, as plain numbers."""
+        return [float(self.scale), float(self._streak)]
+
+    def load(self, state: list[float]) -> None:
+        """Go on from :meth:`state`."""
+        self.scale.fill_(state[0])
+        self._streak.fill_(int(state[1]))
+        self.inverse = 1 / self.scale
+
     def update(self) -> None:
         """Halve the scale after an overflow, double it after a long streak without, and clear the note."""
         torch._amp_update_scale_(self.scale, self._streak, self.overflow, 2.0, 0.5, GROWTH_INTERVAL)

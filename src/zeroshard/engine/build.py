@@ -120,7 +120,7 @@ class Builder:
         self._from_meta = {name for name, p in self._parameters.items() if p.is_meta}
         self._trained = trained  # ids of the parameters an optimizer updates
         self._plans = plans
-        lane = Lane(comm.device)
+        lane = Lane(comm.device, comm.stopwatch)
         self.units = [Unit(p.name, self._flats(p), comm, ledger, lane, self._partitioned) for p in plans]
 
     def build(self) -> list[Unit]:

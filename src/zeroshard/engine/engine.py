@@ -443,6 +443,21 @@ class Engine:
             self.comm.all_reduce(line, self.comm.shard, f"assemble {flat.names[index]!r}").wait()
         return line.as_strided(flat.shapes[index], flat.strides[index])
 
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
+        flat, index = self.find(name)
+        self.order.begin("read a parameter")
+        exact = flat.shard if flat.master is None else flat.master
+        if exact is None:  # every rank has all of it
+            for unit in self._resident:
+                unit.wait()
+            return flat.view(flat.full, index).clone()
+        line = torch.zeros(flat.layout.numels[index], dtype=exact.dtype, device=flat.device)
+        for piece in flat.segments:
+            if piece.parameter == index:
+                line[piece.within.start : piece.within.end] = exact[piece.at : piece.at + piece.within.numel]
+        return self.assemble(line, flat, index)
+
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """The whole reduced gradient of one parameter, or None where it has none. All ranks call it together."""
         flat, index = self.find(name)

@@ -82,7 +82,7 @@ class Gradients:
         self.coefficient: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
         self.unreduced = False  # some backward has only summed locally
         self._comm, self._order, self._ledger, self._config = comm, order, ledger, config
-        self._lane = Lane(comm.device)
+        self._lane = Lane(comm.device, comm.stopwatch)
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
         self._packers: dict[tuple[Flat, int, int], _Packer] = {}  # by flat, bucket and slot
@@ -246,7 +246,7 @@ class Gradients:
     def _reduce(self, unit: Unit) -> None:
         """Pack a unit's gradients bucket by bucket and start their reduction, beside the computation."""
         self._order.check(unit.reduce_event)
-        Lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
+        self._lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
         self._read_by_lane.clear()
         if any(gradient.has_local for gradient in self._of(unit)):
             self._add_local(unit)
@@ -306,7 +306,7 @@ class Gradients:
         with self._lane:
             for ring in self._rings.values():
                 ring.settle()
-        Lane.join(self._lane.mark())
+        self._lane.join(self._lane.mark())
         self._read_by_lane.clear()
         for ring in self._rings.values():
             ring.close()

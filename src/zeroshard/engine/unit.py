@@ -228,7 +228,7 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        Lane.join(self._gathered)
+        self._lane.join(self._gathered)
         self._gathered = None
 
     def rest(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.stopwatch import Stopwatch
+
 
 class Lane:
     """Work issued inside ``with lane:`` runs beside the compute stream.
@@ -17,10 +19,11 @@ class Lane:
     hands memory out under a lane that still reads it, and what is in flight is bounded by who waits, not by luck.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
         on_gpu = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._guard: Any = None
+        self._stopwatch = stopwatch
 
     def __enter__(self) -> Lane:
         if self._stream is not None:
@@ -40,8 +43,8 @@ class Lane:
         """Note the lane's present end, to be awaited later."""
         return self._stream.record_event() if self._stream is not None else None
 
-    @staticmethod
-    def join(event: torch.cuda.Event | None) -> None:
+    def join(self, event: torch.cuda.Event | None) -> None:
         """Make the compute stream wait for a mark."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            with self._stopwatch:
+                torch.cuda.current_stream().wait_event(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -31,11 +32,15 @@ class Ledger:
 
     kinds: dict[tuple[str, str], Bytes] = field(default_factory=dict)  # (kind of state, tier)
     total: Bytes = field(default_factory=Bytes)
+    watch: Callable[[str, int], None] | None = None  # told of every change: (kind of state, its bytes now)
 
     def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count ``nbytes`` allocated, or freed when negative."""
-        self.kinds.setdefault((kind, tier), Bytes()).add(nbytes)
+        held = self.kinds.setdefault((kind, tier), Bytes())
+        held.add(nbytes)
         self.total.add(nbytes)
+        if self.watch is not None and nbytes:
+            self.watch(kind, held.now)
 
     def set(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count a kind that is measured as a whole."""

@@ -54,15 +54,20 @@ class Report:
             f"{'memory':<18}{'tier':<10}{'now':>9}{'peak':>11}",
         ]
         for (kind, tier), held in self.memory.items():
-            lines.append(f"{kind:<18}{tier:<10}{_size(held.now):>9}{_size(held.peak):>11}")
-        lines.append(f"{'total':<28}{_size(self.total.now):>9}{_size(self.total.peak):>11}")
+            lines.append(f"{kind:<18}{tier:<10}{size(held.now):>9}{size(held.peak):>11}")
+        lines.append(f"{'total':<28}{size(self.total.now):>9}{size(self.total.peak):>11}")
         lines.append(f"{'last step':<18}{'count':<10}{'bytes':>9}")
         for kind, traffic in self.collectives.items():
-            lines.append(f"{kind:<18}{traffic.count:<10}{_size(traffic.bytes):>9}")
+            lines.append(f"{kind:<18}{traffic.count:<10}{size(traffic.bytes):>9}")
         return "\n".join(lines)
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
+    """Write a number of bytes as people read it.
+
+    >>> size(4096)
+    '4.10 kB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -1,0 +1,1 @@
+"""Knowing before running: what a model's states will take."""

@@ -1,0 +1,58 @@
+"""The command `zeroshard train`: a rank of a job, or what starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from zeroshard.train.flags import read_options
+from zeroshard.train.options import Options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and return the exit status."""
+    options = read_options(argv)
+    from zeroshard.train.launch import TrainingError, default_ranks, launch
+    from zeroshard.train.world import launched_as
+
+    place = launched_as(os.environ)
+    if place is not None and not options.run.dry_run:
+        run_rank(options, int(place["RANK"]))
+    try:
+        ranks = options.sharding.ranks or default_ranks(options.sharding.device)
+        if options.run.dry_run:
+            from zeroshard.train.dry_run import dry_run
+
+            print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
+            return 0
+        from zeroshard.train.job import check
+
+        check(options, ranks)
+        return launch(ranks, argv)
+    except (TrainingError, ValueError, OSError, ImportError) as error:
+        print(f"zeroshard train: {error}", file=sys.stderr)
+        return 1
+
+
+def run_rank(options: Options, rank: int) -> None:
+    """Be one rank of the job, and end the process. A rank that fails leaves at once: the others wait for nobody."""
+    import torch.distributed as dist
+
+    from zeroshard.train.job import prepare
+    from zeroshard.train.launch import StopRequest, report_failure
+    from zeroshard.train.trainer import Trainer
+    from zeroshard.train.world import World
+
+    stop = StopRequest()
+    try:
+        world = World.join(options.sharding.device, options.sharding.timeout)
+        Trainer(prepare(options, world), stop).run()
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        report_failure(error, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(0)

@@ -1,0 +1,274 @@
+"""The corpus: from text, bundled or the user's, to two token files, one to train on and one held out.
+
+One rank calls :func:`encode_corpus`, which leaves everything in a directory; then all call :func:`open_corpus`:
+
+>>> import tempfile
+>>> directory = Path(tempfile.mkdtemp())
+>>> encode_corpus([], directory, vocabulary=512)  # no paths: Shakespeare
+True
+>>> corpus = open_corpus(directory, holdout=0.1)
+>>> corpus.vocabulary, len(corpus.train) > 4 * len(corpus.validation)
+(512, True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroshard.train.tokenizer import encode, leave_threads, load_tokenizer, train_tokenizer, vocabulary_of
+from zeroshard.train.tokens import TokenFile, dtype_for, is_token_file, write_token_chunks
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TEXT_SUFFIXES = (".markdown", ".md", ".rst", ".tex", ".text", ".txt")  # taken from a directory; a named file may be any
+CHUNK = 2**18  # bytes of text encoded at a time
+_FORMAT = 1  # of what lies in a corpus directory; another number is encoded anew
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The tokens of a run."""
+
+    train: TokenFile
+    validation: TokenFile | None
+    """None where nothing was held out."""
+    tokenizer: Path | None
+    """The tokenizer.json; None where token files were given without one."""
+    vocabulary: int | None
+    """The number of ids of the tokenizer."""
+
+
+def shakespeare() -> str:
+    """Eight plays, 1.04 MB of ASCII; NOTICE says whose edition.
+
+    >>> shakespeare()[:16]
+    'ROMEO AND JULIET'
+    """
+    return lzma.decompress(_bundled()).decode("ascii")
+
+
+def encode_corpus(
+    paths: Sequence[str | Path],
+    directory: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    vocabulary: int = 4096,
+    validation: Sequence[str | Path] = (),
+    dtype: str = "uint16",
+) -> bool:
+    """Encode texts into token files in `directory`, unless they lie there already; return whether it was done.
+
+    Each of `paths` and `validation` is text files and directories of them, or one token file, which is used where it
+    lies (`dtype`: that of a .bin). No paths: :func:`shakespeare`. No tokenizer: one of `vocabulary` ids is trained on
+    the training text. Texts are separated by the tokenizer's end of text, where it has one.
+    """
+    directory = Path(directory)
+    train, held_out = _sources(paths), _sources(validation) if validation else []
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    _check_sources(train, held_out, loaded is not None, dtype)
+    source = {
+        "format": _FORMAT,
+        "train": [_stamp(file) for file in train] or hashlib.sha256(_bundled()).hexdigest(),
+        "validation": [_stamp(file) for file in held_out],
+        "tokenizer": vocabulary if loaded is None else hashlib.sha256(loaded.to_str().encode()).hexdigest(),
+        "dtype": dtype,
+    }
+    if _is_whole(directory, source):
+        return False
+    record = directory / "corpus.json"
+    directory.mkdir(parents=True, exist_ok=True)
+    record.unlink(missing_ok=True)  # written again at the end: a directory with a record is whole
+    try:
+        found = _encode_sources(train, held_out, directory, loaded, vocabulary)
+    finally:
+        leave_threads()
+    partial = record.with_name(f".{record.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps({**found, "dtype": dtype, "source": source}, indent=1))
+    os.replace(partial, record)
+    return True
+
+
+def open_corpus(directory: str | Path, *, holdout: float = 0.1) -> Corpus:
+    """Open what :func:`encode_corpus` left: training tokens and held-out ones.
+
+    Where no validation texts were given, the last `holdout` of the tokens is held out; 0 holds out nothing.
+    """
+    directory = Path(directory)
+    record = directory / "corpus.json"
+    if not record.is_file():
+        raise FileNotFoundError(f"{directory} holds no encoded corpus (no corpus.json): call encode_corpus on one rank")
+    found = json.loads(record.read_text())
+    train = TokenFile.open(directory / found["train"], found["dtype"])
+    validation = None
+    if found["validation"] is not None:
+        validation = TokenFile.open(directory / found["validation"], found["dtype"])
+    elif holdout:
+        train, validation = train.split(holdout)
+    tokenizer = None if found["vocabulary"] is None else directory / "tokenizer.json"
+    return Corpus(train, validation, tokenizer, found["vocabulary"])
+
+
+def text_files(paths: Sequence[str | Path]) -> list[Path]:
+    """The text files that `paths` name: files as they are, directories with all below them, in the order of names.
+
+    In a directory, what is hidden or empty, and what is not called `*.txt`, `*.md` or the like, is passed over.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            below = sorted(_below(path))
+            if not below:
+                names = ", ".join(f"*{suffix}" for suffix in TEXT_SUFFIXES)
+                raise ValueError(f"the directory {path} holds no text: put files there that are named {names}")
+            files += below
+        elif not path.exists():
+            raise FileNotFoundError(f"there is no text file or directory {path}")
+        elif not path.stat().st_size:
+            raise ValueError(f"the text file {path} is empty: leave it out")
+        else:
+            files.append(path)
+    return files
+
+
+def read_texts(paths: Sequence[str | Path]) -> Iterator[str]:
+    """Read the text files that `paths` name, in pieces of a few hundred kB that joined give the whole."""
+    for file in text_files(paths):
+        yield from read_text(file)
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Read a text file in pieces of about `CHUNK` bytes, cut at line ends where there are any."""
+    begin, rest = 0, b""  # the offset of `rest` in the file; what the last cut left over
+    with open(path, "rb") as file:
+        while len(block := file.read(CHUNK)) == CHUNK:
+            rest += block
+            cut = _cut(rest)
+            if cut:
+                yield _decoded(path, rest[:cut], begin)
+            begin, rest = begin + cut, rest[cut:]
+    if rest + block:
+        yield _decoded(path, rest + block, begin)
+
+
+def _cut(text: bytes) -> int:
+    """Where to cut a text: at best after a lone line end, where the usual tokenizers give the same tokens as uncut."""
+    end = len(text) - 1
+    while (end := text.rfind(b"\n", 0, end)) > 0:
+        if not text[end - 1 : end].isspace() and not text[end + 1 : end + 2].isspace():
+            return end + 1
+    last = text.rfind(b"\n") + 1
+    if last:
+        return last
+    start = len(text) - 1  # no line end at all: before the last character, which may not be whole
+    while start > 0 and text[start] & 0xC0 == 0x80:  # a byte that continues a character
+        start -= 1
+    return start
+
+
+def _decoded(path: Path, text: bytes, begin: int) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 at byte {begin + error.start} (0x{text[error.start]:02x}): convert it, for example "
+            "with iconv -f latin1 -t utf-8, or leave it out"
+        ) from error
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, files in os.walk(directory, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = Path(folder, name)
+            shown = not name.startswith(".") and path.suffix.lower() in TEXT_SUFFIXES
+            if shown and path.is_file() and path.stat().st_size:
+                yield path
+
+
+def _sources(paths: Sequence[str | Path]) -> list[Path]:
+    """One token file, or text files."""
+    tokens = [path for path in map(Path, paths) if is_token_file(path)]
+    if tokens and len(paths) > 1:
+        raise ValueError(f"{tokens[0]} is a token file and {len(paths) - 1} more paths came with it: give it alone")
+    return tokens or text_files(paths)
+
+
+def _check_sources(train: list[Path], held_out: list[Path], tokenizer_given: bool, dtype: str) -> None:
+    ready = [files[0] for files in (train, held_out) if _is_encoded(files)]
+    for path in ready:
+        TokenFile.open(path, dtype)  # raises if it cannot be
+    if held_out and len(ready) == 1 and not tokenizer_given:
+        raise ValueError(
+            f"{ready[0]} holds token ids, the rest is text, and no tokenizer was given: give the one that made the ids"
+        )
+
+
+def _is_encoded(files: list[Path]) -> bool:
+    return bool(files) and is_token_file(files[0])
+
+
+def _encode_sources(
+    train: list[Path], held_out: list[Path], directory: Path, tokenizer: Tokenizer | None, vocabulary: int
+) -> dict[str, Any]:
+    """Make the files of a corpus; return what the record says of them."""
+    if tokenizer is None and _is_encoded(train):
+        held_out_at = str(held_out[0].resolve()) if held_out else None
+        return {"train": str(train[0].resolve()), "validation": held_out_at, "vocabulary": None}
+    if tokenizer is None:
+        tokenizer = train_tokenizer((text for text in _documents(train) if text is not None), vocabulary)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return {
+        "train": _encode_part(train, directory / "train.npy", tokenizer),
+        "validation": _encode_part(held_out, directory / "validation.npy", tokenizer) if held_out else None,
+        "vocabulary": vocabulary_of(tokenizer),
+    }
+
+
+def _encode_part(files: list[Path], path: Path, tokenizer: Tokenizer) -> str:
+    """Encode texts to `path` and return its name; of a token file, return where it lies."""
+    if _is_encoded(files):
+        return str(files[0].resolve())
+    write_token_chunks(path, encode(tokenizer, _documents(files)), dtype_for(vocabulary_of(tokenizer) - 1))
+    return path.name
+
+
+def _documents(files: list[Path]) -> Iterator[str | None]:
+    """Pieces of text, and None at the end of each text."""
+    if not files:
+        yield shakespeare()
+        yield None
+    for file in files:
+        yield from read_text(file)
+        yield None
+
+
+def _is_whole(directory: Path, source: dict[str, Any]) -> bool:
+    """Whether `directory` holds what `source` asks for."""
+    try:
+        found = json.loads((directory / "corpus.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    names = [found.get("train"), found.get("validation")]
+    there = all((directory / name).is_file() for name in names if name is not None)
+    return there and bool(found.get("source") == source)
+
+
+def _stamp(file: Path) -> list[str | int]:
+    status = file.stat()
+    return [str(file.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def _bundled() -> bytes:
+    return (resources.files("zeroshard.train") / "shakespeare.txt.xz").read_bytes()

@@ -1,0 +1,88 @@
+"""RunDirectory: where a run keeps what it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class RunDirectory:
+    """A directory with ``config.json`` (options), ``run.json`` (what came of it), ``metrics.jsonl``, ``report.html``,
+    ``checkpoints/``, ``model/`` (the trained weights) and ``data/`` (tokens).
+
+    >>> RunDirectory(Path("runs/tiny")).metrics.as_posix()
+    'runs/tiny/metrics.jsonl'
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.data = path / "data"
+
+    def exists(self) -> bool:
+        """Whether a run has begun here."""
+        return (self.path / "config.json").is_file()
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """Make the directory and write the options into it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "config.json", config)
+
+    def read_config(self) -> dict[str, Any]:
+        """The options it was begun with."""
+        return read_json(self.path / "config.json")
+
+    def read_record(self) -> dict[str, Any]:
+        """What ``run.json`` says; nothing before there is one."""
+        path = self.path / "run.json"
+        return read_json(path) if path.is_file() else {}
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Write ``run.json``."""
+        write_json(self.path / "run.json", record)
+
+
+def new_directory(parent: Path, name: str) -> Path:
+    """A directory for a new run: ``parent/name``, or with the first number that is free.
+
+    >>> new_directory(Path("nowhere"), "tiny").as_posix()
+    'nowhere/tiny'
+    """
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        if not path.exists():
+            return path
+        number += 1
+
+
+def newest_run(parent: Path) -> Path | None:
+    """The run under ``parent`` that was begun last."""
+    runs = [path for path in parent.glob("*") if RunDirectory(path).exists()]
+    return max(runs, key=lambda path: (path / "config.json").stat().st_mtime, default=None)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that is whole or not there."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): it was written by something else, or damaged") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object is wanted")
+    return value

@@ -1,0 +1,57 @@
+"""Dry run: what `zeroshard train` would use, told without using it."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.memory.report import size
+from zeroshard.planner.memory import Memory, predict_memory
+from zeroshard.train.job import batching_of, chosen_precision, sequence_length
+from zeroshard.train.language_model import open_language_model
+from zeroshard.train.options import Options
+
+STAGES = (0, 1, 2, 3)
+
+
+def dry_run(options: Options, ranks: int) -> str:
+    """Say what a run on ``ranks`` ranks would be, and what each would hold in every stage. Takes no memory to speak of.
+
+    >>> print(dry_run(Options(), ranks=2).splitlines()[0])
+    model     GPT, 4 layers, 4 heads, width 128, 1,071,872 parameters
+    """
+    language_model = open_language_model(options.model, options.data)
+    sequence = sequence_length(options, language_model)
+    training = options.training
+    batching = batching_of(options, ranks)
+    device = "cuda" if options.sharding.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = chosen_precision(options, device)
+    parameters = list(language_model.module.parameters())
+    total, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
+    share = "" if trained == total else f", {trained:,} of them trained"
+    passes = "s" if batching.accumulate > 1 else ""
+    lines = [
+        f"model     {language_model.description}, {total:,} parameters{share}",
+        f"data      {', '.join(options.data.data) or 'Shakespeare, eight plays'}",
+        f"ranks     {ranks} on {device}",
+        f"ZeRO      stage {options.sharding.stage}, {precision}",
+        f"steps     {training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} a rank and "
+        f"backward, {batching.accumulate} backward{passes} a step",
+        f"rate      {training.lr:g} after {training.warmup} steps, then down by a cosine; clipped at {training.clip:g}",
+        f"out       {options.run.out or f'runs/{options.name}, or with a number'}",
+        "",
+        "memory a rank (activations come on top)",
+    ]
+    plans = {
+        stage: predict_memory(language_model.module, ranks=ranks, stage=stage, precision=precision) for stage in STAGES
+    }
+    return "\n".join([*lines, *_table(plans, options.sharding.stage)])
+
+
+def _table(plans: dict[int, Memory], chosen: int) -> list[str]:
+    kinds = [kind for kind in plans[0].states if any(plan.states[kind] for plan in plans.values())]
+    rows = [(kind, [size(plan.states[kind]) for plan in plans.values()]) for kind in kinds]
+    rows.append(("states", [size(plan.at_rest) for plan in plans.values()]))
+    rows.append(("most in a step", [size(plan.peak) for plan in plans.values()]))
+    titles = [f"stage {stage}" + (" ←" if stage == chosen else "") for stage in plans]
+    lines = [(" " * 18 + "".join(f"{title:>13}" for title in titles)).rstrip()]
+    return lines + [f"{name:<18}" + "".join(f"{value:>13}" for value in values) for name, values in rows]

@@ -1,0 +1,76 @@
+"""Flags: options from the command line, a file and an earlier run, one over the other."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from zeroshard.train.directory import RunDirectory, newest_run
+from zeroshard.train.options import Options
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """Turn a command line into options; what is wrong with it is printed, and ends the program with status 2.
+
+    >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
+    4
+    """
+    given = _parse(argv, Options())
+    layers: list[tuple[list[str], str]] = []
+    if given.run.resume:
+        saved = saved_options(given)
+        if saved is not None:
+            layers.append((_as_flags(saved), "the run's config.json"))
+    if given.run.config is not None:
+        layers.append((_as_flags(read_file(Path(given.run.config))), given.run.config))
+    layers.append((list(argv), ""))
+    options = Options()
+    for flags, source in layers:
+        options = _parse(flags, options, source)
+    return options
+
+
+def saved_options(options: Options) -> dict[str, Any] | None:
+    """The options of the run that is to be resumed; None where it would be a new one."""
+    path = Path(options.run.out) if options.run.out is not None else newest_run(Path("runs"))
+    if path is None:
+        raise SystemExit("zeroshard train: there is no run under runs/ to resume: give its directory with --out")
+    run = RunDirectory(path)
+    return {**run.read_config(), "out": str(path)} if run.exists() else None
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a TOML or JSON file of options."""
+    try:
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise SystemExit(f"zeroshard train: cannot read the options in {path}: {error.strerror}") from error
+    except ValueError as error:
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise SystemExit(f"zeroshard train: {path} is not {kind}: {error}") from error
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        raise SystemExit(f"zeroshard train: {path} is not a plain table of options: write them as `stage = 3`")
+    return values
+
+
+def _as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Write options as the command line has them."""
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            flags += [flag, *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return flags
+
+
+def _parse(flags: Sequence[str], default: Options, source: str = "") -> Options:
+    prog = f"zeroshard train (options of {source})" if source else "zeroshard train"
+    return tyro.cli(Options, args=list(flags), default=default, prog=prog, config=(tyro.conf.OmitArgPrefixes,))

@@ -1,0 +1,302 @@
+"""HuggingFaceModel: a causal language model of transformers, from its directory into the job and back."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroshard
+from zeroshard.train.conversion import Recipe, saving
+from zeroshard.train.filling import Filling
+from zeroshard.train.weights import INDEX, SINGLE, Entry, Weights, write_directory
+
+if TYPE_CHECKING:
+    from zeroshard.train.lora import LoRA
+    from zeroshard.train.options import ModelOptions
+
+CONFIG = "config.json"
+BASE = "base"  # where a model from scratch lies beside its adapters
+_BESIDE = (  # what belongs to a model beside its config and weights
+    "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
+    "vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model tekken.json chat_template.jinja "
+    "chat_template.json"
+).split()
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+_LIMIT = 5e9  # bytes of one file
+
+
+class HuggingFaceModel:
+    """A causal language model of transformers, on the meta device until ``zeroshard.shard`` fills it.
+
+    Give ``module`` and ``init_fn`` to :func:`zeroshard.shard`. No rank ever holds more of the model than its shards and
+    one unit: the first rank reads each tensor from where it lies in the files, and tensors are written one by one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, file = _located(path)
+        stored = None if path.is_file() else _weights(self.path)
+        self.config = _config(file)  # as it was read: transformers writes into the one a model is built from
+        self.base: Any = _built(self.config, file)  # transformers' own model, also where adapters are put around it
+        self.module: nn.Module = self.base
+        self._filling = Filling(self.base, stored, str(self.path))
+        self._dtypes = {name: tensor.dtype for name, tensor in (stored or {}).items()}
+        common = Counter(dtype for dtype in self._dtypes.values() if dtype.is_floating_point).most_common(1)
+        self.dtype: torch.dtype = common[0][0] if common else self.config.dtype or torch.float32  # saved in
+
+        text = self.base.config.get_text_config()
+        embedding = self.base.get_input_embeddings().weight  # [vocabulary, width]
+        self.vocabulary = int(embedding.shape[0])
+        lengths = (getattr(text, name, None) for name in _LENGTHS)
+        self.context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+        self.layers = int(getattr(text, "num_hidden_layers", 0))
+        self.width = int(getattr(text, "hidden_size", embedding.shape[1]))
+        self.description = f"{type(self.base).__name__}, {self.layers} layers, width {self.width}"
+        tokenizer = self.path / "tokenizer.json"
+        self.tokenizer = tokenizer if tokenizer.is_file() else None
+        self.pretrained = stored is not None
+        self.lora: LoRA | None = None
+
+    def add_lora(self, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
+        """Freeze the model and train low-rank adapters instead; before ``module`` is given to ``shard``."""
+        from zeroshard.train.lora import LoRA
+
+        self.lora = LoRA(self.base, rank, alpha, targets)
+        self.module = self.lora.module
+        self.description += f", {self.lora.description}"
+
+    def init_fn(self, module: nn.Module) -> None:
+        """Fill one module's own parameters and buffers, as :class:`zeroshard.Config` wants it."""
+        if self.lora is not None and module in self.lora:
+            self.lora.fill(module)
+        elif module in self._filling:
+            self._filling.fill(module)
+        else:
+            raise ValueError(f"this {type(module).__name__} is no part of {self.path}: shard HuggingFaceModel.module")
+
+    def checkpoint_activations(self) -> None:
+        """Keep only the blocks' inputs, and compute the rest again in backward."""
+        if not self.base.supports_gradient_checkpointing:
+            raise ValueError(f"{type(self.base).__name__} cannot recompute activations: leave --recompute out")
+        self.base.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy, in fp32; while training, with the routers' own loss where the config asks for it."""
+        return loss(module, tokens, targets)
+
+    def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, sequence, vocabulary) scores of the next token."""
+        logits: torch.Tensor = module(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def save(self, module: nn.Module, directory: Path | None) -> None:
+        """Write what was trained: adapters, else the model as it came, with config, tokenizer and dtypes.
+
+        All ranks call it together; those without a directory only help.
+        """
+        if self.lora is None:
+            self.save_base(module, directory)
+        elif self.pretrained:
+            self.lora.save(module, directory, self.path.resolve())
+        else:  # adapters of a model that is nowhere else
+            self.lora.save(module, directory, (directory or Path()).resolve() / BASE)
+            self.save_base(module, directory and directory / BASE)
+
+    def save_base(self, module: nn.Module, directory: Path | None) -> None:
+        """Write the model without its adapters."""
+        sharded = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = {name: sharded[id(parameter)] for name, parameter in self._filling.parameters()}
+        buffers = dict(self._filling.saved_buffers())
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._filling.parameters()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+
+        def read(name: str) -> torch.Tensor:
+            return buffers[name] if name in buffers else zeroshard.full_parameter(module, parameters[name])
+
+        def blank(name: str) -> torch.Tensor:
+            dtype = buffers[name].dtype if name in buffers else self.dtype
+            return torch.empty(shapes[name], dtype=dtype, device="meta")
+
+        homes: dict[str, Recipe] = {}  # of each tensor that is written
+        entries: list[Entry] = []
+        for recipe in saving(self.base, shapes):
+            for name, tensor in recipe.make(blank, self.base).items():
+                homes[name] = recipe
+                entries.append(Entry(name, self._dtypes.get(name, tensor.dtype), tuple(tensor.shape)))
+        made: dict[str, torch.Tensor] = {}  # by one recipe, and not yet written
+
+        def fetch(name: str) -> torch.Tensor:
+            if name not in made:
+                made.update(homes[name].make(read, self.base))
+            return made.pop(name)
+
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        write_directory(directory, entries, fetch, {"format": "pt"}, _LIMIT)
+        if directory is not None:
+            self._write_beside(directory)
+
+    def _write_beside(self, directory: Path) -> None:
+        """Write the config, and copy what needs no change."""
+        config = copy.deepcopy(self.config)
+        config.dtype = config.dtype or self.dtype
+        config.architectures = [type(self.base).__name__]
+        config.save_pretrained(str(directory))
+        for name in _BESIDE:
+            if (self.path / name).is_file() and directory.resolve() != self.path.resolve():
+                shutil.copyfile(self.path / name, directory / name)
+
+
+def open_model(path: Path) -> HuggingFaceModel:
+    """Open a local directory with config.json and, to go on from them, weights; or a config.json, to begin anew.
+
+    >>> import tempfile
+    >>> config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
+    >>> path = Path(tempfile.mkdtemp()) / "config.json"
+    >>> _ = path.write_text(json.dumps(config))
+    >>> model = open_model(path)
+    >>> model.description
+    'GPT2LMHeadModel, 2 layers, width 64'
+    >>> sharded, _ = zeroshard.shard(model.module, stage=3, init_fn=model.init_fn)
+    """
+    return HuggingFaceModel(path)
+
+
+def open_hugging_face(options: ModelOptions) -> HuggingFaceModel:
+    """Open the model that the options of `zeroshard train` name, with adapters and recomputation as they say."""
+    for name in ("layers", "heads", "width"):
+        if getattr(options, name) is not None:
+            raise ValueError(
+                f"--{name} changes a preset; a Hugging Face model has its own in {CONFIG}: change it there"
+            )
+    model = open_model(Path(options.model))
+    if options.recompute:
+        model.checkpoint_activations()
+    if options.lora:
+        model.add_lora(options.lora_rank, options.lora_alpha, options.lora_targets)
+    return model
+
+
+def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
+    """What was saved, whole and in this process: the logits of (batch, sequence) tokens, and the longest sequence."""
+    library = _transformers()
+    adapter = directory / "adapter_config.json"
+    base = directory
+    if adapter.is_file():
+        told = json.loads(adapter.read_text())["base_model_name_or_path"]
+        base = directory / BASE if (directory / BASE).is_dir() else Path(told)
+    context = open_model(base).context  # tells what is wrong with the directory, too
+    model = library.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
+    if adapter.is_file():
+        from zeroshard.train.lora import load_adapter
+
+        model = load_adapter(model, directory)
+    model.eval()
+    return lambda tokens: model(input_ids=tokens).logits, context
+
+
+def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of (batch, sequence) tokens' logits and targets, in fp32.
+
+    Under autograd, with the loss by which routers balance their experts, where the config says output_router_logits.
+    """
+    output = model(input_ids=tokens, use_cache=False)
+    value: torch.Tensor = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
+    balance = getattr(output, "aux_loss", None)
+    if balance is None or not torch.is_grad_enabled():
+        return value
+    places = (model, model.config.get_text_config())
+    weights = (getattr(place, name, None) for place in places for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    weight: float = next(weight for weight in weights if weight is not None)
+    return value.add(balance.float(), alpha=weight)
+
+
+# ------------------------------------------------------------------------------------------------- opening
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            f"a Hugging Face model needs transformers ({error}): run pip install 'zeroshard[huggingface]'"
+        ) from error
+
+
+def _located(path: Path) -> tuple[Path, Path]:
+    """The model's directory and its config file."""
+    if path.is_file():
+        return path.parent, path
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is neither a preset nor a directory or file here: give a preset, the directory of a Hugging Face "
+            "model on this machine, or its config.json (nothing is downloaded)"
+        )
+    if not (path / CONFIG).is_file():
+        raise FileNotFoundError(f"{path} holds no {CONFIG}: give the directory of a Hugging Face model")
+    return path, path / CONFIG
+
+
+def _weights(directory: Path) -> Weights | None:
+    """The directory's weights; None where it has none of any sort."""
+    if (directory / INDEX).is_file() or (directory / SINGLE).is_file():
+        return Weights(directory)
+    others = sorted(
+        path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    )
+    if others:
+        raise ValueError(
+            f"{directory} holds weights only as {', '.join(others[:4])}, wanted {SINGLE} or {INDEX}: load them with "
+            f"transformers and save_pretrained() them, which writes safetensors; or give {directory / CONFIG} to begin "
+            "from scratch"
+        )
+    return None
+
+
+def _config(file: Path) -> Any:
+    """Read a config with transformers' own class; no code that comes with a model is run."""
+    library = _transformers()
+    try:
+        told = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG} of a Hugging Face model") from error
+    if not isinstance(told, dict) or "model_type" not in told:
+        raise ValueError(f'{file} has no "model_type": give the {CONFIG} of a Hugging Face model')
+    if told.get("quantization_config") is not None:
+        raise ValueError(f"{file} is of a quantized model, which cannot be trained: give the weights in 16 or 32 bits")
+    kind = told["model_type"]
+    try:
+        config = library.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many classes
+        raise ValueError(f"{file}: transformers {library.__version__} does not take it: {error}") from error
+    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{file} is of a {kind!r} model, which transformers has no causal language model of")
+    return config
+
+
+def _built(config: Any, file: Path) -> Any:
+    """Build the model on the meta device, in fp32: in what it computes, and is kept, ``shard`` is told."""
+    library = _transformers()
+    try:
+        with torch.device("meta"):
+            model = library.AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:
+        raise ValueError(f"{file}: transformers {library.__version__} cannot build the model: {error}") from error
+    masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING
+    if masked and not (getattr(model.config, "is_decoder", False) or getattr(model.config, "causal", False)):
+        raise ValueError(
+            f"{file} is of a {config.model_type!r} encoder, whose tokens see those that follow: "
+            'set "is_decoder" to true there to train it as a causal language model'
+        )
+    return model

@@ -1,0 +1,226 @@
+"""Job: everything a run needs, made from its options: directory, data, model, optimizer, and where it begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from zeroshard.planner.memory import predict_memory
+from zeroshard.train.batching import Batching
+from zeroshard.train.checkpoint import Checkpoint, whole_checkpoints
+from zeroshard.train.corpus import Corpus, encode_corpus, open_corpus
+from zeroshard.train.directory import RunDirectory, new_directory
+from zeroshard.train.language_model import LanguageModel, open_language_model
+from zeroshard.train.launch import TrainingError
+from zeroshard.train.loader import Loader
+from zeroshard.train.options import Options
+from zeroshard.train.record import Record, paper_traffic
+from zeroshard.train.tokens import TokenFile
+from zeroshard.train.world import World
+
+NOT_KEPT = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
+
+
+@dataclass
+class Job:
+    """What the loop runs on."""
+
+    options: Options
+    world: World
+    directory: RunDirectory
+    language_model: LanguageModel
+    model: nn.Module
+    optimizer: zeroshard.ShardedOptimizer
+    corpus: Corpus
+    batching: Batching
+    training: Loader
+    held_out: Loader | None
+    precision: str
+    record: Record
+    checkpoint: Checkpoint | None
+    """Where the run goes on from."""
+
+
+def prepare(options: Options, world: World) -> Job:
+    """Make everything. What is wrong with the options, files or sizes is told before anything is trained."""
+    try:
+        return _prepare(options, world)
+    except (ValueError, OSError, ImportError) as error:
+        raise TrainingError(str(error)) from error
+
+
+def check(options: Options, ranks: int) -> None:
+    """Refuse what can be seen to be wrong before there are ranks."""
+    batching_of(options, ranks)
+    _choose_directory(options)
+    for path in (*options.data.data, *options.data.validation):
+        if not Path(path).exists():
+            raise FileNotFoundError(f"{path}, given as data, is not there")
+
+
+def batching_of(options: Options, ranks: int) -> Batching:
+    """How the batch is divided."""
+    training = options.training
+    return Batching.divide(ranks, training.batch, training.micro_batch, training.accumulate)
+
+
+def _prepare(options: Options, world: World) -> Job:
+    batching = batching_of(options, world.ranks)
+    language_model = open_language_model(options.model, options.data)
+    sequence = sequence_length(options, language_model)
+    directory = _open_directory(options, world)
+    corpus = _open_corpus(options, world, directory, language_model)
+
+    def loader(tokens: TokenFile, rows: int) -> Loader:
+        seed, vocabulary = options.training.seed, language_model.vocabulary
+        return Loader(tokens, sequence=sequence, batch=rows, seed=seed, vocabulary=vocabulary)
+
+    held_out = loader(corpus.validation, world.ranks) if corpus.validation is not None else None
+    training = loader(corpus.train, batching.batch)
+    found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
+    checkpoint = Checkpoint(found[-1]) if found else None
+    precision = chosen_precision(options, world.device.type)
+    record = _record(options, world, language_model, precision, batching)
+    if checkpoint is not None:
+        record.go_on(directory.read_record(), float(checkpoint.state["seconds"]))
+    model, optimizer = _shard(options, world, language_model, precision, checkpoint)
+    return Job(
+        options=options,
+        world=world,
+        directory=directory,
+        language_model=language_model,
+        model=model,
+        optimizer=optimizer,
+        corpus=corpus,
+        batching=batching,
+        training=training,
+        held_out=held_out,
+        precision=precision,
+        record=record,
+        checkpoint=checkpoint,
+    )
+
+
+def sequence_length(options: Options, language_model: LanguageModel) -> int:
+    """Tokens a sequence: what was asked for, else the model's context, at most 1024."""
+    context = language_model.context
+    wanted = options.model.sequence or min(context or 1024, 1024)
+    if context is not None and wanted > context:
+        raise ValueError(f"sequences of {wanted} tokens do not fit the model's context of {context}: shorten them")
+    return wanted
+
+
+def chosen_precision(options: Options, device: str) -> str:
+    """The precision that "auto" stands for on a device."""
+    if options.sharding.precision != "auto":
+        return options.sharding.precision
+    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def _choose_directory(options: Options) -> RunDirectory:
+    out = options.run.out
+    run = RunDirectory(Path(out) if out is not None else new_directory(Path("runs"), options.name))
+    if run.exists() and not options.run.resume:
+        raise TrainingError(f"{run.path} holds a run: add --resume to go on with it, or give another --out")
+    return run
+
+
+def _open_directory(options: Options, world: World) -> RunDirectory:
+    """Choose and make the run's directory on the first rank, and tell the others."""
+    chosen: list[Any] = [None]
+    if world.first:
+        run = _choose_directory(options)
+        kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT}
+        run.create(kept)
+        chosen = [os.fspath(run.path)]
+    dist.broadcast_object_list(chosen, src=0)
+    return RunDirectory(Path(chosen[0]))
+
+
+def _open_corpus(options: Options, world: World, directory: RunDirectory, language_model: LanguageModel) -> Corpus:
+    """Encode the texts on the first rank, and open the tokens on all."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # much text takes long
+    if world.first:
+        tokenizer = options.data.tokenizer or language_model.tokenizer
+        encode_corpus(
+            options.data.data,
+            directory.data,
+            tokenizer=tokenizer,
+            vocabulary=language_model.vocabulary,
+            validation=options.data.validation,
+        )
+    dist.barrier(group=patient)
+    corpus = open_corpus(directory.data, holdout=options.data.holdout)
+    if corpus.vocabulary is not None and corpus.vocabulary > language_model.vocabulary:
+        raise ValueError(
+            f"the tokenizer has {corpus.vocabulary} ids, the model {language_model.vocabulary}: "
+            f"give --vocabulary {corpus.vocabulary}, or another --tokenizer"
+        )
+    return corpus
+
+
+def _shard(
+    options: Options, world: World, language_model: LanguageModel, precision: str, checkpoint: Checkpoint | None
+) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
+    """Fill and partition the model unit by unit, and give the optimizer its states back."""
+    training, module = options.training, language_model.module
+    init_fn: Callable[[nn.Module], None] | None = language_model.init_fn
+    if checkpoint is not None:
+        init_fn = checkpoint.init_fn(module, init_fn)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=training.lr, betas=training.betas)
+    torch.manual_seed(training.seed)
+    model, optimizer = zeroshard.shard(
+        module.to_empty(device="meta"),
+        adamw,
+        stage=options.sharding.stage,
+        precision=precision,
+        timeout=options.sharding.timeout,
+        init_fn=init_fn,
+    )
+    for group in (adamw.defaults, *adamw.param_groups):  # AdamW itself refuses fused=True on the meta device
+        group["fused"] = True
+    adamw._step_supports_amp_scaling = True
+    if checkpoint is not None:
+        checkpoint.load_optimizer(optimizer)
+    return model, optimizer
+
+
+def _record(
+    options: Options, world: World, language_model: LanguageModel, precision: str, batching: Batching
+) -> Record:
+    module = language_model.module
+    sizes = {grad: sum(p.numel() for p in module.parameters() if p.requires_grad is grad) for grad in (True, False)}
+    on_gpu = world.device.type == "cuda"
+    return Record(
+        name=options.name,
+        settings={**options.flat(), **vars(batching)},
+        model={"parameters": sizes[True] + sizes[False], "description": language_model.description},
+        stage=options.sharding.stage,
+        precision=precision,
+        ranks=world.ranks,
+        backend=world.backend,
+        device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+        plain=predict_memory(module, ranks=world.ranks, stage=0, precision=precision).states,
+        paper_traffic=paper_traffic(
+            options.sharding.stage,
+            world.ranks,
+            sizes[True],
+            sizes[False],
+            4 if precision == "fp32" else 2,
+            batching.accumulate,
+        ),
+    )

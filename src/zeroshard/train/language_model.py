@@ -1,0 +1,144 @@
+"""LanguageModel: what the main job asks of a model, and the reference GPT as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.presets import PRESETS
+from zeroshard.train.directory import read_json, write_json
+from zeroshard.train.options import DataOptions, ModelOptions
+from zeroshard.train.weights import Entry, Weights, write_directory
+
+FORMAT = "zeroshard-gpt"  # in config.json, under the key that Hugging Face's models have theirs
+
+
+class LanguageModel(Protocol):
+    """A causal language model on the meta device, and how it is used."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself."""
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids it knows."""
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence; None where the model has no limit."""
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+
+    @property
+    def width(self) -> int:
+        """Size of the residual stream."""
+
+    @property
+    def init_fn(self) -> Callable[[nn.Module], None] | None:
+        """Fills one module's own parameters, as :class:`zeroshard.Config` wants it; None: ``reset_parameters``."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer that the model was made with."""
+
+    def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy, in fp32."""
+
+    def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, sequence, vocabulary) scores of the next token."""
+
+    def save(self, module: nn.Module, directory: Path | None) -> None:
+        """Write the sharded model in the format it came in. All ranks call it; those without a directory only help."""
+
+
+class ReferenceGPT:
+    """The reference GPT, by a preset and what is changed of it."""
+
+    init_fn = None
+    tokenizer = None
+
+    def __init__(self, config: GPTConfig) -> None:
+        with torch.device("meta"):
+            self.module: nn.Module = GPT(config)
+        self.config = config
+        self.vocabulary, self.context = config.vocab_size, config.context
+        self.layers, self.width = config.layers, config.width
+        self.description = f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
+
+    @classmethod
+    def of_options(cls, model: ModelOptions, data: DataOptions) -> ReferenceGPT:
+        """Take the preset, with what the options change.
+
+        >>> ReferenceGPT.of_options(ModelOptions(layers=2), DataOptions()).description
+        'GPT, 2 layers, 4 heads, width 128'
+        """
+        preset = PRESETS[model.model]
+        config = GPTConfig(
+            vocab_size=data.vocabulary or preset.vocabulary,
+            context=model.sequence or preset.context,
+            layers=model.layers or preset.layers,
+            heads=model.heads or preset.heads,
+            width=model.width or preset.width,
+            checkpoint=model.recompute,
+        )
+        return cls(config)
+
+    def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy, in fp32."""
+        loss: torch.Tensor = module(tokens, targets)
+        return loss
+
+    def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token."""
+        logits: torch.Tensor = module(tokens)
+        return logits
+
+    def save(self, module: nn.Module, directory: Path | None) -> None:
+        """Write config.json and model.safetensors."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        entries = [Entry(name, torch.float32, shape) for name, shape in shapes.items()]
+        write_directory(directory, entries, lambda name: zeroshard.full_parameter(module, name), {"format": "pt"})
+        if directory is not None:
+            write_json(directory / "config.json", {"model_type": FORMAT, **dataclasses.asdict(self.config)})
+
+    @staticmethod
+    def load(directory: Path) -> GPT:
+        """Read what :meth:`save` wrote, as a plain model."""
+        config = read_json(directory / "config.json")
+        config.pop("model_type")
+        model = GPT(GPTConfig(**config))
+        with Weights(directory) as weights:
+            model.load_state_dict(dict(weights))
+        return model
+
+
+def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel:
+    """Find the model that the options name."""
+    if model.model in PRESETS:
+        if model.lora:
+            raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
+        return ReferenceGPT.of_options(model, data)
+    from zeroshard.train.huggingface import open_hugging_face
+
+    return open_hugging_face(model)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Put the tokenizer beside a saved model."""
+    if source.is_file() and not (directory / source.name).exists():
+        shutil.copy2(source, directory / source.name)

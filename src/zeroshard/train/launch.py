@@ -1,0 +1,110 @@
+"""Launch: the ranks of this machine through torch's elastic launcher, and what is said when one of them fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+ACCOUNTS = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
+GRACE = 120  # seconds that ranks have for their last checkpoint once they are told to stop
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, for a reason that the message says wholly."""
+
+
+def launch(ranks: int, argv: Sequence[str]) -> int:
+    """Run `zeroshard train` on ``ranks`` processes of this machine, and return the exit status."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is told below, once
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+    )
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as accounts:
+        os.environ[ACCOUNTS] = accounts
+        try:
+            elastic_launch(config, sys.executable)("-m", "zeroshard", "train", *argv)
+        except ChildFailedError as error:
+            exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            print("zeroshard train: " + first_failure(Path(accounts), exits), file=sys.stderr)
+            return 1
+        except SignalException as error:  # the ranks were told, and have written their last checkpoint
+            return 128 + int(error.sigval)
+    return 0
+
+
+def first_failure(accounts: Path, exits: dict[int, int]) -> str:
+    """Say which rank failed first, and why: the others failed because it was gone.
+
+    A rank that was killed leaves no account, and goes before those that do.
+    """
+    for rank, status in exits.items():
+        if status < 0 and status != -signal.SIGTERM:  # which the launcher sends to those that are left
+            name = signal.Signals(-status).name
+            return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    told = [json.loads(path.read_text()) for path in accounts.glob("*.json")]
+    if not told:
+        return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exits.items())
+    first = min(told, key=lambda account: float(account["moment"]))
+    return str(first["account"])
+
+
+def report_failure(error: BaseException, rank: int) -> None:
+    """Tell what ended this rank: to our own launcher, else to the terminal and to torchrun."""
+    stack = "".join(traceback.format_exception(error)).rstrip()
+    account = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
+    directory = os.environ.get(ACCOUNTS)
+    if directory is not None:
+        partial = Path(directory, f"{rank}.partial")
+        partial.write_text(json.dumps({"rank": rank, "moment": time.time(), "account": account}))
+        partial.rename(partial.with_suffix(".json"))
+        return
+    print(f"zeroshard train: {account}", file=sys.stderr)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        ErrorHandler().record_exception(error)
+
+
+class StopRequest:
+    """Whether this rank was told to stop: by Ctrl-C, or by a scheduler's SIGTERM. A second signal ends it at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_DFL)
+
+
+def default_ranks(device: str) -> int:
+    """How many ranks to start here: one a GPU, or two on the CPU."""
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if device == "cuda":
+        raise TrainingError("--device cuda: torch finds no GPU here")
+    return 2

@@ -1,0 +1,104 @@
+"""LoRA: low-rank adapters of PEFT around a frozen model; they alone are trained and saved."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.train.weights import Entry, write_file
+
+WEIGHTS = "adapter_model.safetensors"
+_NAME = "default"  # PEFT's, of an adapter that is given none
+
+
+class LoRA:
+    """The adapters of one model. What is trained is ``module``: the model, changed in place, in PEFT's wrapper.
+
+    ``targets`` are names of modules, or their last parts; "all-linear" means all but the head, and none means those
+    that PEFT takes for the architecture. An adapter's scale is ``alpha / rank``.
+    """
+
+    def __init__(self, model: Any, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
+        peft = _peft()
+        inside = set(model.modules())
+        config = peft.LoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            target_modules=targets[0] if len(targets) == 1 and targets[0] == "all-linear" else list(targets) or None,
+            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in inside),  # GPT-2's are transposed
+            task_type="CAUSAL_LM",
+        )
+        with torch.device("meta"):
+            self.module: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+        self._fillers = dict(_fillers(self.module))
+        unknown = [
+            name
+            for name, module in self.module.named_modules()
+            if module not in inside and module not in self._fillers and [*module.parameters(recurse=False)]
+        ]
+        if unknown:
+            raise ValueError(f"PEFT has put {', '.join(unknown[:8])} into the model, which is no LoRA adapter")
+        self.description = f"LoRA of rank {rank} on {len(self._fillers) // 2} modules"
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._fillers
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module) -> None:
+        """Give an adapter's module its first values: together, those of A and B change nothing yet."""
+        for parameter in module.parameters(recurse=False):
+            self._fillers[module](parameter)
+
+    def save(self, module: nn.Module, directory: Path | None, base: Path) -> None:
+        """Write the adapters as PEFT does, for ``base``. All ranks call it; those without a directory only help."""
+        names = {
+            re.sub(rf"\.{_NAME}(?=\.|$)", "", f"{prefix}.{key}"): f"{prefix}.{key}"
+            for prefix, inner in module.named_modules()
+            if inner in self._fillers
+            for key, _ in inner.named_parameters(recurse=False)
+        }
+        parameters = dict(module.named_parameters())
+        entries = [Entry(name, torch.float32, tuple(parameters[full].shape)) for name, full in names.items()]
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            config = copy.deepcopy(self.module.peft_config[_NAME])
+            config.inference_mode = True
+            config.base_model_name_or_path = str(base)
+            config.save_pretrained(str(directory))
+        path = directory and directory / WEIGHTS
+        write_file(path, entries, lambda name: zeroshard.full_parameter(module, names[name]), {"format": "pt"})
+
+
+def load_adapter(model: nn.Module, directory: Path) -> Any:
+    """Put saved adapters around a plain model."""
+    return _peft().PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+
+
+def _fillers(model: Any) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], Any]]]:
+    """The modules of the adapters, and how their parameters begin: as PEFT's do."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "lora_B"):
+            down, up = layer.lora_A, layer.lora_B
+            if _NAME in down:
+                yield down[_NAME], partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+                yield up[_NAME], nn.init.zeros_
+            else:  # of an embedding
+                yield layer.lora_embedding_A, nn.init.zeros_
+                yield layer.lora_embedding_B, nn.init.normal_
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError(f"LoRA needs peft ({error}): run pip install 'zeroshard[huggingface]'") from error

@@ -1,0 +1,214 @@
+"""Options: all that `zeroshard train` can be told, as typed dataclasses.
+
+The command line and the configuration file are made from these classes: a field is a flag (`--micro-batch 4`) and a key
+of the file (`micro_batch = 4`). A group of fields is a class, shown as one box by `--help`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from zeroshard.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is trained"""
+
+    model: str = "tiny"
+    """a preset (tiny, gpt2, gpt2-xl, paper-100b, …: see `zeroshard presets`), a Hugging Face model's directory, or its
+    config.json"""
+    layers: int | None = None
+    """blocks, instead of the preset's"""
+    heads: int | None = None
+    """attention heads, instead of the preset's"""
+    width: int | None = None
+    """size of the residual stream, instead of the preset's"""
+    sequence: int | None = None
+    """tokens a sequence; without it, the model's context, at most 1024"""
+    recompute: bool = False
+    """activation checkpointing: keep only the blocks' inputs and compute the rest again in backward"""
+    lora: bool = False
+    """train LoRA adapters of a Hugging Face model through PEFT; the model itself stays frozen"""
+    lora_rank: int = 8
+    """rank of the adapters"""
+    lora_alpha: float = 16.0
+    """their scale is alpha / rank"""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """names of the modules that get an adapter"""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        _at_least_one(self, "layers", "heads", "width", "sequence", "lora_rank")
+        _positive(self, "lora_alpha")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What it is trained on"""
+
+    data: tuple[str, ...] = ()
+    """text files, directories of them, or one file of tokens (.npy, or .bin of 16-bit ids); none: the eight plays of
+    Shakespeare that come with zeroshard"""
+    validation: tuple[str, ...] = ()
+    """held-out data of the same sorts; without it, the last part of the training data"""
+    holdout: float = 0.1
+    """how much of the data is held out when `validation` is not given"""
+    tokenizer: str | None = None
+    """a tokenizer.json, or a directory with one; without it, the model's own, or a BPE trained on the data"""
+    vocabulary: int | None = None
+    """token ids of the model and of the BPE that is trained; without it, the preset's"""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if not 0 < self.holdout < 1:
+            raise ValueError(f"holdout is a share between 0 and 1, got {self.holdout:g}")
+        _at_least_one(self, "vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How it is trained"""
+
+    steps: int = 400
+    """optimizer steps in all"""
+    batch: int | None = None
+    """sequences a step, over all ranks; without it, micro-batch × ranks × accumulate, or 16"""
+    micro_batch: int | None = None
+    """sequences a rank and backward; without it, batch / ranks / accumulate"""
+    accumulate: int | None = None
+    """backwards a step; without it, batch / ranks / micro-batch"""
+    lr: float = 3e-3
+    """highest learning rate"""
+    warmup: int = 20
+    """steps over which it rises"""
+    min_lr: float | None = None
+    """where the cosine ends; without it, a tenth of lr"""
+    weight_decay: float = 0.1
+    """of matrices; vectors are not decayed"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averages"""
+    clip: float = 1.0
+    """largest norm of the gradients; 0: no clipping"""
+    seed: int = 0
+    """of the weights, the order of the data, dropout and the samples"""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        _at_least_one(self, "steps", "batch", "micro_batch", "accumulate")
+        _positive(self, "lr")
+        for name in ("warmup", "weight_decay", "clip", "min_lr", "seed"):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is a number from 0 up, got {value}")
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"min_lr is at most lr, {self.lr:g}, got {self.min_lr:g}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are two numbers from 0 to below 1, got {self.betas}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """How its states are partitioned"""
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """0: nothing is partitioned. 1: optimizer states. 2: and gradients. 3: and parameters"""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """of computation; auto: bf16 on a GPU that has it, else fp32. 16 bits have an fp32 master copy"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where it runs; auto: on GPUs where there are any"""
+    ranks: int | None = None
+    """processes to start on this machine, where torchrun or srun does not; without it, one a GPU, or 2"""
+    timeout: float = 600.0
+    """seconds after which ranks that wait for each other at different places get an error"""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        _at_least_one(self, "ranks")
+        _positive(self, "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What is shown and kept"""
+
+    config: str | None = None
+    """a file of options, .toml or .json; flags count more than the file"""
+    out: str | None = None
+    """directory of the run; without it, runs/ and the model's name, numbered"""
+    resume: bool = False
+    """go on from the last whole checkpoint in `out` (without `out`: of the newest run), with that run's options where
+    none is given here; from the start where there is none in a given `out`"""
+    eval_every: int = 50
+    """steps between evaluations on held-out data; 0: only at the end"""
+    eval_sequences: int = 64
+    """sequences of an evaluation"""
+    checkpoint_every: int = 200
+    """steps between checkpoints; 0: only at the end"""
+    keep: int = 2
+    """checkpoints that are kept"""
+    log_every: int = 10
+    """steps between lines where the output is not a terminal"""
+    plain: bool = False
+    """lines instead of a live view"""
+    tensorboard: bool = False
+    """write TensorBoard events beside metrics.jsonl"""
+    prompt: str | None = None
+    """beginning of the text that is generated at the end; without it, a piece of held-out text"""
+    sample_tokens: int = 120
+    """length of that text; 0: none"""
+    dry_run: bool = False
+    """print what would be used, memory per rank included, and exit"""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        _at_least_one(self, "eval_sequences", "keep", "log_every")
+        for name in ("eval_every", "checkpoint_every", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is a whole number from 0 up, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a language model with its states partitioned over all ranks (ZeRO).
+
+    Without options: a small GPT on Shakespeare, 2 CPU ranks (or all GPUs), a minute or two. Under torchrun or srun it
+    joins the ranks it is started as; otherwise it starts its own.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    training: StepOptions = field(default_factory=StepOptions)
+    sharding: ShardOptions = field(default_factory=ShardOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+
+    def flat(self) -> dict[str, Any]:
+        """All options by name.
+
+        >>> Options().flat()["stage"]
+        3
+        """
+        groups = [getattr(self, group.name) for group in fields(self)]
+        return {option.name: getattr(group, option.name) for group in groups for option in fields(group)}
+
+    @property
+    def name(self) -> str:
+        """A short name of what is trained."""
+        given = self.model.model.rstrip("/")
+        return given if given in PRESETS else given.removesuffix("/config.json").rpartition("/")[2] or "model"
+
+
+def _at_least_one(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is a whole number from 1 up, got {value}")
+
+
+def _positive(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is a positive number, got {value}")

@@ -1,0 +1,77 @@
+"""Sample: text that a model makes, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from zeroshard.train.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from zeroshard.train.job import Job
+
+PROMPT = 24  # tokens of held-out text to go on from where no prompt is given
+TEMPERATURE = 0.8  # below 1: the likelier tokens more often than the model says
+
+
+@torch.no_grad()
+def continue_tokens(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    tokens: torch.Tensor,
+    count: int,
+    *,
+    context: int | None,
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Append ``count`` tokens to (1, n) tokens, drawn by the model's own scores; temperature 0 takes the likeliest.
+
+    All ranks of a sharded model call it together. The draws are made on the CPU with a generator of their own, so the
+    ranks draw alike and the run's random state is left alone.
+
+    >>> continue_tokens(lambda t: torch.nn.functional.one_hot((t + 1) % 5, 5) * 1e3, torch.tensor([[3]]), 3, context=8)
+    tensor([[3, 4, 0, 1]])
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        window = tokens if context is None else tokens[:, -context:]
+        scores = logits(window)[:, -1].float().cpu()
+        if temperature == 0:
+            drawn = scores.argmax(-1, keepdim=True)
+        else:
+            drawn = torch.multinomial(torch.softmax(scores / temperature, -1), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+    return tokens
+
+
+class Sample(NamedTuple):
+    """A text's beginning, and what a model added."""
+
+    prompt: str
+    text: str
+
+
+def sample_text(job: Job) -> Sample | None:
+    """What a job's model makes of its prompt; None where there is nothing to make. All ranks call it together."""
+    run, corpus = job.options.run, job.corpus
+    if not run.sample_tokens or corpus.tokenizer is None:
+        return None
+    tokenizer = load_tokenizer(corpus.tokenizer)
+    if run.prompt is not None:
+        ids = tokenizer.encode(run.prompt, add_special_tokens=False).ids
+    else:
+        loader = job.held_out or job.training
+        ids = loader.in_order(0, 1)[0][0, : min(PROMPT, max(loader.sequence // 2, 1))].tolist()
+    job.model.eval()
+    tokens = continue_tokens(
+        lambda tokens: job.language_model.logits(job.model, tokens),
+        torch.tensor([ids], device=job.world.device),
+        run.sample_tokens,
+        context=job.language_model.context,
+        seed=job.options.training.seed,
+    )
+    job.model.train()
+    prompt = tokenizer.decode(ids)
+    return Sample(prompt, tokenizer.decode(tokens[0].tolist()).removeprefix(prompt))

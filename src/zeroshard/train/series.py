@@ -1,0 +1,71 @@
+"""Series: one figure of a run over its steps, and what drawing it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Record = dict[str, Any]  # an object of run.json, or a line of metrics.jsonl
+
+POINTS = 2000  # most that one line is drawn with
+
+
+def number(value: object) -> float | None:
+    """Give ``value`` if it is a finite number: JSON of a run that diverged also holds NaN and Infinity.
+
+    >>> number(2), number(float("nan")), number(None)
+    (2.0, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def short(value: float) -> str:
+    """Write a number for a table.
+
+    >>> short(6.97123), short(0.00012), short(21034.7), short(0)
+    ('6.971', '0.00012', '21,035', '0')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def series(steps: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+    """Collect the steps at which ``key`` is a number, and the numbers."""
+    pairs = [(step["step"], value) for step in steps if (value := number(step.get(key))) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def thin(values: Sequence[float], limit: int = POINTS) -> list[int]:
+    """Choose at most ``limit`` indices that keep the shape: both ends, and the least and greatest of every stretch.
+
+    >>> thin([0, 5, 1, 1, -3, 1, 1, 1, 0, 2], limit=6)
+    [0, 1, 4, 8, 9]
+    """
+    count, stretches = len(values), (limit - 2) // 2
+    if count <= limit:
+        return list(range(count))
+    kept = {0, count - 1}
+    for stretch in range(stretches):
+        within = range(stretch * count // stretches, (stretch + 1) * count // stretches)
+        kept |= {min(within, key=values.__getitem__), max(within, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Average over a window of about a 25th of the run, centred, so that a steep start is not drawn late.
+
+    >>> smooth([4, 3, 2, 1])
+    [4.0, 3.0, 2.0, 1.5]
+    """
+    reach, sums = max(1, len(values) // 50), [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+
+    def average(index: int) -> float:
+        left = min(index, reach)  # no wider on the right than on the left: the first value stays itself
+        first, last = index - left, min(len(values), index + left + 1)
+        return (sums[last] - sums[first]) / (last - first)
+
+    return [average(index) for index in range(len(values))]

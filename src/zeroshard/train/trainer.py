@@ -1,0 +1,258 @@
+"""Trainer: the loop. It steps, watches, evaluates and keeps, and ends a run so that nothing is lost."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+import zeroshard
+from zeroshard.memory.profile import Profile
+from zeroshard.train.checkpoint import prune, save_checkpoint, whole_checkpoints
+from zeroshard.train.evaluation import evaluate
+from zeroshard.train.flops import flops_per_token, peak_flops
+from zeroshard.train.job import Job
+from zeroshard.train.language_model import copy_tokenizer
+from zeroshard.train.launch import StopRequest, TrainingError
+from zeroshard.train.metrics import Metrics, MetricsFile
+from zeroshard.train.page import write_page
+from zeroshard.train.pulse import Beat, Pulse
+from zeroshard.train.record import memory_of, timeline_of, traffic_of
+from zeroshard.train.sample import sample_text
+from zeroshard.train.schedule import learning_rate
+from zeroshard.train.summary import footer, header
+from zeroshard.train.view import View, open_view
+
+SETTLED = 2  # steps after which a step takes what it will always take: the optimizer has its states, units their order
+
+
+class Trainer:
+    """Runs a job from the step it begins at to its end, or to a request to stop."""
+
+    def __init__(self, job: Job, stop: StopRequest) -> None:
+        self.job, self.stop_request = job, stop
+        self.options, self.world, self.record = job.options, job.world, job.record
+        self.start = job.checkpoint.step if job.checkpoint is not None else 0
+        self.done = self.start
+        self.stopping = False
+        self._saved_at = self.start if job.checkpoint is not None else -1
+        self._pulse = Pulse(job.world.device)
+        self._clock = (time.perf_counter(), self.start)  # when which step was done
+        self._waits: dict[int, float] = {}  # share of a profiled step that waited for communication
+        self._tokens_a_step = job.batching.batch * job.training.sequence
+        name = torch.cuda.get_device_name(job.world.device) if job.world.device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name, job.precision)
+        self._flops = flops_per_token(
+            job.record.model["parameters"], job.language_model.layers, job.language_model.width, job.training.sequence
+        )
+        self.view: View = View()
+        self._metrics: MetricsFile | None = None
+
+    def run(self) -> None:
+        """Train, and leave the directory complete, however it ends."""
+        run = self.options.run
+        if self.world.first:
+            self.view = open_view(
+                total_steps=self.options.training.steps, start_step=self.start, plain=run.plain, log_every=run.log_every
+            )
+            events = self.job.directory.path / "tensorboard" if run.tensorboard else None
+            self._metrics = MetricsFile(self.job.directory.metrics, tensorboard=events, resume_step=self.start)
+            self.job.directory.write_record(self.record.as_dict())
+        with self.view, self._metrics or nullcontext():
+            self.view.header(header(self.job, self.start))
+            try:
+                self._train()
+            except TrainingError as error:
+                self._close("stopped", str(error))
+                raise
+            self._finish()
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        run = self.options.run
+        if self.start == 0 and run.eval_every:
+            self._evaluate()
+        while self.done < self.options.training.steps and not self.stopping:
+            self._step()
+            self._listen()
+            if self.done == self.start + SETTLED + 1:
+                self._take_stock()
+            if self.stopping or self.done == self.options.training.steps:
+                break
+            if run.eval_every and self.done % run.eval_every == 0:
+                self._evaluate()
+            if run.checkpoint_every and self.done % run.checkpoint_every == 0:
+                self._save()
+        self._listen(to_the_end=True)
+
+    def _step(self) -> None:
+        """One optimizer step. Everything random in it is a function of seed, step and rank: resuming repeats it."""
+        step, training, world = self.done, self.options.training, self.world
+        torch.manual_seed((training.seed * 1_000_003 + step) * world.ranks + world.rank)
+        for group in self.job.optimizer.param_groups:
+            group["lr"] = learning_rate(step, training)
+        settled = step - self.start == SETTLED
+        watched = settled or (step + 1) % self.options.run.log_every == 0
+        with zeroshard.profile(self.job.model) if watched else nullcontext(Profile()) as profile:
+            loss = self._passes(step, profile)
+            profile.phase("step")
+            norm = self.job.optimizer.clip_grad_norm_(training.clip or math.inf)
+            self.job.optimizer.step()
+            self.job.optimizer.zero_grad()
+        if watched:
+            self._waits[step + 1] = profile.waited / profile.seconds
+        if settled:
+            self.record.timeline = timeline_of(profile)
+        self._pulse.send(step + 1, loss, norm, self.stop_request.signal is not None)
+        self.done += 1
+
+    def _passes(self, step: int, profile: Profile) -> torch.Tensor:
+        """Forward and backward over this rank's part of the batch; returns its mean loss."""
+        batching, device = self.job.batching, self.world.device
+        tokens, targets = self.job.training.batch(step, self.world.rank, self.world.ranks)
+        total = torch.zeros((), device=device)
+        for inputs, following in zip(
+            torch.split(tokens, batching.micro), torch.split(targets, batching.micro), strict=True
+        ):
+            profile.phase("forward")
+            inputs, following = (part.to(device, non_blocking=True) for part in (inputs, following))
+            loss = self.job.language_model.loss(self.job.model, inputs, following) / batching.accumulate
+            profile.phase("backward")
+            torch.autograd.backward(self.job.optimizer.scale(loss))
+            total += loss.detach()
+        return total
+
+    def _listen(self, to_the_end: bool = False) -> None:
+        """Take in what all ranks know of the steps so far, and stop where it is no use to go on."""
+        for beat in self._pulse.read(to_the_end):
+            self._show(beat)
+            self.stopping |= beat.stop
+            trusted = beat.norm is None or self.job.precision == "fp16"  # whose overflows the loss scale deals with
+            if not math.isfinite(beat.loss) or not (trusted or math.isfinite(beat.norm or 0.0)):
+                what = f"loss is {beat.loss}" if not math.isfinite(beat.loss) else f"gradients' norm is {beat.norm}"
+                raise TrainingError(
+                    f"the {what} at step {beat.step}. {self._last_good()} A lower --lr, a longer --warmup or a smaller "
+                    "--clip may help."
+                )
+
+    def _show(self, beat: Beat) -> None:
+        now = time.perf_counter()
+        since, last = self._clock
+        self._clock = (now, beat.step)
+        rate = (beat.step - last) * self._tokens_a_step / max(now - since, 1e-9)
+        on_gpu = self.world.device.type == "cuda"
+        tflops = rate * self._flops / self.world.ranks / 1e12 if on_gpu else None
+        metrics = Metrics(
+            step=beat.step,
+            loss=beat.loss,
+            lr=learning_rate(beat.step - 1, self.options.training),
+            grad_norm=beat.norm,
+            tokens=beat.step * self._tokens_a_step,
+            tokens_per_s=rate,
+            seconds=round(self.record.seconds, 3),
+            communication=self._waits.pop(beat.step, None),
+            tflops=tflops,
+            mfu=tflops * 1e12 / self._peak if tflops is not None and self._peak is not None else None,
+        )
+        self.view.step(metrics)
+        if self._metrics is not None:
+            self._metrics.write(metrics)
+
+    def _take_stock(self) -> None:
+        """Note what a step takes, once it takes what it always will."""
+        report = zeroshard.report(self.job.model)
+        memory: list[dict[str, object]] = [{} for _ in range(self.world.ranks)]
+        dist.all_gather_object(memory, memory_of(report))
+        self.record.memory, self.record.traffic = memory, traffic_of(report)
+        held = {kind: bytes_.now for (kind, _), bytes_ in report.memory.items() if kind in self.record.plain}
+        held["gradients"] = report.memory["gradients", "device"].peak  # at rest between steps there are none
+        self.view.memory(held, {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes})
+
+    # -- beside the steps ---------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        """The loss on held-out text. Nothing that training depends on changes."""
+        if self.job.held_out is None:
+            return
+        self._listen(to_the_end=True)
+        began = time.perf_counter()
+        loss = evaluate(self.job, self.job.held_out)
+        self.view.evaluation(self.done, loss)
+        if self._metrics is not None:
+            self._metrics.write_evaluation(self.done, loss)
+        self._pause(began)
+
+    def _save(self) -> None:
+        """Write a checkpoint of the steps done, then let the oldest go."""
+        if self._saved_at == self.done:
+            return
+        self._listen(to_the_end=True)  # what is saved is good: the last losses were finite
+        began = time.perf_counter()
+        parent = self.job.directory.checkpoints
+        try:
+            path = save_checkpoint(
+                parent, self.done, self.job.model, self.job.optimizer, {"seconds": round(self.record.seconds, 3)}
+            )
+        except OSError as error:
+            raise TrainingError(
+                f"the checkpoint of step {self.done} could not be written: {error}. {self._last_good()}"
+            ) from error
+        self._saved_at = self.done
+        if self.world.first:
+            prune(parent, self.options.run.keep)
+            self.record.checkpoints = [path.name for path in whole_checkpoints(parent)]
+            self.view.note(f"checkpoint {path}")
+        self._pause(began)
+
+    def _last_good(self) -> str:
+        whole = whole_checkpoints(self.job.directory.checkpoints)
+        if not whole:
+            return "No checkpoint was written before."
+        out = self.job.directory.path
+        return f"The last good checkpoint is {whole[-1]}: `zeroshard train --out {out} --resume` goes on from there."
+
+    def _pause(self, began: float) -> None:
+        """Leave time that was no step's out of the tokens a second."""
+        since, step = self._clock
+        self._clock = (since + time.perf_counter() - began, step)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        finished = self.done >= self.options.training.steps
+        if finished:
+            self._evaluate()
+        self._save()
+        if finished:
+            self._sample()
+            self._export()
+        self._close("finished" if finished else "interrupted", "" if finished else "told to stop by a signal")
+
+    def _sample(self) -> None:
+        """Let the model go on with a text, on all ranks together."""
+        sample = sample_text(self.job)
+        if sample is not None:
+            self.record.samples.append({"step": self.done, "prompt": sample.prompt, "text": sample.text})
+            self.view.sample(sample.prompt, sample.text)
+
+    def _export(self) -> None:
+        """Write the trained weights in the format the model came in."""
+        directory = self.job.directory.model
+        if self.world.first:
+            directory.mkdir(exist_ok=True)
+        self.job.language_model.save(self.job.model, directory if self.world.first else None)
+        if self.world.first and self.job.corpus.tokenizer is not None:
+            copy_tokenizer(self.job.corpus.tokenizer, directory)
+
+    def _close(self, outcome: str, message: str) -> None:
+        """Write the record and the report."""
+        if not self.world.first:
+            return
+        self.record.outcome, self.record.message = outcome, message
+        self.job.directory.write_record(self.record.as_dict())
+        page = write_page(self.job.directory.path)
+        self.view.footer(footer(self.job, self.done, page))

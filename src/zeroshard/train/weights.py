@@ -1,0 +1,163 @@
+"""Weights: tensors by name in safetensors files, written one by one and read where they lie."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# safetensors' names of the dtypes that training states have
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Fetch = Callable[[str], torch.Tensor]
+
+
+def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metadata: Mapping[str, str]) -> None:
+    """Write one safetensors file with never more than one tensor in memory.
+
+    ``fetch`` is asked for each tensor in turn; where it is a collective, all ranks call this together, and those that
+    do not write give no path. The file appears whole or not at all.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.safetensors"
+    >>> write_file(path, [Entry("w", torch.float32, (2,))], lambda name: torch.ones(2), {})
+    >>> with Weights(path) as weights:
+    ...     weights["w"]
+    tensor([1., 1.])
+    """
+    if path is None:
+        for entry in entries:
+            fetch(entry.name)
+        return
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(_header(entries, metadata))
+        for entry in entries:
+            tensor = fetch(entry.name).detach().to(device="cpu", dtype=entry.dtype).contiguous()
+            if tuple(tensor.shape) != entry.shape:
+                raise ValueError(f"{entry.name!r} has shape {tuple(tensor.shape)}, announced as {entry.shape}")
+            if tensor.numel():
+                tensor.view(-1).view(torch.uint8).numpy().tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def write_directory(
+    directory: Path | None, entries: Sequence[Entry], fetch: Fetch, metadata: Mapping[str, str], limit: float = 5e9
+) -> None:
+    """Write tensors as Hugging Face does: one file, or several of at most ``limit`` bytes and an index."""
+    files: list[list[Entry]] = [[]]
+    for entry in entries:
+        if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > limit:
+            files.append([])
+        files[-1].append(entry)
+    if len(files) == 1:
+        write_file(directory and directory / SINGLE, entries, fetch, metadata)
+        return
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for name, members in zip(names, files, strict=True):
+        write_file(directory and directory / name, members, fetch, metadata)
+    if directory is not None:
+        homes = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": homes}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The format's beginning: the length of a JSON text, and the text, which says where each tensor lies."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        if entry.name in table or entry.dtype not in _DTYPES:
+            raise ValueError(f"{entry.name!r}, {entry.dtype}, cannot be written: named twice, or of an unknown dtype")
+        place = [at, at + entry.nbytes]
+        table[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        at += entry.nbytes
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, or of a directory of them with an index.
+
+    A tensor is a view of the file, read from disk where it is touched: holding all of them takes no memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files: dict[Path, Any] = {}
+        self._homes: dict[str, Path] = {}
+        if path.is_dir() and (path / INDEX).is_file():
+            homes = json.loads((path / INDEX).read_text())["weight_map"]
+            self._homes = {name: path / file for name, file in homes.items()}
+        else:
+            file = path / SINGLE if path.is_dir() else path
+            self._homes = dict.fromkeys(self._open(file).keys(), file)
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                from safetensors import SafetensorError, safe_open
+            except ImportError as error:
+                raise ImportError("reading weights needs safetensors: pip install 'zeroshard[train]'") from error
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{path} is missing: give a safetensors file or directory") from error
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or write it anew") from error
+        return self._files[path]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open(self._homes[name]).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def metadata(self) -> dict[str, str]:
+        """What the first file says about itself."""
+        return dict(self._open(next(iter(self._homes.values()))).metadata() or {}) if self._homes else {}
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()

@@ -1,0 +1,97 @@
+"""World: the ranks of a job, however they were started, and this one's place among them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    backend: str
+
+    @classmethod
+    def join(cls, device: str, timeout: float) -> World:
+        """Join the ranks that torchrun, srun or another launcher has started, over NCCL on GPUs and gloo elsewhere."""
+        place = launched_as(os.environ)
+        if place is None:
+            raise RuntimeError("no launcher has said which rank this is: start it with torchrun, or `zeroshard train`")
+        os.environ.update(place)
+        local_rank = int(place["LOCAL_RANK"])
+        on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        if on_gpu and local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"rank {place['RANK']} is the {local_rank + 1}. on its machine, which has "
+                f"{torch.cuda.device_count()} GPUs: start at most one rank a GPU, or give --device cpu"
+            )
+        where = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(where)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
+        return cls(dist.get_rank(), dist.get_world_size(), where, "nccl" if on_gpu else "gloo")
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and shows."""
+        return self.rank == 0
+
+
+def launched_as(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """What a launcher says about this process, in torchrun's words; None where no launcher has started it.
+
+    >>> launched_as({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})["LOCAL_RANK"]
+    '0'
+    >>> launched_as({}) is None
+    True
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:  # torchrun, Kubernetes' PyTorchJob, Ray
+        kept = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        local = str(int(kept["RANK"]) % max(1, torch.cuda.device_count()))
+        return {**kept, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:  # set by srun, not by sbatch
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
+            # one of 10,000 ports, the same on every rank of a job step and another for the next
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(_job_number(environment)) % 10000),
+        }
+    return None
+
+
+def _job_number(environment: Mapping[str, str]) -> str:
+    return environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").rjust(2, "0")[-2:]
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    if "[" not in hosts:
+        return hosts.partition(",")[0]
+    try:
+        listed = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
+        return listed.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return first_of_list(hosts)
+
+
+def first_of_list(hosts: str) -> str:
+    """The first host of Slurm's short form of a list, for machines without scontrol.
+
+    >>> first_of_list("node[007-012,020],other")
+    'node007'
+    """
+    found = re.match(r"([^\[,]*)\[([^\],-]+)[^\]]*\]([^,]*)", hosts)
+    return "".join(found.groups()) if found else hosts.partition(",")[0]

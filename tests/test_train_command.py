@@ -1,0 +1,380 @@
+"""`zeroshard train` as a user runs it: whole processes, their output, their files, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zeroshard.train.checkpoint import whole_checkpoints
+
+STEPS = 60
+SMALL = (
+    "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
+    "--sample-tokens 8"
+).split()
+LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "zeroshard", *map(str, arguments)]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {**{k: v for k, v in os.environ.items() if k not in dropped}, "COLUMNS": "100", **extra}
+
+
+def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=LIMIT, env=environment(**extra), check=False
+    )
+
+
+def train(out: Path, *arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+    return run("train", *SMALL, "--out", out, *arguments, **extra)
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def held_out(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+
+
+def record(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "run.json").read_text())
+    return found
+
+
+class Running:
+    """A run that is meant to be disturbed."""
+
+    def __init__(self, out: Path, *arguments: object) -> None:
+        self.out = out
+        self.process = subprocess.Popen(
+            command("train", *SMALL, "--out", out, *arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+        )
+
+    def reach(self, step: int) -> None:
+        """Wait until a step is done."""
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if (self.out / "metrics.jsonl").exists() and f'"step": {step},' in (self.out / "metrics.jsonl").read_text():
+                return
+            time.sleep(0.01)
+        self.process.kill()
+        raise AssertionError(f"step {step} was not reached: {self.process.communicate()[0]}")
+
+    def workers(self) -> dict[int, int]:
+        """Process ids of the ranks."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"PPid:\t{self.process.pid}\n" in (path / "status").read_text():
+                    variables = (path / "environ").read_bytes().split(b"\0")
+                    ranks = [v.partition(b"=")[2] for v in variables if v.startswith(b"RANK=")]
+                    found.update({int(rank): int(path.name) for rank in ranks})
+            except OSError:  # it ended meanwhile
+                continue
+        return found
+
+    def end(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=LIMIT)
+        return self.process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run that nothing disturbs, with evaluations and checkpoints on its way."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, train(out, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 30, "--tensorboard")
+
+
+# ------------------------------------------------------------------------------------------------ what a run leaves
+
+
+def test_a_run_learns_and_says_so_in_plain_lines(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, done = whole
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout and "\r" not in done.stdout
+    assert "GPT, 2 layers, 4 heads, width 32" in done.stdout
+    assert "2 on cpu over gloo" in done.stdout and "stage 3, fp32" in done.stdout
+    shown = [int(step) for step in re.findall(r"^step +(\d+)/60  loss", done.stdout, re.M)]
+    assert shown == [1, 10, 20, 30, 40, 50, 60]  # one rank's lines: the other is quiet
+    assert "sample after" in done.stdout
+    assert held_out(out)[60] < held_out(out)[0] - 0.5
+
+
+def test_a_run_leaves_everything_there_is_to_use(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = whole
+    assert sorted(losses(out)) == list(range(1, STEPS + 1))
+    assert sorted(held_out(out)) == [0, 20, 40, 60]
+    found = record(out)
+    assert found["outcome"] == "finished"
+    assert [set(rank) >= {"parameters", "optimizer states", "total"} for rank in found["memory"]] == [True, True]
+    assert found["timeline"]["kinds"]["gathered"] and [name for name, _ in found["timeline"]["phases"]] == [
+        "forward",
+        "backward",
+        "step",
+    ]
+    assert found["samples"][0]["text"]
+    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-000030", "step-000060"]
+    assert (out / "report.html").stat().st_size > 100_000
+    assert list((out / "tensorboard").glob("events*"))
+
+
+def test_memory_and_traffic_are_as_promised(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = whole
+    found = record(out)
+    for kind, plain in found["plain"].items():
+        for rank in found["memory"]:
+            held = rank[kind]["peak"] if kind == "gradients" else rank[kind]["now"] if plain else 0
+            assert held == pytest.approx(plain / 2, rel=0.02)  # alignment of a model this small
+    moved = sum(traffic["bytes"] for traffic in found["traffic"].values())
+    assert found["paper_traffic"]["formula"] == "3Ψ"
+    assert moved == pytest.approx(found["paper_traffic"]["bytes"], rel=0.02)
+
+
+def test_the_trained_model_is_used_without_ranks(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = whole
+    done = run("generate", out, "--prompt", "ROMEO:", "--tokens", 8)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ROMEO:") and len(done.stdout) > len("ROMEO:\n")
+    exported = load_file(out / "model" / "model.safetensors")
+    kept = load_file(out / "checkpoints" / "step-000060" / "model.safetensors")
+    assert exported.keys() == kept.keys()
+    assert all(torch.equal(exported[name], kept[name]) for name in kept)
+
+
+# ------------------------------------------------------------------------------------------------ ending and going on
+
+
+def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    reference, _ = whole
+    running = Running(tmp_path / "run", "--steps", STEPS, "--eval-every", 0, "--checkpoint-every", 10)
+    running.reach(14)
+    os.kill(running.workers()[1], signal.SIGKILL)
+    status, output = running.end()
+    assert status == 1
+    assert "rank 1 was killed by SIGKILL" in output
+    assert "Traceback" not in output  # the other rank's complaint is no news
+    assert not running.workers()
+
+    again = run("train", "--out", tmp_path / "run", "--resume")  # all options are the run's own
+    assert again.returncode == 0, again.stderr
+    begun = re.search(r"steps +60 from step (\d+)", again.stdout)
+    assert begun is not None and int(begun[1]) >= 10
+    assert losses(tmp_path / "run") == losses(reference)  # one with evaluations, one without: they disturb nothing
+    assert held_out(tmp_path / "run")[60] == held_out(reference)[60]
+
+
+def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    reference, _ = whole
+    running = Running(tmp_path / "run", "--steps", STEPS, "--eval-every", 0)
+    running.reach(7)
+    running.process.send_signal(signal.SIGINT)
+    status, output = running.end()
+    assert status == 128 + signal.SIGINT
+    assert "Traceback" not in output and "interrupted after step" in output
+    assert record(tmp_path / "run")["outcome"] == "interrupted"
+    assert (tmp_path / "run" / "report.html").exists()
+    (last,) = whole_checkpoints(tmp_path / "run" / "checkpoints")
+    assert int(last.name.removeprefix("step-")) == max(losses(tmp_path / "run"))
+
+    again = run("train", "--out", tmp_path / "run", "--resume", "--ranks", 3, "--stage", 1)
+    assert again.returncode == 0, again.stderr
+    assert "3 on cpu over gloo" in again.stdout and "stage 1" in again.stdout
+    expected = losses(reference)
+    for step, loss in losses(tmp_path / "run").items():
+        assert loss == pytest.approx(expected[step], rel=1e-3), step  # sums over other ranks round otherwise
+
+
+def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--steps", 20, "--lr", 1e30, "--warmup", 0, "--checkpoint-every", 1)
+    assert done.returncode == 1
+    message = done.stderr.strip()
+    assert re.search(r"the loss is nan at step \d+", message) and "--lr" in message and "Traceback" not in message
+    last = whole_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    assert str(last) in message
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(last / "optimizer.safetensors").values())
+    assert record(tmp_path / "run")["outcome"] == "stopped"
+
+
+# ------------------------------------------------------------------------------------------------ ways to start it
+
+
+def test_under_torchrun_it_joins(whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    arguments = ["zeroshard", "train", *SMALL, "--out", str(tmp_path / "run"), "--steps", "60", "--eval-every", "0"]
+    done = subprocess.run(
+        [*launcher, *arguments], capture_output=True, text=True, timeout=LIMIT, env=environment(OMP_NUM_THREADS="1")
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(whole[0])
+
+
+def test_under_srun_it_joins(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "MASTER_PORT": port}
+    arguments = command("train", *SMALL, "--out", tmp_path / "run", "--steps", 3, "--eval-every", 0)
+    tasks = [
+        subprocess.Popen(
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), OMP_NUM_THREADS="1"),
+        )
+        for rank in range(2)
+    ]
+    (first, first_errors), (second, second_errors) = (task.communicate(timeout=LIMIT) for task in tasks)
+    assert [task.returncode for task in tasks] == [0, 0], first_errors + second_errors
+    assert "2 on cpu over gloo" in first
+    assert second == ""  # ranks above 0 are quiet
+
+
+def test_on_a_terminal_there_is_a_live_view(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    arguments = [argument for argument in SMALL if argument != "--plain"]
+    process = subprocess.Popen(
+        command("train", *arguments, "--steps", 5, "--out", tmp_path / "run"),
+        stdout=follower,
+        stderr=follower,
+        env=environment(TERM="xterm-256color"),
+    )
+    os.close(follower)
+    seen = b""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        if select.select([leader], [], [], 0.1)[0]:
+            try:
+                seen += os.read(leader, 65536)
+            except OSError:  # the terminal's other end is closed
+                break
+    assert process.wait(timeout=LIMIT) == 0
+    text = seen.decode()
+    assert "\x1b[" in text and "5/5" in text and "tokens/s" in text and "optimizer states" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is back
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stagee", "2"], ["--stagee", "--stage"]),
+        (["--stage", "4"], ["invalid choice '4'", "'0', '1', '2'"]),
+        (["--lr", "-1"], ["lr is a positive number, got -1"]),
+        (["--precision", "int8"], ["invalid choice 'int8'", "bf16"]),
+        (["--betas", "0.9"], ["--betas"]),
+        (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
+        (["--resume"], ["no run under runs/", "--out"]),
+    ],
+)
+def test_wrong_options_are_refused_with_what_was_meant(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("train", *arguments), capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=LIMIT
+    )
+    assert done.returncode in (1, 2)
+    told = re.sub(r"[│\s]+", " ", done.stdout + done.stderr)
+    assert all(word in told for word in words), told
+    assert "Traceback" not in told
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.toml", "stagee = 2", ["a.toml", "--stagee", "--stage"]),
+        ("a.toml", "stage = 'three'", ["a.toml", "invalid choice 'three'"]),
+        ("a.toml", "stage == 2", ["a.toml is not TOML"]),
+        ("a.json", "[1]", ["a.json is not a plain table"]),
+        ("a.toml", "[training]\nlr = 1", ["a.toml is not a plain table"]),
+    ],
+)
+def test_wrong_files_of_options_are_refused(name: str, text: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    done = run("train", "--config", tmp_path / name)
+    assert done.returncode in (1, 2)
+    told = re.sub(r"[│\s]+", " ", done.stdout + done.stderr)
+    assert all(word in told for word in words), told
+
+
+def test_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('stage = 2\nmicro_batch = 4\nrecompute = true\nmodel = "gpt2"\n')
+    done = run("train", "--config", tmp_path / "a.toml", "--stage", 1, "--dry-run", "--ranks", 8)
+    assert done.returncode == 0, done.stderr
+    assert "stage 1 ←" in done.stdout
+    assert "32 sequences × 1024 tokens: 4 a rank and backward, 1 backward a step" in done.stdout
+    assert "GPT, 12 layers" in done.stdout
+
+
+def test_a_batch_that_cannot_be_divided_and_missing_data_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    odd = train(tmp_path / "odd", "--batch", 7, "--micro-batch", 2)
+    assert odd.returncode == 1
+    assert "a batch of 7 sequences is not 2 a rank and backward × 2 ranks" in odd.stderr
+    assert "Traceback" not in odd.stderr and not (tmp_path / "odd").exists()
+    missing = train(tmp_path / "missing", "--data", tmp_path / "nowhere.txt")
+    assert missing.returncode == 1
+    assert "nowhere.txt" in missing.stderr and "Traceback" not in missing.stderr and not (tmp_path / "missing").exists()
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(
+    whole: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, _ = whole
+    before = (out / "metrics.jsonl").read_bytes()
+    done = train(out, "--steps", 3)
+    assert done.returncode == 1
+    assert "holds a run: add --resume" in done.stderr
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_help_is_quick_because_torch_is_not_imported() -> None:
+    code = "import sys; from zeroshard.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--micro-batch" in done.stdout
+
+
+def test_an_unknown_command_is_refused_with_the_nearest() -> None:
+    done = run("trian")
+    assert done.returncode == 2
+    assert "did you mean 'train'?" in done.stderr
+
+
+def test_dry_run_tells_the_memory_of_the_papers_models() -> None:
+    done = run("train", "--model", "paper-100b", "--ranks", 400, "--precision", "bf16", "--batch", 800, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "101,509,193,728 parameters" in done.stdout
+    assert re.search(r"^states +1\.62 TB +409\.\d+ GB +206\.\d+ GB +4\.06 GB$", done.stdout, re.M)

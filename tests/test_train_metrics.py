@@ -1,0 +1,169 @@
+"""The figures of a step, their file, and what they are measured against."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroshard.train.flops import flops_per_token, peak_flops
+from zeroshard.train.metrics import Metrics, MetricsFile
+
+
+def figures(step: int, loss: float = 5.0, **others: float | None) -> Metrics:
+    known = {"lr": 1e-3, "grad_norm": 1.0, "tokens": 100 * step, "tokens_per_s": 50.0, "seconds": 2.0 * step}
+    return Metrics(step=step, loss=loss, **(known | others))
+
+
+def refuse(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def records(path: Path) -> list[dict[str, object]]:
+    text = path.read_text()
+    assert text.endswith("\n") or not text
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_every_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "run" / "metrics.jsonl") as file:
+        file.write(figures(1, communication=0.25))
+        assert records(tmp_path / "run" / "metrics.jsonl") == [
+            {
+                "step": 1,
+                "loss": 5.0,
+                "lr": 1e-3,
+                "grad_norm": 1.0,
+                "tokens": 100,
+                "tokens_per_s": 50.0,
+                "seconds": 2.0,
+                "communication": 0.25,
+                "tflops": None,
+                "mfu": None,
+            }
+        ]
+        file.write_evaluation(1, 5.5)
+        assert records(tmp_path / "run" / "metrics.jsonl")[1:] == [{"step": 1, "validation_loss": 5.5}]
+
+
+def test_figures_that_are_not_finite_are_strict_json_and_differ_from_unmeasured(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        file.write(figures(1, float("nan"), grad_norm=float("inf"), mfu=None))
+        file.write_evaluation(1, float("-inf"))
+    step, evaluation = records(tmp_path / "metrics.jsonl")
+    assert (step["loss"], step["grad_norm"], step["mfu"]) == ("nan", "inf", None)
+    assert evaluation["validation_loss"] == "-inf"
+
+
+def test_a_resumed_run_drops_the_cut_line_and_the_steps_beyond_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for step in range(1, 6):
+            file.write(figures(step))
+            if step % 2 == 0:
+                file.write_evaluation(step, 6.0)
+    with path.open("a") as cut:
+        cut.write('{"step": 6, "lo')
+    with MetricsFile(path, resume_step=3) as file:
+        file.write(figures(4, loss=4.0))
+    kept = records(path)
+    assert [(r["step"], r.get("loss", r.get("validation_loss"))) for r in kept] == [
+        (1, 5.0),
+        (2, 5.0),
+        (2, 6.0),
+        (3, 5.0),
+        (4, 4.0),
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("cut", range(1, len('{"step": 2, "validation_loss": 6.0}') + 1))
+def test_a_last_line_cut_anywhere_leaves_whole_lines(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    last = '{"step": 2, "validation_loss": 6.0}'
+    path.write_text('{"step": 1, "validation_loss": 7.0}\n' + last[:cut])
+    MetricsFile(path, resume_step=2).close()
+    assert [r["step"] for r in records(path)] == ([1, 2] if cut == len(last) else [1])  # only the newline was cut
+
+
+def test_a_line_that_zeroshard_did_not_write_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("my diary\nof today\n")
+    with pytest.raises(ValueError, match=r"line 1 of .*metrics.jsonl is b'my diary', but must be a JSON object"):
+        MetricsFile(path, resume_step=3)
+    assert path.read_text() == "my diary\nof today\n"
+
+
+def test_a_new_run_never_mixes_with_an_old_one_unless_it_starts_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write(figures(1))
+    with pytest.raises(FileExistsError, match="holds the metrics of another run"):
+        MetricsFile(path)
+    assert len(records(path)) == 1
+    MetricsFile(path, resume_step=0).close()
+    assert records(path) == []
+
+
+def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = tmp_path / "events"
+    with MetricsFile(tmp_path / "metrics.jsonl", tensorboard=events) as file:
+        for step in range(1, 5):
+            file.write(figures(step, loss=float(step), grad_norm=None))
+    with MetricsFile(tmp_path / "metrics.jsonl", tensorboard=events, resume_step=2) as file:
+        file.write(figures(3, loss=30.0, mfu=0.5))
+        file.write_evaluation(3, 31.0)
+    read = accumulator.EventAccumulator(str(events))
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("loss/training")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in read.Scalars("loss/held-out")] == [(3, 31.0)]
+    assert [e.value for e in read.Scalars("speed/MFU")] == [0.5]
+    assert [e.step for e in read.Scalars("optimizer/gradient norm")] == [3]  # None is no point
+    assert read.Scalars("optimizer/learning rate")[0].value == pytest.approx(1e-3)
+
+
+def test_tensorboard_missing_says_what_to_install_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'zeroshard\[tensorboard\]'"):
+        MetricsFile(tmp_path / "metrics.jsonl", tensorboard=tmp_path / "events")
+    assert list(tmp_path.iterdir()) == []
+    MetricsFile(tmp_path / "metrics.jsonl").close()  # who does not ask needs no TensorBoard
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    # 2 layers of width 8 over 16 tokens, Ψ = 1000. Parameters: 2 operations forward, 4 backward, each. Attention: a
+    # token meets 16 others in scores and in the weighted sum, 2 · 16 · 8 operations each, thrice that with backward.
+    attention = 2 * 3 * (2 * 16 * 8 + 2 * 16 * 8)
+    assert flops_per_token(1000, layers=2, width=8, sequence=16) == 6 * 1000 + attention == 9072
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA H200", "fp16", 989e12),
+        ("NVIDIA H20", "bf16", None),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA A10", "bf16", 125e12),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
+        ("cpu", "fp32", None),
+        ("", "bf16", None),
+    ],
+)
+def test_peak_of_a_device_is_its_own_or_unknown(name: str, precision: str, peak: float | None) -> None:
+    assert peak_flops(name, precision) == peak
