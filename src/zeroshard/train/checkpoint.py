@@ -154,7 +154,7 @@ class Checkpoint:
         found = {name: tuple(self._model[name].shape) for name in self._model}
         unlike = [
             f"{name} is {found.get(name, 'missing')} there and {wanted.get(name, 'missing')} in the model"
-            for name in sorted({*wanted, *found})
+            for name in sorted({*wanted, *found}, key=lambda name: (name not in wanted or name not in found, name))
             if wanted.get(name) != found.get(name)
         ]
         if unlike:

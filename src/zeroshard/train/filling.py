@@ -7,7 +7,8 @@ and wants a module's tensors final when its turn is over. So every ``_init_weigh
 device, where drawing costs nothing but raises the version of each tensor written. Then, at a module's turn, all that
 write into it run in transformers' order, while every other tensor wears the mark by which transformers knows what not
 to initialise. Buffers that are not stored (rotary frequencies, masks) get their values in the same way, which is also
-how ``from_pretrained`` makes them.
+how ``from_pretrained`` makes them. A few constructors draw on the CPU even under ``torch.device("meta")``: what they
+made is put on the meta device here, and kept for those tensors that nothing else gives values to.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Filling:
 
     def __init__(self, model: Any, stored: Mapping[str, torch.Tensor] | None, where: str) -> None:
         self._model, self._stored = model, stored or {}
+        self._made = _evict(model)
         self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self.slots = {self._name(slot): slot for slot, _ in _below(model)}  # tied tensors under their first name
         self._recipes = {} if stored is None else self._match(where)
@@ -41,7 +43,9 @@ class Filling:
             Slot, list[tuple[Any, nn.Module]]
         ] = {}  # (the model whose _init_weights it is, its argument)
         self._rehearse()
-        lost = [name for name, slot in self.slots.items() if name not in self._recipes and slot not in self._writers]
+        unstored = {slot: name for name, slot in self.slots.items() if name not in self._recipes}
+        self._made = {s: t for s, t in self._made.items() if s in unstored and s not in self._writers}
+        lost = [name for slot, name in unstored.items() if slot not in self._writers and slot not in self._made]
         if lost:
             absent = "" if stored is None else f", and {where} does not hold them"
             raise ValueError(
@@ -76,8 +80,9 @@ class Filling:
                 recipe, made = self._recipes[name]
                 if reads:
                     tensor.copy_(recipe.make(self._stored.__getitem__, self._model)[made])
-                continue
-            for owner, writer in self._writers.get(slot, ()):  # none where it is tied, and another module's to fill
+            elif slot in self._made:
+                tensor.copy_(self._made[slot])
+            for owner, writer in self._writers.get(slot, ()):  # none where it is stored, or tied and another's to fill
                 with _marked(other for _, other in _below(writer) if other is not tensor):
                     owner._init_weights(writer)
 
@@ -124,9 +129,10 @@ class Filling:
         )
         found: dict[str, tuple[Recipe, str]] = {}
         for name, (recipe, _) in made.items():
-            if name in names and not self._is_twin(found.setdefault(names[name], (recipe, name)), recipe, name):
+            kept = found.setdefault(names[name], (recipe, name)) if name in names else (recipe, name)
+            if not self._is_twin(kept, recipe, name):
                 raise ValueError(
-                    f"{where} holds different values for {names[name]} and {name}, which its config ties: "
+                    f"{where} holds different values for {kept[1]} and {name}, which its config ties: "
                     'set "tie_word_embeddings" to false there'
                 )
         return found
@@ -157,6 +163,24 @@ def _below(module: nn.Module) -> Iterator[tuple[Slot, torch.Tensor]]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (inner, key), tensor
+
+
+def _evict(model: nn.Module) -> dict[Slot, torch.Tensor]:
+    """Put everything on the meta device, tied tensors as one, and return what was elsewhere."""
+    gone: dict[Slot, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and not tensor.is_meta:
+                    gone[module, key] = tensor
+                    tensors[key] = moved.setdefault(id(tensor), _on_meta(tensor))  # type: ignore[assignment]
+    return gone
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _children_first(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:

@@ -39,7 +39,7 @@ class LoRA:
             task_type="CAUSAL_LM",
         )
         with torch.device("meta"):
-            self.module: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+            self.module: Any = peft.get_peft_model(model, config)
         self._fillers = dict(_fillers(self.module))
         unknown = [
             name

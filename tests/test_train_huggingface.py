@@ -1,0 +1,511 @@
+"""Hugging Face models come from their directories into the job, train as they train plainly, and go back unharmed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from plain import assert_close
+from ranks import RanksFailed, run_processes, run_threads, seeded
+from torch import nn
+
+import zeroshard
+from zeroshard.train import huggingface
+from zeroshard.train.huggingface import HuggingFaceModel, load_trained, loss, open_hugging_face, open_model
+from zeroshard.train.options import ModelOptions
+from zeroshard.train.weights import INDEX, Entry, Weights, write_file
+
+VOCABULARY = 61
+SHAPE = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}
+WIDE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SHAPE, **WIDE, "num_key_value_heads": 2, "max_position_embeddings": 32}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(
+        **SHAPE, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),  # tied; its blocks' projections are drawn anew by the modules around them
+    "llama": lambda: transformers.LlamaConfig(**LLAMA),  # untied, with a buffer that is not stored
+    "mixtral": lambda: transformers.MixtralConfig(
+        **LLAMA, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5
+    ),  # its experts are stored one by one
+    "diffllama": lambda: transformers.DiffLlamaConfig(**LLAMA),  # builds a few parameters on the CPU whatever is asked
+}
+KINDS = list(CONFIGS)
+
+
+def plain(kind: str, seed: int = 0) -> Any:
+    """A model that transformers has built; its values are of some size, so that a wrong one shows."""
+    with seeded(seed):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each model as save_pretrained writes it, in several files."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        plain(kind).save_pretrained(root / kind, max_shard_size="12KB")
+        assert (root / kind / INDEX).is_file()
+    return {kind: root / kind for kind in KINDS}
+
+
+def config_only(kind: str, directory: Path, **changes: Any) -> Path:
+    config = CONFIGS[kind]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config.save_pretrained(directory)
+    return directory
+
+
+def from_pretrained(path: Path, **options: Any) -> Any:
+    """What transformers loads, which must find every tensor and no other."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    assert not any(told.values()), told
+    return model.eval()
+
+
+def tokens(rows: int = 4, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (rows, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens(), use_cache=False).logits
+
+
+def sharded(model: HuggingFaceModel, **options: Any) -> tuple[Any, Any]:
+    """Shard with an optimizer made from meta parameters, one thread drawing at a time."""
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    assert all(parameter.is_meta for parameter in model.module.parameters())
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    options = {"stage": 3, "timeout": 20, "init_fn": model.init_fn, **options}
+    return zeroshard.shard(model.module, optimizer, **options)
+
+
+def train(model: Any, optimizer: Any, rank: int, world: int, steps: int = 2) -> None:
+    model.train()
+    for step in range(steps):
+        part = tokens(seed=10 + step).chunk(world)[rank]
+        loss(model, part[:, :-1], part[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_model_computes_what_transformers_computes_and_no_rank_holds_more_than_a_unit(
+    kind: str, saved: dict[str, Path]
+) -> None:
+    def body(rank: int) -> Any:
+        model, _ = zeroshard.shard((opened := open_model(saved[kind])).module, stage=3, init_fn=opened.init_fn)
+        staged = zeroshard.report(model).memory["staging", "device"]
+        units = [unit.full_bytes for unit in model._zeroshard.engine.units]
+        assert staged.now == 0 and staged.peak == max(units) < sum(units)
+        return logits_of(model), {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    wanted = from_pretrained(saved[kind])
+    for logits, buffers in run_threads(2, body):
+        assert torch.equal(logits, logits_of(wanted))
+        assert_same_tensors(buffers, dict(wanted.named_buffers()))
+
+
+def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_the_first_rank_alone_reads_and_its_values_count(
+    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain("llama", seed=5).save_pretrained(tmp_path)
+    readers: list[int] = []
+    read = Weights.__getitem__
+
+    def noted(self: Weights, name: str) -> torch.Tensor:
+        readers.append(dist.get_rank())
+        return read(self, name)
+
+    def body(rank: int) -> torch.Tensor:
+        opened = open_model(saved["llama"] if rank == 0 else tmp_path)
+        dist.barrier()  # all have looked at the shapes
+        if rank == 0:
+            monkeypatch.setattr(Weights, "__getitem__", noted)
+        dist.barrier()
+        return logits_of(sharded(opened)[0])
+
+    for logits in run_threads(2, body):
+        assert torch.equal(logits, logits_of(plain("llama")))
+    assert readers == [0] * len(list(plain("llama").parameters()))
+
+
+def test_stored_16_bits_are_widened_to_the_master_copy_and_saved_in_16_bits(tmp_path: Path) -> None:
+    plain("llama").to(torch.bfloat16).save_pretrained(tmp_path / "in")
+
+    def body(rank: int) -> None:
+        opened = open_model(tmp_path / "in")
+        model, _ = sharded(opened, precision="bf16")
+        assert zeroshard.full_parameter(model, "lm_head.weight").dtype == torch.float32
+        opened.save(model, tmp_path / "out" if rank == 0 else None)
+
+    run_threads(2, body)
+    before, after = Weights(tmp_path / "in"), Weights(tmp_path / "out")
+    assert_same_tensors(dict(after), dict(before))
+    assert after["lm_head.weight"].dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def rewritten(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """The model of a directory with other tensors."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {name: tensor.clone() for name, tensor in Weights(source).items()}
+    change(tensors)
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_file(target / "model.safetensors", entries, tensors.__getitem__, {"format": "pt"})
+    return target
+
+
+def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+
+def head_instead_of_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+
+
+def head_and_embedding(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+
+
+def leftover(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("change", [without_prefix, head_instead_of_embedding, head_and_embedding, leftover])
+def test_what_transformers_takes_for_the_same_weights_is_loaded(
+    change: Any, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    opened = open_model(rewritten(saved["gpt2"], tmp_path / "model", change))
+    assert torch.equal(logits_of(sharded(opened)[0]), logits_of(plain("gpt2")))
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("gpt2", False), ("llama", True)])
+def test_a_loaded_model_trains_as_plainly(kind: str, recompute: bool, saved: dict[str, Path]) -> None:
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        opened = open_model(saved[kind])
+        if recompute:
+            opened.checkpoint_activations()
+            assert opened.base.is_gradient_checkpointing
+        model, optimizer = sharded(opened)
+        train(model, optimizer, rank, 2)
+        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+
+    wanted = from_pretrained(saved[kind])
+    before = {name: parameter.detach().clone() for name, parameter in wanted.named_parameters()}
+    train(wanted, torch.optim.SGD(wanted.parameters(), lr=0.1, momentum=0.9), 0, 1)
+    for ours in run_threads(2, body):
+        assert_close(ours, {name: parameter.detach() for name, parameter in wanted.named_parameters()}, 1e-5)
+        assert not torch.equal(ours[next(iter(before))], before[next(iter(before))])
+
+
+def test_the_loss_is_the_models_own() -> None:
+    """Which shifts the targets itself: what follows the last token is ignored by both."""
+    model, ids = plain("mixtral"), tokens()
+    targets = torch.cat([ids[:, 1:], torch.full((4, 1), -100)], dim=1)
+    theirs = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(loss(model, ids, targets), theirs.loss)
+    with torch.no_grad():  # what is only measured is the cross-entropy alone
+        torch.testing.assert_close(loss(model, ids, targets), theirs.loss - 0.5 * theirs.aux_loss)
+    model.config.output_router_logits = False
+    torch.testing.assert_close(loss(model, ids, targets), theirs.loss - 0.5 * theirs.aux_loss)
+
+
+# ------------------------------------------------------------------------------------------------------------ saving
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_model_is_saved_as_it_came(
+    kind: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "_LIMIT", 8000)
+    source = shutil.copytree(saved[kind], tmp_path / "in")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_text(json.dumps({"of": name}))
+
+    def body(rank: int) -> torch.Tensor:
+        opened = open_model(source)
+        assert opened.tokenizer == source / "tokenizer.json"
+        model, optimizer = sharded(opened)
+        train(model, optimizer, rank, 2)
+        opened.save(model, tmp_path / "out" if rank == 0 else None)
+        return logits_of(model)
+
+    trained, _ = run_threads(2, body)
+    assert (tmp_path / "out" / INDEX).is_file()
+    assert set(Weights(tmp_path / "out")) == set(Weights(source))
+    assert torch.equal(logits_of(from_pretrained(tmp_path / "out")), trained)
+    assert not torch.equal(trained, logits_of(from_pretrained(source)))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
+    logits, context = load_trained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(logits(tokens()), trained)
+    assert context == open_model(source).context
+
+
+def in_processes(rank: int, source: Path, target: Path) -> torch.Tensor:
+    opened = open_model(source)
+    model, optimizer = sharded(opened)
+    train(model, optimizer, rank, 2)
+    opened.save(model, target if rank == 0 else None)
+    return logits_of(model)
+
+
+def test_processes_load_train_and_save(saved: dict[str, Path], tmp_path: Path) -> None:
+    first, second = run_processes(2, in_processes, saved["gpt2"], tmp_path / "out")
+    assert torch.equal(first, second)
+    assert torch.equal(logits_of(from_pretrained(tmp_path / "out")), first)
+
+
+# ------------------------------------------------------------------------------------------------------ from scratch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_alone_is_trained_from_scratch_and_saved(kind: str, tmp_path: Path) -> None:
+    source = config_only(kind, tmp_path / "in")
+
+    def body(rank: int) -> Any:
+        opened = open_model(source / "config.json" if rank else source)  # as good as the directory, when it is all
+        assert not opened.pretrained
+        model, optimizer = sharded(opened)
+        first = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        train(model, optimizer, rank, 2)
+        opened.save(model, tmp_path / "out" if rank == 0 else None)
+        return first, buffers, logits_of(model)
+
+    (first, buffers, logits), (other, _, _) = run_threads(2, body)
+    assert_same_tensors(first, other)
+    with seeded(0):
+        wanted = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    assert_same_tensors(buffers, dict(wanted.named_buffers()))
+    for name, parameter in wanted.named_parameters():
+        ours, spread, count = first[name], parameter.std().item(), parameter.numel()
+        if spread == 0:
+            assert torch.equal(ours, parameter), name
+        elif count > 64:  # within six times the standard error of what two draws differ by
+            assert ours.mean().item() == pytest.approx(parameter.mean().item(), abs=9 * spread / count**0.5), name
+            assert ours.std().item() == pytest.approx(spread, rel=6 / count**0.5), name
+    assert torch.equal(logits_of(from_pretrained(tmp_path / "out")), logits)
+
+
+def test_weights_from_scratch_are_saved_in_the_configs_dtype(tmp_path: Path) -> None:
+    opened = open_model(config_only("llama", tmp_path / "in", dtype=torch.bfloat16))
+    assert all(parameter.dtype == torch.float32 for parameter in opened.module.parameters())
+    opened.save(sharded(opened)[0], tmp_path / "out")
+    assert {tensor.dtype for tensor in Weights(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_a_modules_values_are_final_when_its_turn_is_over(tmp_path: Path) -> None:
+    """So that a checkpoint can overwrite them one by one: no parent draws a child's weight anew later."""
+    opened = open_model(config_only("gpt2", tmp_path))
+    finished: dict[str, torch.Tensor] = {}
+
+    def fill(module: nn.Module) -> None:
+        opened.init_fn(module)
+        for parameter in module.parameters(recurse=False):
+            with torch.no_grad():
+                finished[names[parameter]] = parameter.fill_(float(len(finished))).clone()
+
+    names = {parameter: name for name, parameter in opened.module.named_parameters()}
+    model, _ = sharded(opened, init_fn=fill)
+    assert finished.keys() == dict(model.named_parameters()).keys()
+    for name, value in finished.items():
+        assert torch.equal(zeroshard.full_parameter(model, name), value), name
+
+
+# -------------------------------------------------------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_adapters_alone_are_trained_and_load_with_peft(kind: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    def body(rank: int) -> torch.Tensor:
+        opened = open_model(saved[kind])
+        opened.add_lora(rank=2, alpha=8)
+        assert "LoRA of rank 2" in opened.description
+        model, optimizer = sharded(opened)
+        assert torch.equal(logits_of(model), logits_of(plain(kind)))  # B is zero: nothing is changed yet
+        first = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+        down = [value for name, value in first.items() if "lora_A" in name]
+        assert down and all(0 < value.abs().max() <= value.shape[1] ** -0.5 for value in down)
+        train(model, optimizer, rank, 2)
+        for name, value in first.items():
+            assert torch.equal(zeroshard.full_parameter(model, name), value) == ("lora_" not in name), name
+        opened.save(model, tmp_path if rank == 0 else None)
+        return logits_of(model)
+
+    trained, _ = run_threads(2, body)
+    assert (tmp_path / "adapter_config.json").is_file() and not (tmp_path / "config.json").exists()
+    theirs = peft.PeftModel.from_pretrained(from_pretrained(saved[kind]), tmp_path)
+    torch.testing.assert_close(logits_of(theirs), trained, rtol=0, atol=0)
+    assert not torch.equal(trained, logits_of(plain(kind)))
+    with torch.no_grad():
+        assert torch.equal(load_trained(tmp_path)[0](tokens()), trained)
+
+
+def test_adapters_of_a_model_from_scratch_are_saved_with_it(tmp_path: Path) -> None:
+    source = config_only("gpt2", tmp_path / "in")
+
+    def body(rank: int) -> torch.Tensor:
+        opened = open_hugging_face(ModelOptions(model=str(source), lora=True, lora_targets=("c_attn",), recompute=True))
+        model, optimizer = sharded(opened)
+        train(model, optimizer, rank, 2)
+        opened.save(model, tmp_path / "out" if rank == 0 else None)
+        return logits_of(model)
+
+    trained, _ = run_threads(2, body)
+    with torch.no_grad():
+        assert torch.equal(load_trained(tmp_path / "out")[0](tokens()), trained)
+
+
+def test_the_frozen_base_has_neither_master_copies_nor_optimizer_states(saved: dict[str, Path]) -> None:
+    opened = open_model(saved["llama"])
+    opened.add_lora(rank=2, alpha=4, targets=("q_proj",))
+    trained = sum(parameter.numel() for parameter in opened.module.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in opened.module.parameters()) - trained
+    model, optimizer = sharded(opened, precision="bf16")
+    train(model, optimizer, 0, 1)
+    held = {kind: nbytes.peak for (kind, _), nbytes in zeroshard.report(model).memory.items()}
+    padding = 4096  # bytes: each unit's adapters are aligned
+    assert 4 * trained <= held["master weights"] <= 4 * trained + padding < 4 * frozen
+    assert 4 * trained <= held["optimizer states"] <= 4 * trained + padding
+    assert 2 * frozen <= held["parameters"]
+
+
+# ------------------------------------------------------------------------------------------------------------- facts
+
+
+def test_facts_for_the_loop(saved: dict[str, Path]) -> None:
+    gpt2, llama = open_model(saved["gpt2"]), open_model(saved["llama"])
+    for model, name in ((gpt2, "GPT2LMHeadModel"), (llama, "LlamaForCausalLM")):
+        assert model.description == f"{name}, 2 layers, width 16"
+        assert (model.vocabulary, model.context, model.layers, model.width) == (VOCABULARY, 32, 2, 16)
+        assert model.pretrained and model.tokenizer is None
+        assert all(tensor.is_meta for tensor in (*model.module.parameters(), *model.module.buffers()))
+    assert gpt2.module.lm_head.weight is gpt2.module.transformer.wte.weight
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def write_config(directory: Path, told: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(told if isinstance(told, str) else json.dumps(told))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ("{", "not JSON"),
+        ({"hidden_size": 3}, "model_type"),
+        ({"model_type": "nonsense"}, "nonsense"),
+        ({"model_type": "llama", "hidden_size": 16, "num_attention_heads": 3}, "multiple of the number"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "bert"}, "is_decoder"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "custom code"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_is_refused(told: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        open_model(write_config(tmp_path, told))
+
+
+def test_paths_without_a_model_are_refused(saved: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing is downloaded"):
+        open_model(tmp_path / "gpt2")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        open_model(tmp_path)
+    config_only("llama", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"only as pytorch_model\.bin.*save_pretrained"):
+        open_model(tmp_path)
+    assert not open_model(tmp_path / "config.json").pretrained
+    with pytest.raises(ValueError, match="--layers changes a preset"):
+        open_hugging_face(ModelOptions(model=str(saved["llama"]), layers=3))
+
+
+def missing(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def unexpected(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(2)
+
+
+def misshapen(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = torch.zeros(VOCABULARY + 1, 16)
+
+
+def without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
+
+
+def other_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("llama", missing, r"missing: model\.norm\.weight\."),
+        ("llama", unexpected, r"unexpected: model\.layers\.2\.mlp\.up_proj\.weight\."),
+        ("llama", misshapen, r"of another shape: lm_head\.weight \(62, 16\), wanted \(61, 16\)"),
+        (
+            "mixtral",
+            without_an_expert,
+            r"model\.layers\.1\.mlp\.experts\.down_proj \(3, 16, 24\), wanted \(4, 16, 24\)",
+        ),
+        ("gpt2", other_head, r"different values for .*lm_head\.weight.* which its config ties.*tie_word_embeddings"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    kind: str, change: Any, words: str, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    path = rewritten(saved[kind], tmp_path / "model", change)
+    with pytest.raises(ValueError, match=words):
+        open_model(path)
+
+
+def test_another_models_modules_are_refused(saved: dict[str, Path]) -> None:
+    opened = open_model(saved["llama"])
+    with pytest.raises(RanksFailed, match="is no part of"):
+        run_threads(2, lambda rank: zeroshard.shard(open_model(saved["llama"]).module, init_fn=opened.init_fn))
+
+
+@pytest.mark.parametrize(("library", "words"), [("transformers", "transformers"), ("peft", "LoRA needs peft")])
+def test_a_missing_library_is_named(
+    library: str, words: str, saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    with pytest.raises(ImportError, match=rf"{words}.*pip install 'zeroshard\[huggingface\]'"):
+        open_hugging_face(ModelOptions(model=str(saved["llama"]), lora=True))

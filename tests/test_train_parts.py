@@ -1,0 +1,189 @@
+"""The small parts of the main job: batches divided, rates, ranks found, failures told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_processes
+
+from zeroshard.presets import PRESETS
+from zeroshard.train.batching import Batching
+from zeroshard.train.directory import RunDirectory, new_directory, newest_run
+from zeroshard.train.launch import first_failure
+from zeroshard.train.options import DataOptions, ModelOptions, Options, StepOptions
+from zeroshard.train.pulse import Pulse
+from zeroshard.train.record import paper_traffic
+from zeroshard.train.sample import continue_tokens
+from zeroshard.train.schedule import learning_rate
+from zeroshard.train.world import first_of_list, launched_as
+
+# ------------------------------------------------------------------------------------------------ batches and rates
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "wanted"),
+    [
+        (2, (None, None, None), (16, 8, 1)),
+        (3, (None, None, None), (15, 5, 1)),
+        (64, (None, None, None), (64, 1, 1)),
+        (4, (32, None, None), (32, 8, 1)),
+        (4, (32, 2, None), (32, 2, 4)),
+        (4, (32, None, 4), (32, 2, 4)),
+        (4, (None, 2, 3), (24, 2, 3)),
+        (4, (None, 2, None), (8, 2, 1)),
+        (4, (None, None, 2), (16, 2, 2)),
+    ],
+)
+def test_any_two_of_batch_micro_batch_and_accumulation_give_the_third(ranks, given, wanted) -> None:
+    batching = Batching.divide(ranks, *given)
+    assert (batching.batch, batching.micro, batching.accumulate) == wanted
+
+
+@given(st.integers(1, 64), *[st.none() | st.integers(1, 64)] * 3)
+def test_a_batch_is_divided_exactly_or_refused(ranks, batch, micro, accumulate) -> None:
+    try:
+        batching = Batching.divide(ranks, batch, micro, accumulate)
+    except ValueError as error:
+        assert "leave one of batch, micro-batch and accumulate" in str(error)
+        assert batch is not None
+        return
+    assert batching.batch == batching.micro * ranks * batching.accumulate
+    given = (batch, micro, accumulate)
+    assert all(wanted is None or ours == wanted for ours, wanted in zip(vars(batching).values(), given, strict=True))
+
+
+def test_the_rate_rises_and_falls_without_a_jump() -> None:
+    options = StepOptions(steps=100, warmup=10, lr=2.0)
+    rates = [learning_rate(step, options) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert rates[10] == 2.0
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.2, rel=0.01)
+    assert learning_rate(0, StepOptions(warmup=0, lr=1.0)) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------- options and directories
+
+
+def test_options_have_one_name_each_and_come_back_flat() -> None:
+    flat = Options().flat()
+    groups = [ModelOptions(), DataOptions(), StepOptions(), Options().sharding, Options().run]
+    assert len(flat) == sum(len(vars(group)) for group in groups)
+
+
+@pytest.mark.parametrize(("model", "name"), [("tiny", "tiny"), ("a/llama/", "llama"), ("a/llama/config.json", "llama")])
+def test_a_run_is_named_after_its_model(model: str, name: str) -> None:
+    assert Options(model=ModelOptions(model=model)).name == name
+
+
+def test_presets_have_the_papers_sizes() -> None:
+    for name, preset in PRESETS.items():
+        if name.startswith("paper-"):
+            billions = float(name.removeprefix("paper-").removesuffix("b"))
+            assert preset.parameters / 1e9 == pytest.approx(billions, rel=0.1)
+        assert preset.width % preset.heads == 0
+
+
+def test_new_runs_get_new_directories_and_the_newest_is_found(tmp_path: Path) -> None:
+    assert newest_run(tmp_path) is None
+    for name in ("tiny", "tiny-2", "tiny-3"):
+        path = new_directory(tmp_path, "tiny")
+        assert path == tmp_path / name
+        RunDirectory(path).create({"stage": 3})
+    assert newest_run(tmp_path) == tmp_path / "tiny-3"
+    assert RunDirectory(tmp_path / "tiny").read_config() == {"stage": 3}
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def test_torchruns_words_are_taken_as_they_are() -> None:
+    said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    assert launched_as({**said, "HOME": "/root"}) == said
+
+
+def test_sruns_words_are_translated_and_sbatchs_are_not_a_rank() -> None:
+    batch = {"SLURM_JOB_ID": "1234567", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[03-04]"}
+    assert launched_as(batch) is None
+    task = {**batch, "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+    place = launched_as(task)
+    assert place is not None
+    assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == ("9", "16", "1")
+    assert place["MASTER_ADDR"] == "gpu03"
+    assert 20000 <= int(place["MASTER_PORT"]) < 30000
+    assert place == {**(launched_as({**task, "SLURM_PROCID": "0"}) or {}), "RANK": "9"}  # all ranks meet at one place
+    later = launched_as({**task, "SLURM_STEP_ID": "1"})
+    assert later is not None and later["MASTER_PORT"] != place["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("a", "a"), ("a,b", "a"), ("n[1-4]", "n1"), ("n[07,09-11]-ib,m1", "n07-ib"), ("x1,n[1-2]", "x1")],
+)
+def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
+    assert first_of_list(hosts) == first
+
+
+def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
+    for rank, moment, account in ((0, 20.5, "connection closed"), (1, 20.1, "rank 1 failed: its own error")):
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"rank": rank, "moment": moment, "account": account}))
+    assert first_failure(tmp_path, {0: 1, 1: 1}) == "rank 1 failed: its own error"
+    assert first_failure(tmp_path, {0: 1, 2: -9}) == "rank 2 was killed by SIGKILL (out of memory?)"
+    assert "rank 3 ended with status 7" in first_failure(tmp_path / "nowhere", {3: 7})
+
+
+def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
+    pulse = Pulse(torch.device("cpu"))
+    seen = []
+    for step in (1, 2):
+        pulse.send(step, torch.tensor(float(rank + step)), torch.tensor(2.0) if step == 1 else None, rank == step == 1)
+        seen += [(b.step, b.loss, b.norm, b.stop) for b in pulse.read()]
+    return seen
+
+
+def test_all_ranks_know_the_mean_loss_and_that_one_was_told_to_stop() -> None:
+    assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, None, False)]] * 2
+
+
+# ------------------------------------------------------------------------------------------------ samples and traffic
+
+
+def test_samples_repeat_with_their_seed_keep_to_the_context_and_leave_the_generator_alone() -> None:
+    lengths = []
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        lengths.append(tokens.shape[1])
+        return torch.zeros(1, tokens.shape[1], 50)
+
+    prompt = torch.tensor([[1, 2, 3]])
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first, again, other = (continue_tokens(logits, prompt, 12, context=4, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.shape == (1, 15) and torch.equal(first[:, :3], prompt)
+    assert max(lengths) == 4
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "frozen", "accumulate", "formula", "elements"),
+    [
+        (0, 2, 0, 1, "2Ψ", 200),
+        (1, 2, 0, 4, "2Ψ", 200),
+        (2, 2, 0, 1, "2Ψ", 200),
+        (2, 2, 0, 4, "Ψ × 4 + Ψ", 500),
+        (3, 2, 0, 1, "3Ψ", 300),
+        (3, 2, 0, 4, "3Ψ × 4", 1200),
+        (3, 2, 900, 1, "2Ψ + Ψ trained", 2100),
+        (1, 2, 900, 1, "2Ψ trained", 200),
+        (3, 1, 0, 1, "2Ψ", 0),
+    ],
+)
+def test_the_papers_volume(stage, ranks, frozen, accumulate, formula, elements) -> None:
+    found = paper_traffic(stage, ranks, trained=100, frozen=frozen, itemsize=2, accumulate=accumulate)
+    assert found == {"formula": formula, "bytes": 2 * elements}
