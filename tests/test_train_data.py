@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.train import corpus as corpus_module
-from zeroshard.train.corpus import encode_corpus, open_corpus, read_text, read_texts, shakespeare, text_files
-from zeroshard.train.loader import Loader, sample_windows, shuffled
-from zeroshard.train.tokenizer import (
+from zeroshard.train.data import corpus as corpus_module
+from zeroshard.train.data.corpus import encode_corpus, open_corpus, read_text, read_texts, shakespeare, text_files
+from zeroshard.train.data.loader import Loader, sample_windows, shuffled
+from zeroshard.train.data.tokenizer import (
     END_OF_TEXT,
     encode,
     end_of_text,
@@ -24,7 +24,7 @@ from zeroshard.train.tokenizer import (
     train_tokenizer,
     vocabulary_of,
 )
-from zeroshard.train.tokens import TokenFile, write_token_chunks, write_tokens
+from zeroshard.train.data.tokens import TokenFile, write_token_chunks, write_tokens
 
 settings.register_profile("no timing", deadline=None)  # a slow machine is no failure
 settings.load_profile("no timing")
@@ -74,7 +74,7 @@ def test_a_tokenizer_has_as_many_ids_as_asked_for_and_the_text_allows() -> None:
 
 def test_the_same_text_gives_the_same_tokenizer_in_every_process() -> None:
     program = (
-        "import sys; from zeroshard.train.tokenizer import train_tokenizer; "
+        "import sys; from zeroshard.train.data.tokenizer import train_tokenizer; "
         "sys.stdout.write(train_tokenizer(sys.stdin.read().splitlines(True), 700).to_str())"
     )
     text = shakespeare()[:100_000]

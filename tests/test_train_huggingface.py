@@ -18,8 +18,8 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.train import huggingface
-from zeroshard.train.huggingface import HuggingFaceModel, load_trained, loss, open_hugging_face, open_model
+from zeroshard.train.models import huggingface
+from zeroshard.train.models.huggingface import HuggingFaceModel, load_trained, loss, open_hugging_face, open_model
 from zeroshard.train.options import ModelOptions
 from zeroshard.train.weights import INDEX, Entry, Weights, write_file
 
@@ -154,7 +154,9 @@ def test_the_first_rank_alone_reads_and_its_values_count(
 
 
 def test_stored_16_bits_are_widened_to_the_master_copy_and_saved_in_16_bits(tmp_path: Path) -> None:
-    plain("llama").to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    model = plain("llama").to(torch.bfloat16)
+    model.model.norm.float()  # each tensor keeps the dtype it had
+    model.save_pretrained(tmp_path / "in")
 
     def body(rank: int) -> None:
         opened = open_model(tmp_path / "in")
@@ -163,10 +165,21 @@ def test_stored_16_bits_are_widened_to_the_master_copy_and_saved_in_16_bits(tmp_
         opened.save(model, tmp_path / "out" if rank == 0 else None)
 
     run_threads(2, body)
-    before, after = Weights(tmp_path / "in"), Weights(tmp_path / "out")
-    assert_same_tensors(dict(after), dict(before))
-    assert after["lm_head.weight"].dtype == torch.bfloat16
+    before, after = dict(Weights(tmp_path / "in")), dict(Weights(tmp_path / "out"))
+    assert_same_tensors(after, before)
+    assert {name: tensor.dtype for name, tensor in after.items()} == {n: t.dtype for n, t in before.items()}
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_experts_that_are_stored_together_are_loaded_and_saved_so(tmp_path: Path) -> None:
+    plain("mixtral").save_pretrained(tmp_path / "in", save_original_format=False)
+    opened = open_model(tmp_path / "in")
+    model, _ = sharded(opened)
+    assert torch.equal(logits_of(model), logits_of(plain("mixtral")))
+    opened.save(model, tmp_path / "out")
+    assert_same_tensors(dict(Weights(tmp_path / "out")), dict(Weights(tmp_path / "in")))
+    assert "model.layers.0.mlp.experts.down_proj" in Weights(tmp_path / "out")
 
 
 def rewritten(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -363,7 +376,9 @@ def test_adapters_alone_are_trained_and_load_with_peft(kind: str, saved: dict[st
         return logits_of(model)
 
     trained, _ = run_threads(2, body)
-    assert (tmp_path / "adapter_config.json").is_file() and not (tmp_path / "config.json").exists()
+    told = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (told["base_model_name_or_path"], told["inference_mode"]) == (str(saved[kind].resolve()), True)
+    assert not (tmp_path / "config.json").exists()
     theirs = peft.PeftModel.from_pretrained(from_pretrained(saved[kind]), tmp_path)
     torch.testing.assert_close(logits_of(theirs), trained, rtol=0, atol=0)
     assert not torch.equal(trained, logits_of(plain(kind)))

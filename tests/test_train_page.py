@@ -22,9 +22,9 @@ import pytest
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'zeroshard[train]'")
 pytest.importorskip("jinja2", reason="the report needs jinja2: pip install 'zeroshard[train]'")
 
-from zeroshard.train import charts
-from zeroshard.train.page import read_metrics, write_page
-from zeroshard.train.series import POINTS, thin
+from zeroshard.train.page import charts
+from zeroshard.train.page.page import read_metrics, write_page
+from zeroshard.train.page.series import POINTS, thin
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")

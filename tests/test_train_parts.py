@@ -28,15 +28,15 @@ from zeroshard.train.world import first_of_list, launched_as
 @pytest.mark.parametrize(
     ("ranks", "given", "wanted"),
     [
-        (2, (None, None, None), (16, 8, 1)),
-        (3, (None, None, None), (15, 5, 1)),
+        (2, (None, None, None), (8, 4, 1)),
+        (3, (None, None, None), (6, 2, 1)),
         (64, (None, None, None), (64, 1, 1)),
         (4, (32, None, None), (32, 8, 1)),
         (4, (32, 2, None), (32, 2, 4)),
         (4, (32, None, 4), (32, 2, 4)),
         (4, (None, 2, 3), (24, 2, 3)),
         (4, (None, 2, None), (8, 2, 1)),
-        (4, (None, None, 2), (16, 2, 2)),
+        (4, (None, None, 2), (8, 1, 2)),
     ],
 )
 def test_any_two_of_batch_micro_batch_and_accumulation_give_the_third(ranks, given, wanted) -> None:

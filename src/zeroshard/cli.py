@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "train": ("zeroshard.train.command", "train a language model with ZeRO; without options, one that takes a minute"),
-    "generate": ("zeroshard.train.generate", "let a trained model go on with a text"),
-    "report": ("zeroshard.train.report", "make the HTML report of a run anew"),
-    "presets": ("zeroshard.train.catalogue", "list the models that have a name"),
+    "train": ("zeroshard.commands.train", "train a language model with ZeRO; without options, one that takes a minute"),
+    "generate": ("zeroshard.commands.generate", "let a trained model go on with a text"),
+    "report": ("zeroshard.commands.report", "make the HTML report of a run anew"),
+    "presets": ("zeroshard.commands.presets", "list the models that have a name"),
 }
 
 

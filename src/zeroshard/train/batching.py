@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_BATCH = 16  # sequences a step where nothing is said
+DEFAULT_BATCH = 8  # sequences a step where nothing is said
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from zeroshard.memory.report import size
 from zeroshard.planner.memory import Memory, predict_memory
 from zeroshard.train.job import batching_of, chosen_precision, sequence_length
-from zeroshard.train.language_model import open_language_model
+from zeroshard.train.models.language_model import open_language_model
 from zeroshard.train.options import Options
 
 STAGES = (0, 1, 2, 3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from zeroshard.train.data.loader import Loader
 from zeroshard.train.job import Job
-from zeroshard.train.loader import Loader
 
 
 @torch.no_grad()

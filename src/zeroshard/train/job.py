@@ -17,14 +17,14 @@ import zeroshard
 from zeroshard.planner.memory import predict_memory
 from zeroshard.train.batching import Batching
 from zeroshard.train.checkpoint import Checkpoint, whole_checkpoints
-from zeroshard.train.corpus import Corpus, encode_corpus, open_corpus
+from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
+from zeroshard.train.data.loader import Loader
+from zeroshard.train.data.tokens import TokenFile
 from zeroshard.train.directory import RunDirectory, new_directory
-from zeroshard.train.language_model import LanguageModel, open_language_model
 from zeroshard.train.launch import TrainingError
-from zeroshard.train.loader import Loader
+from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options
 from zeroshard.train.record import Record, paper_traffic
-from zeroshard.train.tokens import TokenFile
 from zeroshard.train.world import World
 
 NOT_KEPT = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is

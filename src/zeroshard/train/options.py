@@ -75,7 +75,7 @@ class StepOptions:
     steps: int = 400
     """optimizer steps in all"""
     batch: int | None = None
-    """sequences a step, over all ranks; without it, micro-batch × ranks × accumulate, or 16"""
+    """sequences a step, over all ranks; without it, micro-batch × ranks × accumulate, or 8"""
     micro_batch: int | None = None
     """sequences a rank and backward; without it, batch / ranks / accumulate"""
     accumulate: int | None = None

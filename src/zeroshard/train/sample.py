@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zeroshard.train.tokenizer import load_tokenizer
+from zeroshard.train.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from zeroshard.train.job import Job

@@ -15,10 +15,10 @@ from zeroshard.train.checkpoint import prune, save_checkpoint, whole_checkpoints
 from zeroshard.train.evaluation import evaluate
 from zeroshard.train.flops import flops_per_token, peak_flops
 from zeroshard.train.job import Job
-from zeroshard.train.language_model import copy_tokenizer
 from zeroshard.train.launch import StopRequest, TrainingError
 from zeroshard.train.metrics import Metrics, MetricsFile
-from zeroshard.train.page import write_page
+from zeroshard.train.models.language_model import copy_tokenizer
+from zeroshard.train.page.page import write_page
 from zeroshard.train.pulse import Beat, Pulse
 from zeroshard.train.record import memory_of, timeline_of, traffic_of
 from zeroshard.train.sample import sample_text

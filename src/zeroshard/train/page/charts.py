@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from zeroshard.memory.report import size
-from zeroshard.train.series import Record, series, short, smooth, thin
+from zeroshard.train.page.series import Record, series, short, smooth, thin
 
 STATES = ("parameters", "gradients", "optimizer states", "master weights")  # in the order they are stacked
 WORKING = ("gathered", "autograd", "buckets", "step", "staging")

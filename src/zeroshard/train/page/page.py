@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from zeroshard.memory.report import size
-from zeroshard.train import charts
-from zeroshard.train.series import Record, number, series
+from zeroshard.train.page import charts
+from zeroshard.train.page.series import Record, number, series
 
 
 class Metrics(NamedTuple):
@@ -54,7 +54,7 @@ def write_page(run: Path) -> Path:
     run = Path(run)
     record, metrics = _record(run / "run.json"), read_metrics(run / "metrics.jsonl")
     environment = Environment(
-        loader=PackageLoader("zeroshard.train", "."),
+        loader=PackageLoader("zeroshard.train.page", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

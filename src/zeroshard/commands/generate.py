@@ -50,8 +50,8 @@ def generate(options: GenerateOptions) -> str:
     """The prompt and what the model adds to it."""
     import torch
 
+    from zeroshard.train.data.tokenizer import load_tokenizer
     from zeroshard.train.sample import continue_tokens
-    from zeroshard.train.tokenizer import load_tokenizer
 
     directory = options.run / "model" if (options.run / "model").is_dir() else options.run
     logits, context = _load(directory)
@@ -71,13 +71,13 @@ def generate(options: GenerateOptions) -> str:
 def _load(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
     """The model in a directory, as a function, and its context."""
     from zeroshard.train.directory import read_json
-    from zeroshard.train.language_model import FORMAT, ReferenceGPT
+    from zeroshard.train.models.language_model import FORMAT, ReferenceGPT
 
     if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{directory} holds no trained model (no config.json): give a run that has finished")
     if (directory / "config.json").is_file() and read_json(directory / "config.json").get("model_type") == FORMAT:
         model = ReferenceGPT.load(directory).eval()
         return model, model.config.context
-    from zeroshard.train.huggingface import load_trained
+    from zeroshard.train.models.huggingface import load_trained
 
     return load_trained(directory)

@@ -23,8 +23,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.train.tokenizer import encode, leave_threads, load_tokenizer, train_tokenizer, vocabulary_of
-from zeroshard.train.tokens import TokenFile, dtype_for, is_token_file, write_token_chunks
+from zeroshard.train.data.tokenizer import encode, leave_threads, load_tokenizer, train_tokenizer, vocabulary_of
+from zeroshard.train.data.tokens import TokenFile, dtype_for, is_token_file, write_token_chunks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -271,4 +271,4 @@ def _stamp(file: Path) -> list[str | int]:
 
 
 def _bundled() -> bytes:
-    return (resources.files("zeroshard.train") / "shakespeare.txt.xz").read_bytes()
+    return (resources.files("zeroshard.train.data") / "shakespeare.txt.xz").read_bytes()

@@ -22,7 +22,7 @@ class ReportOptions:
 def main(argv: Sequence[str]) -> int:
     """Run it and return the exit status."""
     options = tyro.cli(ReportOptions, args=list(argv), prog="zeroshard report")
-    from zeroshard.train.page import write_page
+    from zeroshard.train.page.page import write_page
 
     try:
         print(write_page(options.run))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.train.conversion import Recipe, loading
+from zeroshard.train.models.conversion import Recipe, loading
 
 Slot = tuple[nn.Module, str]  # a tensor's place: a module that holds it, and its key there
 _MARK = "_is_hf_initialized"

@@ -133,7 +133,7 @@ def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel
         if model.lora:
             raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
         return ReferenceGPT.of_options(model, data)
-    from zeroshard.train.huggingface import open_hugging_face
+    from zeroshard.train.models.huggingface import open_hugging_face
 
     return open_hugging_face(model)
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeroshard.train.tokens import TokenFile
+from zeroshard.train.data.tokens import TokenFile
 
 _ROUNDS = 8  # each half is hashed four times; two are too few to look random, more change nothing
 

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from zeroshard.train.conversion import Recipe, saving
-from zeroshard.train.filling import Filling
+from zeroshard.train.models.conversion import Recipe, saving
+from zeroshard.train.models.filling import Filling
 from zeroshard.train.weights import INDEX, SINGLE, Entry, Weights, write_directory
 
 if TYPE_CHECKING:
-    from zeroshard.train.lora import LoRA
+    from zeroshard.train.models.lora import LoRA
     from zeroshard.train.options import ModelOptions
 
 CONFIG = "config.json"
@@ -68,7 +68,7 @@ class HuggingFaceModel:
 
     def add_lora(self, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
         """Freeze the model and train low-rank adapters instead; before ``module`` is given to ``shard``."""
-        from zeroshard.train.lora import LoRA
+        from zeroshard.train.models.lora import LoRA
 
         self.lora = LoRA(self.base, rank, alpha, targets)
         self.module = self.lora.module
@@ -197,7 +197,7 @@ def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor
     context = open_model(base).context  # tells what is wrong with the directory, too
     model = library.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
     if adapter.is_file():
-        from zeroshard.train.lora import load_adapter
+        from zeroshard.train.models.lora import load_adapter
 
         model = load_adapter(model, directory)
     model.eval()

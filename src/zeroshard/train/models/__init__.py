@@ -1,0 +1,1 @@
+"""What is trained: the reference GPT and Hugging Face's causal language models, behind one protocol."""
