@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from ranks import run_processes
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.train.pulse import Pulse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -114,3 +119,64 @@ def no_syncs(rank: int, precision: str, stage: int) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_never_waits_for_the_device(precision: str, stage: int) -> None:
     run_processes(1, no_syncs, precision, stage)
+
+
+def profiled(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with torch.device("meta"):
+        model = GPT(SMALL)
+    mesh = init_device_mesh("cuda", (8,))
+    model, optimizer = zeroshard.shard(model, adamw(model), stage=3, precision="bf16", mesh=mesh)
+    tokens = torch.randint(256, (4, 64), device="cuda")
+    for _ in range(3):
+        with zeroshard.profile(model) as profile:
+            model(tokens, tokens).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 0 < profile.waited < profile.seconds
+    assert max(moment.held["gathered"] for moment in profile.moments) > 0
+    held = [(sum(moment.held.values()), moment.allocated) for moment in profile.moments if moment.allocated is not None]
+    assert held and all(allocated >= ours for ours, allocated in held)  # activations come on top
+
+
+def test_a_profile_on_the_gpu_times_the_stream_and_sees_all_that_is_allocated() -> None:
+    run_processes(1, profiled)
+
+
+def beats(rank: int) -> list[list[int]]:
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    pulse = Pulse(torch.device("cuda", 0))
+    loss, norm = torch.ones((), device="cuda"), torch.ones((), device="cuda")
+    seen = []
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        pulse.send(step, loss, norm, stop=False)
+        torch.cuda.set_sync_debug_mode("default")
+        seen.append([beat.step for beat in pulse.read()])
+    return [*seen, [beat.step for beat in pulse.read(all_of_them=True)]]
+
+
+def test_what_ranks_share_after_a_step_is_read_one_step_late_and_never_waited_for() -> None:
+    assert run_processes(1, beats) == [[[], [0], [1], [2], [3]]]
+
+
+def test_the_main_job_runs_on_the_gpu_in_bf16_and_resumes(tmp_path: Path) -> None:
+    small = ["--plain", "--layers", "2", "--width", "64", "--sequence", "32", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "zeroshard", "train"]
+    for arguments in (
+        [*small, "--steps", "12", "--checkpoint-every", "6"],
+        ["--out", str(tmp_path / "run"), "--resume"],
+    ):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "over nccl" in done.stdout and "bf16" in done.stdout
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["outcome"] == "finished" and record["timeline"]["allocated"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["tflops"] > 0 for line in lines if "loss" in line)

@@ -181,19 +181,17 @@ def _shard(
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=training.lr, betas=training.betas)
+    given = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(given, lr=training.lr, betas=training.betas, fused=True)
     torch.manual_seed(training.seed)
     model, optimizer = zeroshard.shard(
-        module.to_empty(device="meta"),
+        module,
         adamw,
         stage=options.sharding.stage,
         precision=precision,
         timeout=options.sharding.timeout,
         init_fn=init_fn,
     )
-    for group in (adamw.defaults, *adamw.param_groups):  # AdamW itself refuses fused=True on the meta device
-        group["fused"] = True
-    adamw._step_supports_amp_scaling = True
     if checkpoint is not None:
         checkpoint.load_optimizer(optimizer)
     return model, optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,9 @@ def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel
         if model.lora:
             raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
         return ReferenceGPT.of_options(model, data)
+    near = difflib.get_close_matches(model.model, PRESETS, n=1)
+    if near and not Path(model.model).exists():
+        raise ValueError(f"{model.model!r} is neither a preset nor a directory or file here: did you mean {near[0]!r}?")
     from zeroshard.train.models.huggingface import open_hugging_face
 
     return open_hugging_face(model)
