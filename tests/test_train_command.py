@@ -24,7 +24,7 @@ from zeroshard.train.checkpoint import whole_checkpoints
 STEPS = 60
 SMALL = (
     "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
-    "--sample-tokens 8"
+    "--sample-tokens 8 --device cpu"
 ).split()
 LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from zeroshard.train.options import Options
 from zeroshard.train.record import Record, paper_traffic
 from zeroshard.train.world import World
 
+NEEDED = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
 NOT_KEPT = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
 
 
@@ -60,6 +62,9 @@ def prepare(options: Options, world: World) -> Job:
 
 def check(options: Options, ranks: int) -> None:
     """Refuse what can be seen to be wrong before there are ranks."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
     batching_of(options, ranks)
     _choose_directory(options)
     for path in (*options.data.data, *options.data.validation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ class Beat:
     """Of the gradients; None where it was not asked for."""
     stop: bool
     """Whether any rank was told to stop."""
+    seconds: float
+    """How long the step took on this rank: on a GPU, by the device's clock."""
 
 
 class Pulse:
@@ -31,8 +34,12 @@ class Pulse:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
-        self._under_way: deque[tuple[int, bool, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._under_way: deque[tuple[int, bool, torch.Tensor, _Moment, _Moment]] = deque()
+        self._since = _Moment(device)
+
+    def restart(self) -> None:
+        """Begin to time the next step here: what came before (an evaluation, say) is no part of it."""
+        self._since = _Moment(self._device)
 
     def send(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, stop: bool) -> None:
         """Share what this rank knows of a step it has begun to run."""
@@ -40,19 +47,35 @@ class Pulse:
         values = torch.stack([loss.detach().float(), known.float(), torch.full((), float(stop), device=self._device)])
         dist.all_reduce(values)
         values /= dist.get_world_size()
-        event = None
-        if self._on_gpu:
-            host = torch.empty(3, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            values, event = host, torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._under_way.append((step, norm is not None, values, event))
+        if self._device.type == "cuda":
+            values = torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
+        now = _Moment(self._device)
+        self._under_way.append((step, norm is not None, values, self._since, now))
+        self._since = now
 
     def read(self, all_of_them: bool = False) -> Iterator[Beat]:
         """The steps whose numbers are there: on a GPU, all but the last unless all are asked for."""
-        while len(self._under_way) > (1 if self._on_gpu and not all_of_them else 0):
-            step, has_norm, values, event = self._under_way.popleft()
-            if event is not None:
-                event.synchronize()
+        kept = 1 if self._device.type == "cuda" and not all_of_them else 0
+        while len(self._under_way) > kept:
+            step, has_norm, values, since, now = self._under_way.popleft()
+            seconds = now.after(since)
             loss, norm, stop = values.tolist()
-            yield Beat(step, loss, norm if has_norm else None, stop > 0)
+            yield Beat(step, loss, norm if has_norm else None, stop > 0, seconds)
+
+
+class _Moment:
+    """When the device came here."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def after(self, earlier: _Moment) -> float:
+        """Seconds since an earlier moment. Waits until the device has come here."""
+        if self._event is None or earlier._event is None:
+            return self._host - earlier._host
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

@@ -25,16 +25,17 @@ def header(job: Job, start: int) -> list[tuple[str, str]]:
     ]
 
 
-def footer(job: Job, done: int, page: Path) -> list[tuple[str, str]]:
+def footer(job: Job, done: int, page: Path | None) -> list[tuple[str, str]]:
     """What has come of it, and what can be done with it."""
     record, out = job.record, job.directory
     lines = [("outcome", f"{record.outcome} after step {done}")]
     if record.memory:
         most = max(_states(rank) for rank in record.memory)
         plain = sum(record.plain.values())
-        less = f"{plain / most:.1f} × less than the {size(plain)} of plain data parallelism"
-        lines.append(("memory", f"{size(most)} of model states a rank, {less}"))
-    lines.append(("report", str(page)))
+        less = f", {plain / most:.1f} × less than the {size(plain)} of plain data parallelism" if most < plain else ""
+        lines.append(("memory", f"{size(most)} of model states a rank{less}"))
+    if page is not None:
+        lines.append(("report", str(page)))
     if record.checkpoints:
         lines.append(("checkpoint", str(out.checkpoints / record.checkpoints[-1])))
     if record.outcome != "finished":

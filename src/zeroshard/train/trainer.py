@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ class Trainer:
         self.stopping = False
         self._saved_at = self.start if job.checkpoint is not None else -1
         self._pulse = Pulse(job.world.device)
-        self._clock = (time.perf_counter(), self.start)  # when which step was done
         self._waits: dict[int, float] = {}  # share of a profiled step that waited for communication
         self._tokens_a_step = job.batching.batch * job.training.sequence
         name = torch.cuda.get_device_name(job.world.device) if job.world.device.type == "cuda" else "cpu"
@@ -140,10 +139,7 @@ class Trainer:
                 )
 
     def _show(self, beat: Beat) -> None:
-        now = time.perf_counter()
-        since, last = self._clock
-        self._clock = (now, beat.step)
-        rate = (beat.step - last) * self._tokens_a_step / max(now - since, 1e-9)
+        rate = self._tokens_a_step / max(beat.seconds, 1e-9)
         on_gpu = self.world.device.type == "cuda"
         tflops = rate * self._flops / self.world.ranks / 1e12 if on_gpu else None
         metrics = Metrics(
@@ -179,19 +175,17 @@ class Trainer:
         if self.job.held_out is None:
             return
         self._listen(to_the_end=True)
-        began = time.perf_counter()
         loss = evaluate(self.job, self.job.held_out)
         self.view.evaluation(self.done, loss)
         if self._metrics is not None:
             self._metrics.write_evaluation(self.done, loss)
-        self._pause(began)
+        self._pulse.restart()
 
     def _save(self) -> None:
         """Write a checkpoint of the steps done, then let the oldest go."""
         if self._saved_at == self.done:
             return
         self._listen(to_the_end=True)  # what is saved is good: the last losses were finite
-        began = time.perf_counter()
         parent = self.job.directory.checkpoints
         try:
             path = save_checkpoint(
@@ -206,7 +200,7 @@ class Trainer:
             prune(parent, self.options.run.keep)
             self.record.checkpoints = [path.name for path in whole_checkpoints(parent)]
             self.view.note(f"checkpoint {path}")
-        self._pause(began)
+        self._pulse.restart()
 
     def _last_good(self) -> str:
         whole = whole_checkpoints(self.job.directory.checkpoints)
@@ -214,11 +208,6 @@ class Trainer:
             return "No checkpoint was written before."
         out = self.job.directory.path
         return f"The last good checkpoint is {whole[-1]}: `zeroshard train --out {out} --resume` goes on from there."
-
-    def _pause(self, began: float) -> None:
-        """Leave time that was no step's out of the tokens a second."""
-        since, step = self._clock
-        self._clock = (since + time.perf_counter() - began, step)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -254,5 +243,9 @@ class Trainer:
             return
         self.record.outcome, self.record.message = outcome, message
         self.job.directory.write_record(self.record.as_dict())
-        page = write_page(self.job.directory.path)
+        page: Path | None = None
+        try:
+            page = write_page(self.job.directory.path)
+        except (OSError, ImportError) as error:  # a picture less is no reason to call the run a failure
+            self.view.note(f"no report was written: {error}. `zeroshard report` makes it later.")
         self.view.footer(footer(self.job, self.done, page))
