@@ -35,7 +35,8 @@ def command(*arguments: object) -> list[str]:
 
 def environment(**extra: str) -> dict[str, str]:
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {**{k: v for k, v in os.environ.items() if k not in dropped}, "COLUMNS": "100", **extra}
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**kept, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **extra}
 
 
 def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:

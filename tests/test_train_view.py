@@ -8,9 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zeroshard.train import view as view_module
 from zeroshard.train.metrics import Metrics
-from zeroshard.train.view import LiveView, PlainView, View, open_view, picture
+from zeroshard.train.view import live as live_module
+from zeroshard.train.view import view as view_module
+from zeroshard.train.view.live import LiveView, picture
+from zeroshard.train.view.view import PlainView, View, open_view
 
 HELD = {"parameters": 1_050_000, "gradients": 1_050_000, "optimizer states": 4_200_000}
 PLAIN = {kind: 4 * nbytes for kind, nbytes in HELD.items()}
@@ -21,7 +23,7 @@ SHOW, HIDE = "\x1b[?25h", "\x1b[?25l"
 @pytest.fixture(autouse=True)
 def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes after a step, so that elapsed and left are the same on any machine."""
-    monkeypatch.setattr(view_module, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(live_module, "monotonic", lambda: 100.0)
 
 
 def figures(step: int, loss: float = 5.812, **others: float | None) -> Metrics:

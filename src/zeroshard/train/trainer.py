@@ -24,7 +24,7 @@ from zeroshard.train.record import memory_of, timeline_of, traffic_of
 from zeroshard.train.sample import sample_text
 from zeroshard.train.schedule import learning_rate
 from zeroshard.train.summary import footer, header
-from zeroshard.train.view import View, open_view
+from zeroshard.train.view.view import View, open_view
 
 SETTLED = 2  # steps after which a step takes what it will always take: the optimizer has its states, units their order
 
