@@ -7,19 +7,30 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from ranks import run_processes
 from safetensors.torch import load_file
 
 from zeroshard.train.checkpoint import whole_checkpoints
+from zeroshard.train.flags import read_options
+from zeroshard.train.job import prepare
+from zeroshard.train.trainer import Trainer
+from zeroshard.train.world import World
 
 STEPS = 60
 SMALL = (
@@ -227,6 +238,18 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_pat
     assert record(tmp_path / "run")["outcome"] == "stopped"
 
 
+def test_a_rank_that_fails_alone_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    ids = np.zeros(12 * 16 + 1, dtype=np.uint16)  # twelve windows, all in every batch: one rank meets the bad one
+    ids[100] = 5000
+    np.save(tmp_path / "tokens.npy", ids)
+    np.save(tmp_path / "good.npy", np.zeros_like(ids))
+    done = train(tmp_path / "run", "--data", tmp_path / "tokens.npy", "--validation", tmp_path / "good.npy")
+    assert done.returncode == 1
+    assert "5000" in done.stderr and "tokens.npy" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert record(tmp_path / "run")["outcome"] == "stopped"
+
+
 # ------------------------------------------------------------------------------------------------ ways to start it
 
 
@@ -284,6 +307,59 @@ def test_on_a_terminal_there_is_a_live_view(tmp_path: Path) -> None:
     text = seen.decode()
     assert "\x1b[" in text and "5/5" in text and "tokens/s" in text and "optimizer states" in text
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is back
+
+
+# ------------------------------------------------------------------------------------------------ Hugging Face models
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def trained(rank: int, arguments: list[str]) -> None:
+    """Be one rank of the job, in a process that has transformers imported already."""
+    brief = "--plain --batch 4 --eval-sequences 4 --sample-tokens 2 --warmup 0".split()
+    world = World(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
+    never = SimpleNamespace(signal=None)  # handlers of signals would outlive the test
+    Trainer(prepare(read_options([*brief, *arguments]), world), never).run()
+
+
+def test_a_hugging_face_model_is_trained_from_its_directory_and_saved_as_it_came(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_processes(2, trained, ["--model", str(llama), "--out", str(out), "--steps", "4"])
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(out / "model", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    kept, before = load_file(out / "checkpoints/step-000004/model.safetensors"), load_file(llama / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, kept[name])
+        assert not torch.equal(parameter, before[name])
+
+
+def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ["--model", str(llama), "--lora", "--checkpoint-every", "3", "--steps", "6"]
+    run_processes(2, trained, [*options, "--out", str(whole)])
+    run_processes(2, trained, [*options, "--out", str(parts)])
+    shutil.rmtree(parts / "checkpoints/step-000006")
+    run_processes(2, trained, ["--out", str(parts), "--resume"])
+    assert losses(parts) == losses(whole)
+    adapted = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(llama), parts / "model")
+    assert all(p.abs().sum() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
+    kept = load_file(parts / "checkpoints/step-000006/model.safetensors")
+    for name, parameter in adapted.named_parameters():
+        assert torch.equal(parameter, kept[name])  # the frozen base as it came, the adapters as they were trained
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

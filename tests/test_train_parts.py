@@ -130,11 +130,18 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
 
 
 def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
-    for rank, moment, account in ((0, 20.5, "connection closed"), (1, 20.1, "rank 1 failed: its own error")):
-        (tmp_path / f"{rank}.json").write_text(json.dumps({"rank": rank, "moment": moment, "account": account}))
-    assert first_failure(tmp_path, {0: 1, 1: 1}) == "rank 1 failed: its own error"
+    def tell(rank: int, moment: float, missed: bool) -> None:
+        account = {"rank": rank, "moment": moment, "account": f"story of {rank}", "missed": missed}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(account))
+
+    assert first_failure(tmp_path, {3: 7}) == "rank 3 ended with status 7"
+    tell(0, 20.5, missed=True)
+    tell(4, 20.6, missed=True)
+    assert first_failure(tmp_path, {0: 1, 4: 1, 2: -15}) == "story of 0"
     assert first_failure(tmp_path, {0: 1, 2: -9}) == "rank 2 was killed by SIGKILL (out of memory?)"
-    assert "rank 3 ended with status 7" in first_failure(tmp_path / "nowhere", {3: 7})
+    tell(1, 20.7, missed=False)  # an error of its own, though others were quicker to tell
+    tell(5, 20.8, missed=False)
+    assert first_failure(tmp_path, {0: 1, 1: 1, 2: -9}) == "story of 1"
 
 
 def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:

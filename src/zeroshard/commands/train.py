@@ -13,7 +13,8 @@ from zeroshard.train.options import Options
 def main(argv: Sequence[str]) -> int:
     """Run it and return the exit status."""
     options = read_options(argv)
-    from zeroshard.train.launch import TrainingError, default_ranks, launch
+    from zeroshard.train.errors import TrainingError
+    from zeroshard.train.launch import default_ranks, launch
     from zeroshard.train.world import launched_as
 
     place = launched_as(os.environ)

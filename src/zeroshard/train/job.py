@@ -22,7 +22,7 @@ from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
 from zeroshard.train.data.loader import Loader
 from zeroshard.train.data.tokens import TokenFile
 from zeroshard.train.directory import RunDirectory, new_directory
-from zeroshard.train.launch import TrainingError
+from zeroshard.train.errors import TrainingError
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options
 from zeroshard.train.record import Record, paper_traffic

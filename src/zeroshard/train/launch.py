@@ -16,16 +16,16 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from zeroshard.agreement import RanksDisagreeError
+from zeroshard.train.errors import TrainingError
+
 ACCOUNTS = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
 GRACE = 120  # seconds that ranks have for their last checkpoint once they are told to stop
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot go on, for a reason that the message says wholly."""
 
 
 def launch(ranks: int, argv: Sequence[str]) -> int:
@@ -42,7 +42,15 @@ def launch(ranks: int, argv: Sequence[str]) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
+    received = [signal.SIGINT]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:  # a scheduler's request, as the ranks understand it
+        received.append(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, pass_on)
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as accounts:
         os.environ[ACCOUNTS] = accounts
         try:
@@ -51,25 +59,28 @@ def launch(ranks: int, argv: Sequence[str]) -> int:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             print("zeroshard train: " + first_failure(Path(accounts), exits), file=sys.stderr)
             return 1
-        except SignalException as error:  # the ranks were told, and have written their last checkpoint
-            return 128 + int(error.sigval)
+        except SignalException:  # the ranks were told, and have written their last checkpoint
+            return 128 + received[-1]
     return 0
 
 
 def first_failure(accounts: Path, exits: dict[int, int]) -> str:
-    """Say which rank failed first, and why: the others failed because it was gone.
+    """Say which rank failed first, and why.
 
-    A rank that was killed leaves no account, and goes before those that do.
+    Others fail because it is gone: they miss it in a collective, or are killed by the launcher. So an error of a rank's
+    own goes first, then a rank that was killed and could say nothing, then what a rank missed.
     """
+    told = sorted((json.loads(path.read_text()) for path in accounts.glob("*.json")), key=lambda t: float(t["moment"]))
+    own = [account for account in told if not account["missed"]]
+    if own:
+        return str(own[0]["account"])
     for rank, status in exits.items():
         if status < 0 and status != -signal.SIGTERM:  # which the launcher sends to those that are left
             name = signal.Signals(-status).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    told = [json.loads(path.read_text()) for path in accounts.glob("*.json")]
-    if not told:
-        return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exits.items())
-    first = min(told, key=lambda account: float(account["moment"]))
-    return str(first["account"])
+    if told:
+        return str(told[0]["account"])
+    return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exits.items())
 
 
 def report_failure(error: BaseException, rank: int) -> None:
@@ -79,7 +90,9 @@ def report_failure(error: BaseException, rank: int) -> None:
     directory = os.environ.get(ACCOUNTS)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
-        partial.write_text(json.dumps({"rank": rank, "moment": time.time(), "account": account}))
+        missed = isinstance(error, (RanksDisagreeError, DistError)) or "Connection closed by peer" in str(error)
+        told = {"rank": rank, "moment": time.time(), "account": account, "missed": missed}
+        partial.write_text(json.dumps(told))
         partial.rename(partial.with_suffix(".json"))
         return
     print(f"zeroshard train: {account}", file=sys.stderr)
@@ -88,16 +101,21 @@ def report_failure(error: BaseException, rank: int) -> None:
 
 
 class StopRequest:
-    """Whether this rank was told to stop: by Ctrl-C, or by a scheduler's SIGTERM. A second signal ends it at once."""
+    """Whether this rank was told to stop: by Ctrl-C, or by a scheduler's SIGTERM. A second signal ends it at once.
+
+    Our own launcher passes SIGTERM on as SIGINT, and sends SIGTERM only to those that another rank's failure has left
+    waiting: so there it ends the rank at once.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._heeded = (signal.SIGINT,) if ACCOUNTS in os.environ else (signal.SIGINT, signal.SIGTERM)
+        for number in self._heeded:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        for other in (signal.SIGINT, signal.SIGTERM):
+        for other in self._heeded:
             signal.signal(other, signal.SIG_DFL)
 
 

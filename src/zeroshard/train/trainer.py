@@ -12,10 +12,11 @@ import torch.distributed as dist
 import zeroshard
 from zeroshard.memory.profile import Profile
 from zeroshard.train.checkpoint import prune, save_checkpoint, whole_checkpoints
+from zeroshard.train.errors import TrainingError
 from zeroshard.train.evaluation import evaluate
 from zeroshard.train.flops import flops_per_token, peak_flops
 from zeroshard.train.job import Job
-from zeroshard.train.launch import StopRequest, TrainingError
+from zeroshard.train.launch import StopRequest
 from zeroshard.train.metrics import Metrics, MetricsFile
 from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.page.page import write_page
@@ -64,10 +65,11 @@ class Trainer:
             self.view.header(header(self.job, self.start))
             try:
                 self._train()
-            except TrainingError as error:
-                self._close("stopped", str(error))
+                self._finish()
+            except Exception as error:
+                told = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
+                self._close("stopped", told)
                 raise
-            self._finish()
 
     # -- steps --------------------------------------------------------------------------------------------------
 

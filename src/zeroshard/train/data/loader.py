@@ -26,8 +26,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.train.data.tokens import TokenFile
+from zeroshard.train.errors import TrainingError
 
 _ROUNDS = 8  # each half is hashed four times; two are too few to look random, more change nothing
+
+
+class UnknownTokenError(TrainingError, ValueError):
+    """A file holds an id that the model has no row for."""
 
 
 class Loader:
@@ -112,7 +117,7 @@ class Loader:
         row, column = np.argwhere(wrong)[0].tolist()
         position = self.tokens.start + int(windows[row]) * self.sequence + column
         limit = "" if self.vocabulary is None else f" to {self.vocabulary - 1}"
-        raise ValueError(
+        raise UnknownTokenError(
             f"token {position} of {self.tokens.path or 'the array'} is {read[row, column]}, but ids go from 0{limit}: "
             "give the vocabulary of the tokenizer that made the file, and the dtype it was written in"
         )
