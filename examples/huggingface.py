@@ -35,11 +35,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(args: argparse.Namespace) -> tuple[Any, Callable[[nn.Module], None], Any]:
+def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
     """Return a model on the meta device, the function that gives its modules their values, and a tokenizer."""
-    if args.model is not None:
-        stored = open_model(args.model)
-        return stored.module, stored.init_fn, transformers.AutoTokenizer.from_pretrained(args.model)
+    if path is not None:
+        stored = open_model(path)  # looks at the files' headers; init_fn reads each tensor when its turn has come
+        return stored.module, stored.init_fn, transformers.AutoTokenizer.from_pretrained(path)
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # 256 bytes and 3 special tokens; needs no files
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -53,7 +53,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Callable[[nn.Module], None], A
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device("meta"):  # shapes without memory
-        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model, model._init_weights, tokenizer  # transformers' own initialisation, module by module
 
 
@@ -84,10 +84,11 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
+
     torch.manual_seed(0)
-    model, init_fn, tokenizer = build(args)
+    model, init_fn, tokenizer = build(args.model)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    model, optimizer = zeroshard.shard(model, adamw, stage=3, init_fn=init_fn)
+    _, optimizer = zeroshard.shard(model, adamw, stage=3, init_fn=init_fn)  # the model stays the same object
     tokens = tokenizer.encode(shakespeare()[:200_000], add_special_tokens=False)
     train(model, optimizer, torch.tensor(tokens), args)
 

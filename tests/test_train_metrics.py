@@ -137,7 +137,8 @@ def test_flops_of_a_token_by_hand() -> None:
     # 2 layers of width 8 over 16 tokens, Ψ = 1000. Parameters: 2 operations forward, 4 backward, each. Attention: a
     # token meets 16 others in scores and in the weighted sum, 2 · 16 · 8 operations each, thrice that with backward.
     attention = 2 * 3 * (2 * 16 * 8 + 2 * 16 * 8)
-    assert flops_per_token(1000, layers=2, width=8, sequence=16) == 6 * 1000 + attention == 9072
+    assert flops_per_token(1000, 0, layers=2, width=8, sequence=16) == 6 * 1000 + attention == 9072
+    assert flops_per_token(100, 900, layers=2, width=8, sequence=16) == 600 + 4 * 900 + attention
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from ranks import run_processes
 from zeroshard.presets import PRESETS
 from zeroshard.train.batching import Batching
 from zeroshard.train.directory import RunDirectory, new_directory, newest_run
+from zeroshard.train.errors import TrainingError
+from zeroshard.train.flags import read_options
 from zeroshard.train.launch import first_failure
 from zeroshard.train.options import DataOptions, ModelOptions, Options, StepOptions
 from zeroshard.train.pulse import Pulse
@@ -76,6 +78,17 @@ def test_options_have_one_name_each_and_come_back_flat() -> None:
     assert len(flat) == sum(len(vars(group)) for group in groups)
 
 
+def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.write_config({"stage": 1, "steps": 7, "prompt": "-hi", "lr": 0.5, "data": ["a b", "c"], "recompute": True})
+    (tmp_path / "c.toml").write_text(f'out = "{run.path}"\nlr = 0.25\nsteps = 8')
+    options = read_options(["--config", str(tmp_path / "c.toml"), "--resume", "--steps", "9"])
+    assert (options.sharding.stage, options.training.lr, options.training.steps) == (1, 0.25, 9)
+    assert options.run.prompt == "-hi" and options.run.out == str(run.path)
+    assert options.data.data == ("a b", "c") and options.model.recompute
+
+
 @pytest.mark.parametrize(("model", "name"), [("tiny", "tiny"), ("a/llama/", "llama"), ("a/llama/config.json", "llama")])
 def test_a_run_is_named_after_its_model(model: str, name: str) -> None:
     assert Options(model=ModelOptions(model=model)).name == name
@@ -94,7 +107,8 @@ def test_new_runs_get_new_directories_and_the_newest_is_found(tmp_path: Path) ->
     for name in ("tiny", "tiny-2", "tiny-3"):
         path = new_directory(tmp_path, "tiny")
         assert path == tmp_path / name
-        RunDirectory(path).create({"stage": 3})
+        assert not RunDirectory(path).exists()  # before it is known what to run
+        RunDirectory(path).write_config({"stage": 3})
     assert newest_run(tmp_path) == tmp_path / "tiny-3"
     assert RunDirectory(tmp_path / "tiny").read_config() == {"stage": 3}
 
@@ -107,6 +121,11 @@ def test_torchruns_words_are_taken_as_they_are() -> None:
     assert launched_as({**said, "HOME": "/root"}) == said
 
 
+def test_half_of_torchruns_words_are_refused() -> None:
+    with pytest.raises(TrainingError, match="not MASTER_ADDR and MASTER_PORT: set all or none"):
+        launched_as({"RANK": "0", "WORLD_SIZE": "2"})
+
+
 def test_sruns_words_are_translated_and_sbatchs_are_not_a_rank() -> None:
     batch = {"SLURM_JOB_ID": "1234567", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[03-04]"}
     assert launched_as(batch) is None
@@ -117,6 +136,7 @@ def test_sruns_words_are_translated_and_sbatchs_are_not_a_rank() -> None:
     assert place["MASTER_ADDR"] == "gpu03"
     assert 20000 <= int(place["MASTER_PORT"]) < 30000
     assert place == {**(launched_as({**task, "SLURM_PROCID": "0"}) or {}), "RANK": "9"}  # all ranks meet at one place
+    assert launched_as({**task, "SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell on the node
     later = launched_as({**task, "SLURM_STEP_ID": "1"})
     assert later is not None and later["MASTER_PORT"] != place["MASTER_PORT"]
 
@@ -132,7 +152,7 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
 def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
     def tell(rank: int, moment: float, missed: bool) -> None:
         account = {"rank": rank, "moment": moment, "account": f"story of {rank}", "missed": missed}
-        (tmp_path / f"{rank}.json").write_text(json.dumps(account))
+        (tmp_path / f"{rank}.account.json").write_text(json.dumps(account))
 
     assert first_failure(tmp_path, {3: 7}) == "rank 3 ended with status 7"
     tell(0, 20.5, missed=True)

@@ -227,6 +227,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     result = Profile(held=held, device=device)
     result.moments.append(Moment(0.0, dict(held), None))
     ledger.watch = result.note
+    engine.comm.counters.now = {}  # what came since the last step (an evaluation, say) is no part of this one
     stopwatch.start()
     try:
         yield result

@@ -39,13 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         module = import_module(COMMANDS[command][0])
+        status: int = module.main(arguments[1:])
+        return status
+    except KeyboardInterrupt:
+        return 130
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("zeroshard"):
             raise
         print(f"zeroshard {command} needs {error.name}: pip install 'zeroshard[train]'", file=sys.stderr)
         return 1
-    status: int = module.main(arguments[1:])
-    return status
 
 
 def _overview() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,15 +18,16 @@ def main(argv: Sequence[str]) -> int:
     from zeroshard.train.launch import default_ranks, launch
     from zeroshard.train.world import launched_as
 
-    place = launched_as(os.environ)
-    if place is not None and not options.run.dry_run:
-        run_rank(options, int(place["RANK"]))
     try:
+        place = launched_as(os.environ)
+        if place is not None and not options.run.dry_run:
+            run_rank(options, int(place["RANK"]))
         ranks = options.sharding.ranks or default_ranks(options.sharding.device)
         if options.run.dry_run:
             from zeroshard.train.dry_run import dry_run
 
-            print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
+            if place is None or place["RANK"] == "0":
+                print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
             return 0
         from zeroshard.train.job import check
 
@@ -37,7 +39,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_rank(options: Options, rank: int) -> None:
-    """Be one rank of the job, and end the process. A rank that fails leaves at once: the others wait for nobody."""
+    """Be one rank of the job, and end the process: with 128 + the signal where one has stopped it.
+
+    A rank that fails leaves at once: the others wait for nobody.
+    """
     import torch.distributed as dist
 
     from zeroshard.train.job import prepare
@@ -48,7 +53,8 @@ def run_rank(options: Options, rank: int) -> None:
     stop = StopRequest()
     try:
         world = World.join(options.sharding.device, options.sharding.timeout)
-        Trainer(prepare(options, world), stop).run()
+        trainer = Trainer(prepare(options, world), stop)
+        trainer.run()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
@@ -56,4 +62,4 @@ def run_rank(options: Options, rank: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    sys.exit(0)
+    sys.exit(0 if trainer.finished else 128 + (stop.signal or signal.SIGTERM))

@@ -37,15 +37,19 @@ def save_checkpoint(
     if first:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
         partial.mkdir(parents=True)
-    _save_model(partial / MODEL if first else None, model)
-    _save_optimizer(partial / OPTIMIZER if first else None, model, optimizer)
-    scale = optimizer.loss_scale_state()
-    if first:
-        write_json(partial / STATE, {"step": step, "loss_scale": scale, **state})
-        if path.exists():  # the same step again, after a resume from before it
-            shutil.rmtree(path)
-        partial.rename(path)
-        _sync(parent)
+    try:
+        _save_model(partial / MODEL if first else None, model)
+        _save_optimizer(partial / OPTIMIZER if first else None, model, optimizer)
+        scale = optimizer.loss_scale_state()
+        if first:
+            write_json(partial / STATE, {"step": step, "loss_scale": scale, **state})
+            if path.exists():  # the same step again, after a resume from before it
+                shutil.rmtree(path)
+            partial.rename(path)
+            _sync(parent)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk, room for what is still to be written
+        raise
     dist.barrier()
     return path
 
@@ -112,11 +116,8 @@ class Checkpoint:
         return int(self.state["step"])
 
     def init_fn(self, model: nn.Module, before: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
-        """What fills the modules of a model on the meta device: ``before`` (what would fill a new one), then this.
-
-        Refuses a checkpoint of another model, with what differs.
-        """
-        self._verify(model)
+        """What fills the modules of a model on the meta device: ``before`` (what would fill a new one), then this."""
+        self.verify(model)
         names = {module: name for name, module in model.named_modules()}
 
         def fill(module: nn.Module) -> None:
@@ -149,7 +150,8 @@ class Checkpoint:
                 whole["loss_scale"] = self.state["loss_scale"]
             optimizer.load_state_dict(whole)
 
-    def _verify(self, model: nn.Module) -> None:
+    def verify(self, model: nn.Module) -> None:
+        """Refuse a checkpoint of another model, with what differs."""
         wanted = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *persistent_buffers(model))}
         found = {name: tuple(self._model[name].shape) for name in self._model}
         unlike = [
@@ -165,7 +167,17 @@ class Checkpoint:
 def whole_checkpoints(parent: Path) -> list[Path]:
     """The checkpoints of a run, the newest last."""
     named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(named, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint by its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def set_aside(path: Path) -> None:
+    """Make a checkpoint none that a run goes on from, without deleting it."""
+    path.rename(path.with_name(f"{path.name}.diverged"))
 
 
 def prune(parent: Path, keep: int) -> None:

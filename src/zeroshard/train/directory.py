@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -28,9 +29,8 @@ class RunDirectory:
         """Whether a run has begun here."""
         return (self.path / "config.json").is_file()
 
-    def create(self, config: Mapping[str, Any]) -> None:
-        """Make the directory and write the options into it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the options: from then on the directory holds a run."""
         write_json(self.path / "config.json", config)
 
     def read_config(self) -> dict[str, Any]:
@@ -48,17 +48,15 @@ class RunDirectory:
 
 
 def new_directory(parent: Path, name: str) -> Path:
-    """A directory for a new run: ``parent/name``, or with the first number that is free.
-
-    >>> new_directory(Path("nowhere"), "tiny").as_posix()
-    'nowhere/tiny'
-    """
-    number = 1
-    while True:
+    """Make a directory for a new run: ``parent/name``, or with the first number that nobody has taken."""
+    for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
-        if not path.exists():
-            return path
-        number += 1
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers never end")
 
 
 def newest_run(parent: Path) -> Path | None:

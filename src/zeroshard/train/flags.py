@@ -20,15 +20,20 @@ def read_options(argv: Sequence[str]) -> Options:
     >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
     4
     """
-    given = _parse(argv, Options())
-    layers: list[tuple[list[str], str]] = []
-    if given.run.resume:
-        saved = saved_options(given)
+    options = _parse(argv, Options())
+    layers = [(list(argv), "")]
+    if options.run.config is not None:
+        layers.insert(0, (_as_flags(read_file(Path(options.run.config))), options.run.config))
+        options = _stacked(layers)
+    if options.run.resume:
+        saved = saved_options(options)
         if saved is not None:
-            layers.append((_as_flags(saved), "the run's config.json"))
-    if given.run.config is not None:
-        layers.append((_as_flags(read_file(Path(given.run.config))), given.run.config))
-    layers.append((list(argv), ""))
+            options = _stacked([(_as_flags(saved), "the run's config.json"), *layers])
+    return options
+
+
+def _stacked(layers: Sequence[tuple[list[str], str]]) -> Options:
+    """Options from several sources, a later one over an earlier one."""
     options = Options()
     for flags, source in layers:
         options = _parse(flags, options, source)
@@ -66,8 +71,10 @@ def _as_flags(values: Mapping[str, Any]) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, (list, tuple)):
+            flags += [flag, *map(str, value)]
         else:
-            flags += [flag, *map(str, value if isinstance(value, (list, tuple)) else [value])]
+            flags.append(f"{flag}={value}")  # also where the value begins with a dash
     return flags
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
+
 _PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (  # FLOP/s of dense matrices; the first match counts
     (("b200",), {"bf16": 2250e12, "fp16": 2250e12}),
     (("h200",), {"bf16": 989e12, "fp16": 989e12}),
@@ -19,17 +21,38 @@ _PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (  # FLOP/s of de
 _OTHERS = frozenset({"mig", "nvl", "laptop", "d"})  # words that make it another device: a slice of one, a slower one
 
 
-def flops_per_token(parameters: int, layers: int, width: int, sequence: int) -> float:
+def multiplied(model: nn.Module) -> tuple[int, int]:
+    """How many parameters every token is multiplied with: (trained, frozen).
+
+    All but the tables that rows are only looked up in. Of a mixture of experts, which a token meets few of, all count.
+
+    >>> multiplied(nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)))
+    (800, 0)
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    counted = [p for p in model.parameters() if id(p) not in tables or id(p) in elsewhere]  # a tied head multiplies
+    trained = sum(p.numel() for p in counted if p.requires_grad)
+    return trained, sum(p.numel() for p in counted) - trained
+
+
+def flops_per_token(trained: int, frozen: int, layers: int, width: int, sequence: int) -> float:
     """Operations that forward and backward of a transformer need for one token.
 
-    6Ψ for the matrices (a multiplication and an addition for each parameter, three times: forward, and backward to
-    inputs and to weights) and 12 · layers · width · sequence for the scores of attention and what they weigh. What
-    activation checkpointing computes a second time is not counted: the MFU asks for the work needed, not the work done.
+    For each parameter of a matrix a multiplication and an addition, three times (forward, and backward to inputs and to
+    weights), or twice where it is frozen; and 12 · layers · width · sequence for the scores of attention and what they
+    weigh. What activation checkpointing computes a second time is not counted: the MFU asks for the work needed, not
+    the work done.
 
-    >>> f"{flops_per_token(parameters=124_000_000, layers=12, width=768, sequence=1024):.3g}"
+    >>> f"{flops_per_token(trained=124_000_000, frozen=0, layers=12, width=768, sequence=1024):.3g}"
     '8.57e+08'
     """
-    return 6.0 * parameters + 12.0 * layers * width * sequence
+    return 6.0 * trained + 4.0 * frozen + 12.0 * layers * width * sequence
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

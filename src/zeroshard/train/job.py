@@ -16,16 +16,18 @@ from torch import nn
 
 import zeroshard
 from zeroshard.planner.memory import predict_memory
+from zeroshard.presets import PRESETS
 from zeroshard.train.batching import Batching
 from zeroshard.train.checkpoint import Checkpoint, whole_checkpoints
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
 from zeroshard.train.data.loader import Loader
-from zeroshard.train.data.tokens import TokenFile
+from zeroshard.train.data.tokens import TokenFile, is_token_file
 from zeroshard.train.directory import RunDirectory, new_directory
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options
 from zeroshard.train.record import Record, paper_traffic
+from zeroshard.train.sample import prompt_tokens
 from zeroshard.train.world import World
 
 NEEDED = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
@@ -65,8 +67,13 @@ def check(options: Options, ranks: int) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
+    if options.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("--tensorboard needs tensorboard: pip install 'zeroshard[tensorboard]'")
+    if options.sharding.device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("--device cuda: torch finds no GPU here")
     batching_of(options, ranks)
-    _choose_directory(options)
+    if options.run.out is not None:
+        _refuse_taken(options, Path(options.run.out))
     for path in (*options.data.data, *options.data.validation):
         if not Path(path).exists():
             raise FileNotFoundError(f"{path}, given as data, is not there")
@@ -83,6 +90,10 @@ def _prepare(options: Options, world: World) -> Job:
     language_model = open_language_model(options.model, options.data)
     sequence = sequence_length(options, language_model)
     directory = _open_directory(options, world)
+    found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
+    checkpoint = Checkpoint(found[-1]) if found else None
+    if checkpoint is not None:
+        checkpoint.verify(language_model.module)
     corpus = _open_corpus(options, world, directory, language_model)
 
     def loader(tokens: TokenFile, rows: int) -> Loader:
@@ -91,13 +102,13 @@ def _prepare(options: Options, world: World) -> Job:
 
     held_out = loader(corpus.validation, world.ranks) if corpus.validation is not None else None
     training = loader(corpus.train, batching.batch)
-    found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
-    checkpoint = Checkpoint(found[-1]) if found else None
     precision = chosen_precision(options, world.device.type)
     record = _record(options, world, language_model, precision, batching)
     if checkpoint is not None:
         record.go_on(directory.read_record(), float(checkpoint.state["seconds"]))
     model, optimizer = _shard(options, world, language_model, precision, checkpoint)
+    if world.first:  # last: what was refused before leaves no run behind, and one that was there as it was
+        directory.write_config(_kept(options))
     return Job(
         options=options,
         world=world,
@@ -131,22 +142,33 @@ def chosen_precision(options: Options, device: str) -> str:
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
-def _choose_directory(options: Options) -> RunDirectory:
-    out = options.run.out
-    run = RunDirectory(Path(out) if out is not None else new_directory(Path("runs"), options.name))
-    if run.exists() and not options.run.resume:
-        raise TrainingError(f"{run.path} holds a run: add --resume to go on with it, or give another --out")
-    return run
+def _refuse_taken(options: Options, out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise TrainingError(f"{out}, given as --out, is a file: give a directory")
+    if RunDirectory(out).exists() and not options.run.resume:
+        raise TrainingError(f"{out} holds a run: add --resume to go on with it, or give another --out")
+
+
+def _kept(options: Options) -> dict[str, Any]:
+    """What a run's config.json holds: all that says what the run is, with paths that are right from anywhere."""
+    kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT}
+    for name in ("model", "tokenizer", "data", "validation"):
+        value = kept[name]
+        if isinstance(value, tuple):
+            kept[name] = [os.path.abspath(path) for path in value]
+        elif value is not None and value not in PRESETS:
+            kept[name] = os.path.abspath(value)
+    return kept
 
 
 def _open_directory(options: Options, world: World) -> RunDirectory:
     """Choose and make the run's directory on the first rank, and tell the others."""
     chosen: list[Any] = [None]
     if world.first:
-        run = _choose_directory(options)
-        kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT}
-        run.create(kept)
-        chosen = [os.fspath(run.path)]
+        out = Path(options.run.out) if options.run.out is not None else new_directory(Path("runs"), options.name)
+        _refuse_taken(options, out)
+        out.mkdir(parents=True, exist_ok=True)
+        chosen = [os.fspath(out)]
     dist.broadcast_object_list(chosen, src=0)
     return RunDirectory(Path(chosen[0]))
 
@@ -156,6 +178,12 @@ def _open_corpus(options: Options, world: World, directory: RunDirectory, langua
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # much text takes long
     if world.first:
         tokenizer = options.data.tokenizer or language_model.tokenizer
+        encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
+        if language_model.pretrained and tokenizer is None and not encoded:
+            raise ValueError(
+                f"{options.model.model} has weights but no tokenizer.json, and text encoded otherwise would mean "
+                "nothing to it: give --tokenizer, or --data as a file of tokens"
+            )
         encode_corpus(
             options.data.data,
             directory.data,
@@ -166,10 +194,14 @@ def _open_corpus(options: Options, world: World, directory: RunDirectory, langua
     dist.barrier(group=patient)
     corpus = open_corpus(directory.data, holdout=options.data.holdout)
     if corpus.vocabulary is not None and corpus.vocabulary > language_model.vocabulary:
+        more = f"--vocabulary {corpus.vocabulary}, or " if options.model.model in PRESETS else ""
         raise ValueError(
-            f"the tokenizer has {corpus.vocabulary} ids, the model {language_model.vocabulary}: "
-            f"give --vocabulary {corpus.vocabulary}, or another --tokenizer"
+            f"the tokenizer has {corpus.vocabulary} ids, the model {language_model.vocabulary}: give {more}another "
+            "--tokenizer"
         )
+    prompt = options.run.prompt
+    if prompt is not None and corpus.tokenizer is not None and not prompt_tokens(corpus.tokenizer, prompt):
+        raise ValueError(f"--prompt {prompt!r} has no tokens: give another beginning, or leave it out")
     return corpus
 
 

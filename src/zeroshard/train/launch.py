@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -17,6 +18,7 @@ from types import FrameType
 
 import torch
 from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -26,11 +28,15 @@ from zeroshard.train.errors import TrainingError
 
 ACCOUNTS = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
 GRACE = 120  # seconds that ranks have for their last checkpoint once they are told to stop
+LAST_WORDS = 3  # seconds that a rank has to write its record once another has failed
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(ranks: int, argv: Sequence[str]) -> int:
     """Run `zeroshard train` on ``ranks`` processes of this machine, and return the exit status."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what failed is told below, once
+    for name in logging.root.manager.loggerDict:  # what failed is told below, once
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     config = LaunchConfig(
@@ -42,25 +48,18 @@ def launch(ranks: int, argv: Sequence[str]) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
-    received = [signal.SIGINT]
-
-    def pass_on(number: int, frame: FrameType | None) -> None:  # a scheduler's request, as the ranks understand it
-        received.append(signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    signal.signal(signal.SIGTERM, pass_on)
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as accounts:
         os.environ[ACCOUNTS] = accounts
+        config.logs_specs = DefaultLogsSpecs(log_dir=accounts)  # torch's own would stay behind
         try:
             elastic_launch(config, sys.executable)("-m", "zeroshard", "train", *argv)
         except ChildFailedError as error:
             exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
             print("zeroshard train: " + first_failure(Path(accounts), exits), file=sys.stderr)
             return 1
-        except SignalException:  # the ranks were told, and have written their last checkpoint
-            return 128 + received[-1]
+        except SignalException as error:  # the ranks were told, and have written their last checkpoint
+            return 128 + int(error.sigval)
     return 0
 
 
@@ -70,7 +69,7 @@ def first_failure(accounts: Path, exits: dict[int, int]) -> str:
     Others fail because it is gone: they miss it in a collective, or are killed by the launcher. So an error of a rank's
     own goes first, then a rank that was killed and could say nothing, then what a rank missed.
     """
-    told = sorted((json.loads(path.read_text()) for path in accounts.glob("*.json")), key=lambda t: float(t["moment"]))
+    told = sorted((json.loads(path.read_text()) for path in _told(accounts)), key=lambda t: float(t["moment"]))
     own = [account for account in told if not account["missed"]]
     if own:
         return str(own[0]["account"])
@@ -93,7 +92,7 @@ def report_failure(error: BaseException, rank: int) -> None:
         missed = isinstance(error, (RanksDisagreeError, DistError)) or "Connection closed by peer" in str(error)
         told = {"rank": rank, "moment": time.time(), "account": account, "missed": missed}
         partial.write_text(json.dumps(told))
-        partial.rename(partial.with_suffix(".json"))
+        partial.rename(partial.with_suffix(".account.json"))
         return
     print(f"zeroshard train: {account}", file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -101,22 +100,41 @@ def report_failure(error: BaseException, rank: int) -> None:
 
 
 class StopRequest:
-    """Whether this rank was told to stop: by Ctrl-C, or by a scheduler's SIGTERM. A second signal ends it at once.
+    """Whether this rank was told to stop: by Ctrl-C, a scheduler's SIGTERM, a closed terminal. A second signal ends it.
 
-    Our own launcher passes SIGTERM on as SIGINT, and sends SIGTERM only to those that another rank's failure has left
-    waiting: so there it ends the rank at once.
+    [Note: ranks left waiting] When one rank fails, the launcher sends SIGTERM to the others, which may wait for it in a
+    call that runs no Python, and so would never see their own handler run. The signal also writes a byte that a thread
+    waits for: from then on it looks for another rank's account, and ends this one soon after it finds it.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._heeded = (signal.SIGINT,) if ACCOUNTS in os.environ else (signal.SIGINT, signal.SIGTERM)
-        for number in self._heeded:
+        for number in HEEDED:
             signal.signal(number, self._receive)
+        directory = os.environ.get(ACCOUNTS)
+        if directory is not None:
+            told, tells = os.pipe()
+            os.set_blocking(tells, False)
+            signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
+            threading.Thread(target=self._leave_the_lost, args=(told, Path(directory)), daemon=True).start()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        for other in self._heeded:
+        for other in HEEDED:
             signal.signal(other, signal.SIG_DFL)
+
+    @staticmethod
+    def _leave_the_lost(told: int, accounts: Path) -> None:
+        os.read(told, 1)
+        while not _told(accounts):
+            time.sleep(0.2)
+        time.sleep(LAST_WORDS)
+        os._exit(1)
+
+
+def _told(accounts: Path) -> list[Path]:
+    """The accounts of ranks that failed."""
+    return list(accounts.glob("*.account.json"))
 
 
 def default_ranks(device: str) -> int:

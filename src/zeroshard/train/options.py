@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.presets import PRESETS
@@ -148,7 +149,7 @@ class RunOptions:
     checkpoint_every: int = 200
     """steps between checkpoints; 0: only at the end"""
     keep: int = 2
-    """checkpoints that are kept"""
+    """checkpoints that are kept in the end; the last two always are while it runs"""
     log_every: int = 10
     """steps between lines where the output is not a terminal"""
     plain: bool = False
@@ -165,6 +166,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         _at_least_one(self, "eval_sequences", "keep", "log_every")
+        if self.prompt == "":
+            raise ValueError("prompt is empty: give the beginning of a text, or leave it out")
         for name in ("eval_every", "checkpoint_every", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is a whole number from 0 up, got {getattr(self, name)}")
@@ -196,8 +199,11 @@ class Options:
     @property
     def name(self) -> str:
         """A short name of what is trained."""
-        given = self.model.model.rstrip("/")
-        return given if given in PRESETS else given.removesuffix("/config.json").rpartition("/")[2] or "model"
+        given = self.model.model
+        if given in PRESETS:
+            return given
+        path = Path(given).resolve()
+        return (path.parent if path.name == "config.json" else path).name or "model"
 
 
 def _at_least_one(options: Any, *names: str) -> None:

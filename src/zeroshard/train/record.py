@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -77,6 +77,17 @@ def memory_of(report: Report) -> dict[str, Any]:
     for (kind, _), held in (*report.memory.items(), (("total", ""), report.total)):
         kinds[kind] = {"now": held.now, "peak": held.peak}
     return kinds
+
+
+def fullest(memory: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes of model states by kind on the rank that holds most of each, the gradients as backward leaves them.
+
+    >>> fullest([{"parameters": {"now": 2, "peak": 3}, "gradients": {"now": 0, "peak": 4}, "total": {}}])
+    {'parameters': 2, 'gradients': 4}
+    """
+    kinds = {"parameters": "now", "gradients": "peak", "master weights": "now", "optimizer states": "now"}
+    found = {kind: max(rank.get(kind, {}).get(when, 0) for rank in memory) for kind, when in kinds.items()}
+    return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
 
 def traffic_of(report: Report) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,6 +47,12 @@ def continue_tokens(
     return tokens
 
 
+def prompt_tokens(tokenizer: Path, prompt: str) -> list[int]:
+    """The ids of a text's beginning, without the marks a tokenizer may put around it."""
+    ids: list[int] = load_tokenizer(tokenizer).encode(prompt, add_special_tokens=False).ids
+    return ids
+
+
 class Sample(NamedTuple):
     """A text's beginning, and what a model added."""
 
@@ -60,7 +67,7 @@ def sample_text(job: Job) -> Sample | None:
         return None
     tokenizer = load_tokenizer(corpus.tokenizer)
     if run.prompt is not None:
-        ids = tokenizer.encode(run.prompt, add_special_tokens=False).ids
+        ids = prompt_tokens(corpus.tokenizer, run.prompt)
     else:
         loader = job.held_out or job.training
         ids = loader.in_order(0, 1)[0][0, : min(PROMPT, max(loader.sequence // 2, 1))].tolist()

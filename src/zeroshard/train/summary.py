@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from zeroshard.memory.report import size
 from zeroshard.train.job import Job
+from zeroshard.train.record import fullest
 
 
 def header(job: Job, start: int) -> list[tuple[str, str]]:
@@ -30,7 +32,7 @@ def footer(job: Job, done: int, page: Path | None) -> list[tuple[str, str]]:
     record, out = job.record, job.directory
     lines = [("outcome", f"{record.outcome} after step {done}")]
     if record.memory:
-        most = max(_states(rank) for rank in record.memory)
+        most = sum(fullest(record.memory).values())
         plain = sum(record.plain.values())
         less = f", {plain / most:.1f} × less than the {size(plain)} of plain data parallelism" if most < plain else ""
         lines.append(("memory", f"{size(most)} of model states a rank{less}"))
@@ -39,14 +41,13 @@ def footer(job: Job, done: int, page: Path | None) -> list[tuple[str, str]]:
     if record.checkpoints:
         lines.append(("checkpoint", str(out.checkpoints / record.checkpoints[-1])))
     if record.outcome != "finished":
-        return [*lines, ("go on", f"zeroshard train --out {out.path} --resume")]
+        return [*lines, ("go on", resuming(job))]
     lines.append(("weights", str(out.model)))
     if job.corpus.tokenizer is not None:
-        lines.append(("use it", f"zeroshard generate {out.path} --prompt 'Once'"))
+        lines.append(("use it", f"zeroshard generate {shlex.quote(str(out.path))} --prompt 'Once'"))
     return lines
 
 
-def _states(memory: dict[str, dict[str, int]]) -> int:
-    """Bytes of model states on one rank, the gradients as backward leaves them."""
-    kinds = ("parameters", "master weights", "optimizer states")
-    return sum(memory[kind]["now"] for kind in kinds if kind in memory) + memory.get("gradients", {}).get("peak", 0)
+def resuming(job: Job) -> str:
+    """The command that goes on with a run."""
+    return f"zeroshard train --out {shlex.quote(str(job.directory.path))} --resume"

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import zeroshard
 from zeroshard.memory.profile import Profile
-from zeroshard.train.checkpoint import prune, save_checkpoint, whole_checkpoints
-from zeroshard.train.errors import TrainingError
+from zeroshard.train.checkpoint import prune, save_checkpoint, set_aside, step_of, whole_checkpoints
+from zeroshard.train.errors import SharedError, TrainingError
 from zeroshard.train.evaluation import evaluate
-from zeroshard.train.flops import flops_per_token, peak_flops
+from zeroshard.train.flops import flops_per_token, multiplied, peak_flops
 from zeroshard.train.job import Job
 from zeroshard.train.launch import StopRequest
 from zeroshard.train.metrics import Metrics, MetricsFile
 from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.page.page import write_page
 from zeroshard.train.pulse import Beat, Pulse
-from zeroshard.train.record import memory_of, timeline_of, traffic_of
+from zeroshard.train.record import fullest, memory_of, timeline_of, traffic_of
 from zeroshard.train.sample import sample_text
 from zeroshard.train.schedule import learning_rate
-from zeroshard.train.summary import footer, header
+from zeroshard.train.summary import footer, header, resuming
 from zeroshard.train.view.view import View, open_view
 
 SETTLED = 2  # steps after which a step takes what it will always take: the optimizer has its states, units their order
@@ -46,7 +48,10 @@ class Trainer:
         name = torch.cuda.get_device_name(job.world.device) if job.world.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, job.precision)
         self._flops = flops_per_token(
-            job.record.model["parameters"], job.language_model.layers, job.language_model.width, job.training.sequence
+            *multiplied(job.language_model.module),
+            job.language_model.layers,
+            job.language_model.width,
+            job.training.sequence,
         )
         self.view: View = View()
         self._metrics: MetricsFile | None = None
@@ -69,6 +74,8 @@ class Trainer:
             except Exception as error:
                 told = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
                 self._close("stopped", told)
+                if isinstance(error, SharedError):
+                    dist.barrier()  # or the launcher would end the first rank while it writes
                 raise
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ class Trainer:
     def _step(self) -> None:
         """One optimizer step. Everything random in it is a function of seed, step and rank: resuming repeats it."""
         step, training, world = self.done, self.options.training, self.world
-        torch.manual_seed((training.seed * 1_000_003 + step) * world.ranks + world.rank)
+        torch.manual_seed(((training.seed * 1_000_003 + step) * world.ranks + world.rank) % 2**63)
         for group in self.job.optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
         settled = step - self.start == SETTLED
@@ -132,13 +139,22 @@ class Trainer:
         for beat in self._pulse.read(to_the_end):
             self._show(beat)
             self.stopping |= beat.stop
-            trusted = beat.norm is None or self.job.precision == "fp16"  # whose overflows the loss scale deals with
-            if not math.isfinite(beat.loss) or not (trusted or math.isfinite(beat.norm or 0.0)):
-                what = f"loss is {beat.loss}" if not math.isfinite(beat.loss) else f"gradients' norm is {beat.norm}"
-                raise TrainingError(
-                    f"the {what} at step {beat.step}. {self._last_good()} A lower --lr, a longer --warmup or a smaller "
-                    "--clip may help."
-                )
+            if not math.isfinite(beat.loss):
+                self._give_up(f"the loss is {beat.loss} at step {beat.step}", beat.step - 1)
+            overflows_are_skipped = self.job.precision == "fp16"  # by the loss scale
+            if beat.norm is not None and not math.isfinite(beat.norm) and not overflows_are_skipped:
+                self._give_up(f"the norm of the gradients is {beat.norm} at step {beat.step}", beat.step)
+
+    def _give_up(self, what: str, spoilt: int) -> NoReturn:
+        """End the run on all ranks, without the checkpoints of weights that are ``spoilt`` steps old or more."""
+        whole = whole_checkpoints(self.job.directory.checkpoints)
+        good = [path for path in whole if step_of(path) < spoilt]
+        if self.world.first:
+            for path in whole[len(good) :]:
+                set_aside(path)
+            self.record.checkpoints = [path.name for path in good]
+        advice = "A lower --lr, a longer --warmup or a smaller --clip may help."
+        raise SharedError(f"{what}. {self._last_good(good)} {advice}")
 
     def _show(self, beat: Beat) -> None:
         rate = self._tokens_a_step / max(beat.seconds, 1e-9)
@@ -163,12 +179,11 @@ class Trainer:
     def _take_stock(self) -> None:
         """Note what a step takes, once it takes what it always will."""
         report = zeroshard.report(self.job.model)
-        memory: list[dict[str, object]] = [{} for _ in range(self.world.ranks)]
+        memory: list[dict[str, Any]] = [{} for _ in range(self.world.ranks)]
         dist.all_gather_object(memory, memory_of(report))
         self.record.memory, self.record.traffic = memory, traffic_of(report)
-        held = {kind: bytes_.now for (kind, _), bytes_ in report.memory.items() if kind in self.record.plain}
-        held["gradients"] = report.memory["gradients", "device"].peak  # at rest between steps there are none
-        self.view.memory(held, {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes})
+        plain = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
+        self.view.memory({kind: nbytes for kind, nbytes in fullest(memory).items() if kind in plain}, plain)
 
     # -- beside the steps ---------------------------------------------------------------------------------------
 
@@ -178,6 +193,8 @@ class Trainer:
             return
         self._listen(to_the_end=True)
         loss = evaluate(self.job, self.job.held_out)
+        if not math.isfinite(loss):
+            self._give_up(f"the held-out loss is {loss} after step {self.done}", self.done)
         self.view.evaluation(self.done, loss)
         if self._metrics is not None:
             self._metrics.write_evaluation(self.done, loss)
@@ -187,7 +204,7 @@ class Trainer:
         """Write a checkpoint of the steps done, then let the oldest go."""
         if self._saved_at == self.done:
             return
-        self._listen(to_the_end=True)  # what is saved is good: the last losses were finite
+        self._listen(to_the_end=True)  # not after a loss that was not finite
         parent = self.job.directory.checkpoints
         try:
             path = save_checkpoint(
@@ -195,32 +212,39 @@ class Trainer:
             )
         except OSError as error:
             raise TrainingError(
-                f"the checkpoint of step {self.done} could not be written: {error}. {self._last_good()}"
+                f"the checkpoint of step {self.done} could not be written: {error}. "
+                + self._last_good(whole_checkpoints(parent))
             ) from error
         self._saved_at = self.done
         if self.world.first:
-            prune(parent, self.options.run.keep)
+            # the newest is only known to be good when a step from it was: until then the one before is kept, too
+            prune(parent, self.options.run.keep if self.finished else max(self.options.run.keep, 2))
             self.record.checkpoints = [path.name for path in whole_checkpoints(parent)]
             self.view.note(f"checkpoint {path}")
         self._pulse.restart()
 
-    def _last_good(self) -> str:
-        whole = whole_checkpoints(self.job.directory.checkpoints)
-        if not whole:
-            return "No checkpoint was written before."
-        out = self.job.directory.path
-        return f"The last good checkpoint is {whole[-1]}: `zeroshard train --out {out} --resume` goes on from there."
+    def _last_good(self, good: Sequence[Path]) -> str:
+        if not good:
+            return "No good checkpoint was written before."
+        return f"The last good checkpoint is {good[-1]}: `{resuming(self.job)}` goes on from there."
 
     # -- the end ------------------------------------------------------------------------------------------------
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.done >= self.options.training.steps
+
     def _finish(self) -> None:
-        finished = self.done >= self.options.training.steps
-        if finished:
+        finished = self.finished
+        learnt = self.done > self.start
+        if finished and learnt:
             self._evaluate()
         self._save()
         if finished:
-            self._sample()
             self._export()
+            if learnt:
+                self._sample()
         self._close("finished" if finished else "interrupted", "" if finished else "told to stop by a signal")
 
     def _sample(self) -> None:
@@ -240,14 +264,14 @@ class Trainer:
             copy_tokenizer(self.job.corpus.tokenizer, directory)
 
     def _close(self, outcome: str, message: str) -> None:
-        """Write the record and the report."""
+        """Write the record and the report. That this cannot be done is told, but is no failure of the run."""
         if not self.world.first:
             return
         self.record.outcome, self.record.message = outcome, message
-        self.job.directory.write_record(self.record.as_dict())
         page: Path | None = None
         try:
+            self.job.directory.write_record(self.record.as_dict())
             page = write_page(self.job.directory.path)
-        except (OSError, ImportError) as error:  # a picture less is no reason to call the run a failure
+        except (OSError, ImportError) as error:
             self.view.note(f"no report was written: {error}. `zeroshard report` makes it later.")
         self.view.footer(footer(self.job, self.done, page))

@@ -152,10 +152,6 @@ class Weights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._homes)
 
-    def metadata(self) -> dict[str, str]:
-        """What the first file says about itself."""
-        return dict(self._open(next(iter(self._homes.values()))).metadata() or {}) if self._homes else {}
-
     def __enter__(self) -> Weights:
         return self
 

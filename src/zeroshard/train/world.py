@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zeroshard.train.errors import TrainingError
+
 
 @dataclass(frozen=True)
 class World:
@@ -31,12 +33,15 @@ class World:
         os.environ.update(place)
         local_rank = int(place["LOCAL_RANK"])
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        if on_gpu and local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"rank {place['RANK']} is the {local_rank + 1}. on its machine, which has "
-                f"{torch.cuda.device_count()} GPUs: start at most one rank a GPU, or give --device cpu"
+        count = torch.cuda.device_count() if on_gpu else 0
+        # `srun --gpus-per-task=1` shows each rank its own GPU alone
+        number = 0 if count == 1 and "SLURM_LOCALID" in os.environ else local_rank
+        if on_gpu and number >= count:
+            raise TrainingError(
+                f"rank {place['RANK']} is number {local_rank + 1} on its machine, which has {count} GPUs: start at "
+                "most one rank a GPU, or give --device cpu"
             )
-        where = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        where = torch.device("cuda", number) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(where)
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
@@ -57,10 +62,15 @@ def launched_as(environment: Mapping[str, str]) -> dict[str, str] | None:
     True
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:  # torchrun, Kubernetes' PyTorchJob, Ray
-        kept = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        words = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in words if name not in environment]
+        if missing:
+            raise TrainingError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: set all or none")
+        kept = {name: environment[name] for name in words}
         local = str(int(kept["RANK"]) % max(1, torch.cuda.device_count()))
         return {**kept, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
-    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:  # set by srun, not by sbatch
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # set by srun, not by sbatch; 1: a shell, say
+    if tasks > 1 and "SLURM_PROCID" in environment:
         return {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],

@@ -57,6 +57,10 @@ class LanguageModel(Protocol):
     def tokenizer(self) -> Path | None:
         """The tokenizer that the model was made with."""
 
+    @property
+    def pretrained(self) -> bool:
+        """Whether it comes with weights."""
+
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy, in fp32."""
 
@@ -72,6 +76,7 @@ class ReferenceGPT:
 
     init_fn = None
     tokenizer = None
+    pretrained = False
 
     def __init__(self, config: GPTConfig) -> None:
         with torch.device("meta"):
@@ -134,6 +139,8 @@ def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel
         if model.lora:
             raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
         return ReferenceGPT.of_options(model, data)
+    if data.vocabulary is not None:
+        raise ValueError("--vocabulary changes a preset; a Hugging Face model has its own in config.json: leave it out")
     near = difflib.get_close_matches(model.model, PRESETS, n=1)
     if near and not Path(model.model).exists():
         raise ValueError(f"{model.model!r} is neither a preset nor a directory or file here: did you mean {near[0]!r}?")

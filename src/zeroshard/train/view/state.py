@@ -30,6 +30,8 @@ class State:
 
     def after(self, metrics: Metrics) -> State:
         """The state when one more step is done."""
+        if metrics.communication is None and self.metrics is not None:  # taken at some steps only: show the last
+            metrics = replace(metrics, communication=self.metrics.communication)
         losses = (*self.losses, metrics.loss)[-RECENT:]
         pace = (*self.pace, (metrics.step, metrics.seconds))[-PACE:]
         return replace(self, metrics=metrics, losses=losses, pace=pace)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from io import StringIO
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -93,8 +94,13 @@ class PlainView(View):
     def note(self, text: str) -> None:
         """Write the text, with anything that would move a cursor made visible."""
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(clean(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(clean(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            self._stream.flush()
+        except OSError:  # nobody reads any more (`| head`): no reason to stop training
+            if self._stream is sys.stdout:  # which Python flushes at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._stream = StringIO()
 
     def sample(self, prompt: str, text: str) -> None:
         """Write the prompt on a line and the text beneath, each line behind a bar."""
