@@ -7,11 +7,12 @@
 # OUT   directory of the run, on a file system that all nodes share
 # NODES, GPUS, PORT  2 nodes, 8 ranks on each, port 29400, unless they say otherwise
 #
-# When a rank or a node dies, all ranks start again from the last whole checkpoint, three times at most.
+# When a rank dies, all start again from the last whole checkpoint; so they do when a node has died and the line was
+# started there again. Three times at most.
 set -euo pipefail
 
 : "${HEAD:?name of a node where all meet}" "${OUT:?directory of the run, shared by all nodes}"
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a store of its own for each start: else ranks meet at what the last one left
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else ranks that start again find the addresses of those before them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # seconds for the last checkpoint
 
 exec torchrun \

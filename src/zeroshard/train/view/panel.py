@@ -68,7 +68,7 @@ def _figures(state: State, metrics: Metrics, columns: int) -> RenderableType:
         ("tokens", count(metrics.tokens)),
         ("TFLOPS a device", None if metrics.tflops is None else f"{metrics.tflops:.1f}"),
         ("MFU", None if metrics.mfu is None else share(metrics.mfu)),
-        ("communication", None if metrics.communication is None else share(metrics.communication)),
+        ("communication", None if state.communication is None else share(state.communication)),
     ]
     known = [(name, text) for name, text in facts if text is not None]
     for at in range(0, len(known), 2):

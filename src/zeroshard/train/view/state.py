@@ -23,6 +23,8 @@ class State:
     """The most recent."""
     pace: tuple[tuple[int, float], ...] = ()
     """(step, seconds) of the most recent steps."""
+    communication: float | None = None
+    """The share that was measured last: not every step's is."""
     held_out: tuple[int, float] | None = None
     """(step, loss) of the last evaluation."""
     held: Mapping[str, int] = field(default_factory=dict)
@@ -30,11 +32,10 @@ class State:
 
     def after(self, metrics: Metrics) -> State:
         """The state when one more step is done."""
-        if metrics.communication is None and self.metrics is not None:  # taken at some steps only: show the last
-            metrics = replace(metrics, communication=self.metrics.communication)
         losses = (*self.losses, metrics.loss)[-RECENT:]
         pace = (*self.pace, (metrics.step, metrics.seconds))[-PACE:]
-        return replace(self, metrics=metrics, losses=losses, pace=pace)
+        waited = self.communication if metrics.communication is None else metrics.communication
+        return replace(self, metrics=metrics, losses=losses, pace=pace, communication=waited)
 
     @property
     def step(self) -> int:

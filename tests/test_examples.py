@@ -1,0 +1,242 @@
+"""The examples as a user runs them: under torchrun, on two CPU ranks, and what they print and leave behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import zeroshard
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.train.data.corpus import shakespeare
+from zeroshard.train.flags import read_options
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CLUSTER = EXAMPLES / "cluster"
+LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait
+
+
+def environment(**extra: str) -> dict[str, str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"  # of torchrun
+    offline = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}  # CPUs also where there are GPUs; nothing downloaded
+    return {**kept, **offline, "PATH": path, "OMP_NUM_THREADS": "1", **extra}
+
+
+def run(name: str, *arguments: object) -> str:
+    """Run an example on two ranks, and return what it printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def series(output: str, what: str) -> list[float]:
+    """The values of a quantity over the steps that were shown."""
+    return [float(value) for value in re.findall(rf"^step +\d+  {what} +([\d.]+)", output, re.M)]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------------- in one file
+
+
+def test_the_plain_loop_learns_reports_and_leaves_weights_that_a_plain_model_loads(tmp_path: Path) -> None:
+    path = tmp_path / "gpt.pt"
+    output = run("plain_loop.py", "--steps", 40, "--layers", 2, "--width", 32, "--context", 32, "--save", path)
+    losses = series(output, "loss")
+    assert losses[-1] < losses[0] - 1
+    assert "stage 3, fp32, 512 letters a step" in output  # 2 ranks × 8 sequences × 32
+    assert re.search(r"^rank 0 of 2, [\d,]+ parameters$", output, re.M)
+
+    model = GPT(GPTConfig(vocab_size=128, context=32, layers=2, heads=1, width=32))
+    model.load_state_dict(torch.load(path))
+    text = torch.frombuffer(bytearray(shakespeare()[: 33 * 64].encode()), dtype=torch.uint8).long().view(64, 33)
+    assert abs(model(text[:, :-1], text[:, 1:]).item() - losses[-1]) < 0.4  # other pages, the same language
+
+
+def test_the_convnet_learns_to_see() -> None:
+    output = run("convnet.py")
+    shares = series(output, "accuracy")
+    assert shares[0] < 40 and shares[-1] > 80  # per cent; guessing gives 12.5
+    assert re.search(r"^rank 0 of 2, [\d,]+ parameters$", output, re.M)
+
+
+# --------------------------------------------------------------------------------------------------- Hugging Face
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What huggingface.py saves, and what it prints."""
+    path = tmp_path_factory.mktemp("models") / "base"
+    return path, run("huggingface.py", "--steps", 20, "--context", 32, "--save", path)
+
+
+def plain(path: Path) -> Any:
+    """The model as transformers loads it, which must find every tensor and no other."""
+    import transformers
+
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(told.values()), told
+    return model.eval()
+
+
+def pages(path: Path) -> torch.Tensor:
+    import transformers
+
+    tokens = transformers.AutoTokenizer.from_pretrained(path).encode(shakespeare()[:2048], add_special_tokens=False)
+    return torch.tensor(tokens).view(-1, 32)
+
+
+def test_a_transformers_model_learns_and_says_what_the_saved_one_says(base: tuple[Path, str]) -> None:
+    import transformers
+
+    path, output = base
+    losses = series(output, "loss")
+    assert losses[-1] < losses[0] - 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer("ROMEO. ", return_tensors="pt", add_special_tokens=False)
+    said = tokenizer.decode(plain(path).generate(**prompt, max_new_tokens=40, do_sample=False)[0])
+    assert f"\n{said!r}\n" in output
+    assert len(said) > len("ROMEO. ")
+
+
+def test_a_stored_transformers_model_is_streamed_into_its_partitions(base: tuple[Path, str]) -> None:
+    model, init_fn, _ = load("huggingface").build(base[0])
+    assert all(parameter.is_meta for parameter in model.parameters())
+    zeroshard.shard(model, stage=3, init_fn=init_fn)
+    tokens = pages(base[0])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=tokens).logits, plain(base[0])(input_ids=tokens).logits)
+
+
+def test_lora_learns_without_states_for_the_base_and_peft_loads_the_adapter(
+    base: tuple[Path, str], tmp_path: Path
+) -> None:
+    import peft
+
+    output = run("lora.py", "--model", base[0], "--steps", 20, "--context", 32, "--save", tmp_path)
+    losses = series(output, "loss")
+    assert losses[-1] < losses[0] - 0.1
+    told = re.search(r"^trained: ([\d,]+) of [\d,]+ parameters\noptimizer states: ([\d,]+) B a rank", output, re.M)
+    assert told is not None
+    trained, states = (int(number.replace(",", "")) for number in told.groups())
+    assert 8 * trained / 2 <= states < 8 * trained / 2 * 1.1  # Adam's two fp32 numbers, over two ranks, and padding
+
+    model, tokens = plain(base[0]), pages(base[0])
+    with torch.no_grad():
+        before = model(input_ids=tokens, labels=tokens).loss.item()
+        tuned = peft.PeftModel.from_pretrained(model, str(tmp_path))
+        after = tuned(input_ids=tokens, labels=tokens).loss.item()
+    assert after < before - 0.1
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(tuned)
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert sum(tensor.numel() for tensor in saved.values()) == trained
+
+
+# --------------------------------------------------------------------------------------------------- several nodes
+
+
+def rank_of(agent: int) -> int:
+    """The process that torchrun has started."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if f"PPid:\t{agent}\n" in status.read_text():
+                return int(status.parent.name)
+        except OSError:  # it ended meanwhile
+            continue
+    raise AssertionError(f"torchrun {agent} has no rank")
+
+
+def test_two_nodes_meet_and_go_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    out = tmp_path / "run"
+    options = (
+        "--device cpu --plain --layers 2 --width 32 --sequence 16 --batch 12 --steps 80 --eval-every 0 "
+        "--eval-sequences 2 --checkpoint-every 10 --log-every 10 --sample-tokens 0"
+    )
+    place = {"HEAD": "127.0.0.1", "PORT": port, "GPUS": "1", "OUT": str(out), "PET_LOCAL_ADDR": "127.0.0.1"}
+    logs = [tmp_path / "node0", tmp_path / "node1"]
+    nodes = []
+    for log in logs:
+        with log.open("w") as file:
+            command = ["bash", str(CLUSTER / "torchrun.sh"), *options.split()]
+            nodes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment(**place)))
+    try:
+        deadline = time.monotonic() + LIMIT
+        while not (out / "checkpoints" / "step-000010").exists():
+            told = "".join(log.read_text() for log in logs)
+            assert time.monotonic() < deadline and all(node.poll() is None for node in nodes), told
+            time.sleep(0.01)
+        os.kill(rank_of(nodes[1].pid), signal.SIGKILL)
+        for node in nodes:
+            node.wait(LIMIT)
+    finally:
+        for node in nodes:
+            node.terminate()
+    told = "".join(log.read_text() for log in logs)
+    assert [node.returncode for node in nodes] == [0, 0], told
+    assert "2 on cpu over gloo" in told
+    assert re.search(r"^steps +80 from step [1-7]0,", told, re.M), told
+    steps = re.findall(r'"step": (\d+), "loss"', (out / "metrics.jsonl").read_text())
+    assert [int(step) for step in steps] == list(range(1, 81))
+
+
+def test_under_slurm_each_gpu_gets_a_rank_of_a_run_that_can_go_on(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    slurm = {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NAME": "zeroshard", "OUT": "/shared/xl"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", str(CLUSTER / "slurm.sh"), "--model", "gpt2-xl", "--steps", "7"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(**slurm) | {"PATH": path}, check=True
+    )
+    words = done.stdout.split()
+    assert words[:4] == ["--kill-on-bad-exit=1", "--cpus-per-task=8", "zeroshard", "train"]
+    options = read_options(words[4:])
+    assert (options.run.out, options.run.resume, options.training.steps) == ("/shared/xl", True, 7)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", (CLUSTER / "slurm.sh").read_text(), re.M))
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+
+
+@pytest.mark.parametrize("page", [EXAMPLES / "README.md", CLUSTER / "README.md"])
+def test_what_the_pages_point_at_is_there(page: Path) -> None:
+    text = page.read_text()
+    targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"examples/\w+\.py", text)
+    assert targets
+    for target in targets:
+        assert (page.parent / target.removeprefix("examples/")).exists(), target
+
+
+def test_the_pieces_for_kubernetes_and_ray_can_be_read() -> None:
+    text = (CLUSTER / "README.md").read_text()
+    (job,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (container,) = yaml.safe_load(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert read_options(container["command"][container["command"].index("train") + 1 :]).run.resume
+    (loop,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    compile(loop, "README.md", "exec")
