@@ -40,8 +40,8 @@ $(VENV)/.test: $(VENV)/.base
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) --editable '.[dev]'
-	touch $@
+	$(PIP) --editable '.[test,dev]'
+	touch $@ $(VENV)/.test
 
 clean:
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

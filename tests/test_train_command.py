@@ -24,16 +24,18 @@ import torch.distributed as dist
 import transformers
 from ranks import run_processes
 from safetensors.torch import load_file
+from test_train_page import CHARTS, Dom, chromium, console_of, in_browser
 
-from zeroshard.train.checkpoint import whole_checkpoints
+from zeroshard.train.checkpoint import step_of, whole_checkpoints
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
+from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
 from zeroshard.train.job import prepare
 from zeroshard.train.trainer import Trainer
 from zeroshard.train.world import World
 
-STEPS = 60
+STEPS = 40
 SMALL = (
     "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
     "--sample-tokens 8 --device cpu"
@@ -119,10 +121,9 @@ class Running:
 
 def trained(rank: int, arguments: list[str]) -> None:
     """Be one rank of a job, in a process that has everything imported already."""
-    brief = "--plain --batch 4 --eval-sequences 4 --sample-tokens 2 --warmup 0".split()
     world = World(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
     never = SimpleNamespace(signal=None)  # handlers of signals would outlive the test
-    Trainer(prepare(read_options([*brief, *arguments]), world), never).run()
+    Trainer(prepare(read_options(["--plain", *arguments]), world), never).run()
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +143,16 @@ def test_a_run_learns_and_says_so_in_plain_lines(whole: tuple[Path, subprocess.C
     assert "\x1b" not in done.stdout and "\r" not in done.stdout
     assert "GPT, 2 layers, 4 heads, width 32" in done.stdout
     assert "2 on cpu over gloo" in done.stdout and "stage 3, fp32" in done.stdout
-    shown = [int(step) for step in re.findall(r"^step +(\d+)/60  loss", done.stdout, re.M)]
-    assert shown == [1, 10, 20, 30, 40, 50, 60]  # one rank's lines: the other is quiet
+    shown = [int(step) for step in re.findall(r"^step +(\d+)/40  loss", done.stdout, re.M)]
+    assert shown == [1, 10, 20, 30, 40]  # one rank's lines: the other is quiet
     assert "sample after" in done.stdout
-    assert held_out(out)[60] < held_out(out)[0] - 0.5
+    assert held_out(out)[40] < held_out(out)[0] - 0.5
 
 
 def test_a_run_leaves_everything_there_is_to_use(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, _ = whole
     assert sorted(losses(out)) == list(range(1, STEPS + 1))
-    assert sorted(held_out(out)) == [0, 20, 40, 60]
+    assert sorted(held_out(out)) == [0, 20, 40]
     found = record(out)
     assert found["outcome"] == "finished"
     assert [set(rank) >= {"parameters", "optimizer states", "total"} for rank in found["memory"]] == [True, True]
@@ -161,7 +162,7 @@ def test_a_run_leaves_everything_there_is_to_use(whole: tuple[Path, subprocess.C
         "step",
     ]
     assert found["samples"][0]["text"]
-    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-000030", "step-000060"]
+    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-000030", "step-000040"]
     assert (out / "report.html").stat().st_size > 100_000
 
 
@@ -177,13 +178,26 @@ def test_memory_and_traffic_are_as_promised(whole: tuple[Path, subprocess.Comple
     assert moved == pytest.approx(found["paper_traffic"]["bytes"], rel=0.02)
 
 
+@in_browser
+def test_the_report_of_the_run_is_drawn_whole_and_offline(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    out, _ = whole
+    command = chromium(out / "report.html", tmp_path / "profile", "virtual-time-budget=5000", "dump-dom")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=True)
+    assert list(console_of(done.stderr.splitlines())) == []
+    page = Dom(done.stdout)
+    assert {tag["id"] for tag in page.tags("div") if "js-plotly-plot" in tag.get("class", "").split()} == CHARTS
+    assert "3Ψ" in page.text() and "was not recorded" not in page.text()
+
+
 def test_the_trained_model_is_used_without_ranks(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, _ = whole
     done = run("generate", out, "--prompt", "ROMEO:", "--tokens", 8)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ROMEO:") and len(done.stdout) > len("ROMEO:\n")
     exported = load_file(out / "model" / "model.safetensors")
-    kept = load_file(out / "checkpoints" / "step-000060" / "model.safetensors")
+    kept = load_file(out / "checkpoints" / "step-000040" / "model.safetensors")
     assert exported.keys() == kept.keys()
     assert all(torch.equal(exported[name], kept[name]) for name in kept)
 
@@ -204,12 +218,11 @@ def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
     assert "Traceback" not in output  # the other rank's complaint is no news
     assert not running.workers()
 
-    again = run("train", "--out", tmp_path / "run", "--resume")  # all options are the run's own
-    assert again.returncode == 0, again.stderr
-    begun = re.search(r"steps +60 from step (\d+)", again.stdout)
-    assert begun is not None and int(begun[1]) >= 10
+    last = whole_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    assert 10 <= step_of(last) < STEPS
+    run_processes(2, trained, ["--out", str(tmp_path / "run"), "--resume"])  # all options are the run's own
     assert losses(tmp_path / "run") == losses(reference)  # one with evaluations, one without: they disturb nothing
-    assert held_out(tmp_path / "run")[60] == held_out(reference)[60]
+    assert held_out(tmp_path / "run")[STEPS] == held_out(reference)[STEPS]
 
 
 def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
@@ -227,9 +240,8 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
     (last,) = whole_checkpoints(tmp_path / "run" / "checkpoints")
     assert int(last.name.removeprefix("step-")) == max(losses(tmp_path / "run"))
 
-    again = run("train", "--out", tmp_path / "run", "--resume", "--ranks", 3, "--stage", 1)
-    assert again.returncode == 0, again.stderr
-    assert "3 on cpu over gloo" in again.stdout and "stage 1" in again.stdout
+    run_processes(3, trained, ["--out", str(tmp_path / "run"), "--resume", "--stage", "1"])
+    assert record(tmp_path / "run")["ranks"] == 3 and record(tmp_path / "run")["stage"] == 1
     expected = losses(reference)
     for step, loss in losses(tmp_path / "run").items():
         assert loss == pytest.approx(expected[step], rel=1e-3), step  # sums over other ranks round otherwise
@@ -265,14 +277,14 @@ def test_a_rank_that_fails_alone_ends_the_run_with_its_own_error(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ ways to start it
 
 
-def test_under_torchrun_it_joins(whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_under_torchrun_it_joins(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    arguments = ["zeroshard", "train", *SMALL, "--out", str(tmp_path / "run"), "--steps", "60", "--eval-every", "0"]
+    arguments = ["zeroshard", "train", *SMALL, "--out", str(tmp_path / "run"), "--steps", "5", "--eval-every", "0"]
     done = subprocess.run(
         [*launcher, *arguments], capture_output=True, text=True, timeout=LIMIT, env=environment(OMP_NUM_THREADS="1")
     )
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == losses(whole[0])
+    assert "2 on cpu over gloo" in done.stdout and len(losses(tmp_path / "run")) == 5
 
 
 def test_under_srun_it_joins(tmp_path: Path) -> None:
@@ -301,7 +313,7 @@ def test_on_a_terminal_there_is_a_live_view(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     arguments = [argument for argument in SMALL if argument != "--plain"]
     process = subprocess.Popen(
-        command("train", *arguments, "--steps", 5, "--out", tmp_path / "run"),
+        command("train", *arguments, "--steps", 5, "--eval-every", 0, "--out", tmp_path / "run"),
         stdout=follower,
         stderr=follower,
         env=environment(TERM="xterm-256color"),
@@ -341,10 +353,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+BRIEF = "--batch 4 --eval-sequences 4 --sample-tokens 2 --warmup 0".split()
+
+
 def test_a_hugging_face_model_is_trained_from_its_directory_and_saved_as_it_came(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     pytest.importorskip("tensorboard")
-    run_processes(2, trained, ["--model", str(llama), "--out", str(out), "--steps", "4", "--tensorboard"])
+    run_processes(2, trained, [*BRIEF, "--model", str(llama), "--out", str(out), "--steps", "4", "--tensorboard"])
     assert list((out / "tensorboard").glob("events*"))
     model, told = transformers.AutoModelForCausalLM.from_pretrained(out / "model", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
@@ -357,7 +372,7 @@ def test_a_hugging_face_model_is_trained_from_its_directory_and_saved_as_it_came
 def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options = ["--model", str(llama), "--lora", "--checkpoint-every", "3", "--steps", "6"]
+    options = [*BRIEF, "--model", str(llama), "--lora", "--checkpoint-every", "3", "--steps", "6"]
     run_processes(2, trained, [*options, "--out", str(whole)])
     run_processes(2, trained, [*options, "--out", str(parts)])
     shutil.rmtree(parts / "checkpoints/step-000006")
@@ -416,11 +431,10 @@ def test_wrong_files_of_options_are_refused(name: str, text: str, words: list[st
 
 def test_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('stage = 2\nmicro_batch = 4\nrecompute = true\nmodel = "gpt2"\n')
-    done = run("train", "--config", tmp_path / "a.toml", "--stage", 1, "--dry-run", "--ranks", 8)
-    assert done.returncode == 0, done.stderr
-    assert "stage 1 ←" in done.stdout
-    assert "32 sequences × 1024 tokens: 4 a rank and backward, 1 backward a step" in done.stdout
-    assert "GPT, 12 layers" in done.stdout
+    told = dry_run(read_options(["--config", str(tmp_path / "a.toml"), "--stage", "1"]), ranks=8)
+    assert "stage 1 ←" in told
+    assert "32 sequences × 1024 tokens: 4 a rank and backward, 1 backward a step" in told
+    assert "GPT, 12 layers" in told
 
 
 def test_a_batch_that_cannot_be_divided_and_missing_data_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
