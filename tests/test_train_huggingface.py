@@ -21,7 +21,7 @@ import zeroshard
 from zeroshard.train.models import huggingface
 from zeroshard.train.models.huggingface import HuggingFaceModel, load_trained, loss, open_hugging_face, open_model
 from zeroshard.train.options import ModelOptions
-from zeroshard.train.weights import INDEX, Entry, Weights, write_file
+from zeroshard.checkpoint.weights import INDEX, Entry, Weights, write_file
 
 VOCABULARY = 61
 SHAPE = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         shard,
         unshard,
     )
+    from zeroshard.checkpoint.errors import CheckpointError
+    from zeroshard.checkpoint.load import Loaded, load
+    from zeroshard.checkpoint.save import Save, save
     from zeroshard.config import Config
     from zeroshard.memory.profile import Profile
     from zeroshard.memory.report import Report
@@ -24,28 +27,38 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Config",
+    "Loaded",
     "Profile",
     "RanksDisagreeError",
     "Report",
+    "Save",
     "ShardedOptimizer",
     "full_gradient",
     "full_parameter",
     "full_state",
     "gathered",
+    "load",
     "no_sync",
     "profile",
     "report",
+    "save",
     "shard",
     "unshard",
 ]
 
 _HOMES = {
+    "CheckpointError": "checkpoint.errors",
     "Config": "config",
+    "Loaded": "checkpoint.load",
     "Profile": "memory.profile",
     "RanksDisagreeError": "agreement",
     "Report": "memory.report",
+    "Save": "checkpoint.save",
     "ShardedOptimizer": "optimizer",
+    "load": "checkpoint.load",
+    "save": "checkpoint.save",
 }  # all others are in api
 
 

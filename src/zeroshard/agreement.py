@@ -12,6 +12,7 @@ read here where it went.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -24,10 +25,13 @@ class RanksDisagreeError(RuntimeError):
 class Agreement:
     """The announcements of the ranks of one sharded model, in the process group's key-value store."""
 
-    def __init__(self, store: Store | None, prefix: str, rank: int, ranks: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store | None, prefix: str, rank: int, ranks: int, timeout: float, members: Sequence[int] = ()
+    ) -> None:
         self._store = store  # None: one rank, or a backend that communicates nothing
         self._prefix = prefix
         self.rank, self._ranks = rank, ranks
+        self.members = list(members)  # the ranks of the mesh, as the job counts them
         self._timeout = timeout
         self._settled = -1  # the last moment all ranks announced and agreed at
         self._stale: list[str] = []  # its keys, deleted once every rank has come to a later one

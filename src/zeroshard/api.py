@@ -107,6 +107,7 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     """
     sharded = _sharded(model)
     engine: Engine = sharded.engine
+    engine.settle()
     state = optimizer.state_dict() if optimizer is not None else None
     engine.order.begin("unshard")
     for unit in engine.units:
@@ -156,6 +157,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     try:
         yield
         if write_rank is not None:
+            engine.settle()
             for unit in units:
                 engine.order.check(f"write unit {unit.name!r}")
                 unit.absorb(write_rank)

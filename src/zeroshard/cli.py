@@ -11,6 +11,8 @@ COMMANDS = {
     "train": ("zeroshard.commands.train", "train a language model with ZeRO; without options, one that takes a minute"),
     "generate": ("zeroshard.commands.generate", "let a trained model go on with a text"),
     "report": ("zeroshard.commands.report", "make the HTML report of a run anew"),
+    "export": ("zeroshard.commands.export", "write a checkpoint's weights as Hugging Face does: safetensors"),
+    "inspect": ("zeroshard.commands.inspect", "tell what is in a checkpoint, and whether it is whole"),
     "presets": ("zeroshard.commands.presets", "list the models that have a name"),
 }
 

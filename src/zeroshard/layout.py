@@ -145,6 +145,10 @@ class FlatLayout:
             for piece in self._pieces(self.owned(bucket, rank), self.in_shard(bucket).start)
         ]
 
+    def owned_pieces(self, bucket: Range, rank: int) -> list[Piece]:
+        """The parts of parameters that ``rank`` owns of ``bucket``, ``at`` counted from its part's start."""
+        return list(self._pieces(self.owned(bucket, rank), 0))
+
     def _pieces(self, span: Range, origin: int) -> Iterator[Piece]:
         first = max(bisect_right(self.starts, span.start) - 1, 0)  # the one parameter that may begin before the span
         for index in range(first, bisect_left(self.starts, span.end)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """fp16's loss scale and its streak without overflow, as :meth:`load_state_dict` takes them."""
         return None if self._scale is None else self._scale.state()
 
+    def load_loss_scale(self, state: list[float]) -> None:
+        """Go on from :meth:`loss_scale_state`; under other precisions there is nothing to do."""
+        if self._scale is not None:
+            self._scale.load(state)
+
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -99,6 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.backwards = 0
             self._engine.gradients.reduce_rest()
             self._find_unused()
+            self._engine.settle()
             copied = self._set_gradients()
             self._engine.ledger.add("step", copied)
             if self._update():
@@ -136,6 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if card.name in taken:
                 raise ValueError(f"{card.name!r} is in a parameter group already")
             names.append(card.name)
+        self._engine.settle()
         self._open_masters(set(names))
         stand_in = torch.zeros(0, requires_grad=True)  # lets the inner optimizer check the group and fill in defaults
         self.inner.add_param_group({**param_group, "params": [("", stand_in) if titles else stand_in]})
@@ -351,14 +358,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's ``state_dict()``, or one of :meth:`state_dict`: each rank keeps its part."""
+        self._engine.settle()
         groups, states = state_dict["param_groups"], state_dict["state"]
         sizes, wanted = [len(group["params"]) for group in groups], [len(names) for names in self.names]
         if sizes != wanted:
             raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {wanted}")
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-        if self._scale is not None and "loss_scale" in state_dict:
-            self._scale.load(state_dict["loss_scale"])
+        if "loss_scale" in state_dict:
+            self.load_loss_scale(state_dict["loss_scale"])
         names = [name for group in self.names for name in group]
         numbers = [number for group in groups for number in group["params"]]
         self.state.clear()
@@ -378,28 +386,79 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Fill the runs' states from whole states by name."""
         if not states:
             return
+        shapes = {name: shape for flat in self._flats for name, shape in zip(flat.names, flat.shapes, strict=True)}
+        self.open_states(
+            {
+                name: {k: v.dtype if is_elementwise(k, v, shapes[name]) else v for k, v in state.items()}
+                for name, state in states.items()
+            }
+        )
+        for run in self._all_runs():
+            for flat, parameter, within, at in run.places():
+                for key, value in states.get(flat.names[parameter], {}).items():
+                    if is_elementwise(key, value, flat.shapes[parameter]):
+                        line = flat.line(value.to(flat.device), parameter)
+                        self.state[run.parameter][key][at : at + within.numel] = line[within.start : within.end]
+
+    def open_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make room for states, in place of those there are: zeros where a dtype is given, else the value itself.
+
+        As with torch, states of floating point take their parameter's dtype, and step counts go where the optimizer's
+        kernels want them.
+        """
+        self.state.clear()
         for index, runs in enumerate(self._runs):
             if not self._uniform(runs, states):
                 self._set_runs(index, [small for run in runs for small in self._cut(run)])
-        for run in self._all_runs():
-            for flat, parameter, within, at in run.places():
-                target = self.state.get(run.parameter, {})
-                for key, value in states.get(flat.names[parameter], {}).items():
-                    if is_elementwise(key, value, flat.shapes[parameter]):
-                        if key not in target:
-                            target[key] = torch.zeros_like(run.parameter, dtype=value.dtype)
-                        line = flat.line(value.to(flat.device), parameter)
-                        target[key][at : at + within.numel] = line[within.start : within.end]
-                    else:
-                        target[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                if target:
-                    self.state[run.parameter] = target
+        for group, runs in zip(self.param_groups, self._runs, strict=True):
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for run in runs:
+                for flat, parameter, _, _ in run.places():
+                    for key, value in states.get(flat.names[parameter], {}).items():
+                        if key not in self.state[run.parameter]:
+                            self.state[run.parameter][key] = opened(key, value, run.parameter, on_device)
         self._engine.ledger.set("optimizer states", self.state_bytes())
 
-    def _uniform(self, runs: list[Run], states: dict[str, dict[str, Any]]) -> bool:
+    def held_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
+        """Yield (parameter, state, elements, their values) for every elementwise state this rank holds."""
+        for run in self._all_runs():
+            for key, value in self.state.get(run.parameter, {}).items():
+                if is_elementwise(key, value, run.parameter.shape):
+                    for flat, parameter, within, at in run.places():
+                        yield flat.names[parameter], key, within, value[at : at + within.numel]
+
+    def held_counters(self) -> dict[str, dict[str, Any]]:
+        """The states that have no value for each element, such as step counts, of the parameters this rank holds."""
+        found: dict[str, dict[str, Any]] = {}
+        for run in self._all_runs():
+            state = self.state.get(run.parameter, {})
+            counters = {k: v for k, v in state.items() if not is_elementwise(k, v, run.parameter.shape)}
+            for flat, parameter, _, _ in run.places() if state else ():
+                found[flat.names[parameter]] = counters
+        return found
+
+    def _uniform(self, runs: list[Run], states: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether all parameters of the runs have the same counters, so that a run needs only one set of states."""
-        seen = []
-        for flat, parameter, _, _ in (place for run in runs for place in run.places()):
-            state = states.get(flat.names[parameter], {})
-            seen.append({k: None if is_elementwise(k, v, flat.shapes[parameter]) else v for k, v in state.items()})
-        return all(one.keys() == seen[0].keys() and all(one[key] == seen[0][key] for key in one) for one in seen)
+        places = (place for run in runs for place in run.places())
+        seen = [states.get(flat.names[parameter], {}) for flat, parameter, _, _ in places]
+        return all(
+            one.keys() == seen[0].keys() and all(_same(one[key], seen[0][key]) for key in one) for one in seen[1:]
+        )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)
+
+
+def opened(key: str, value: Any, parameter: torch.Tensor, on_device: bool) -> Any:
+    """Room for one state of a run."""
+    if isinstance(value, torch.dtype):
+        dtype = parameter.dtype if value.is_floating_point and parameter.is_floating_point() else value
+        return torch.zeros_like(parameter, dtype=dtype)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step":
+        return value.clone() if not on_device else value.to(parameter.device, torch.float32, copy=True)
+    return value.to(parameter.device, copy=True)

@@ -51,7 +51,7 @@ def open_agreement(mesh: DeviceMesh | None, timeout: float) -> Agreement:
     store = dist.distributed_c10d._get_default_store()
     place = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
     number = store.add(f"{place}/calls of {rank}", 1)  # the how-many-eth shard() of these ranks this is
-    return Agreement(store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout)
+    return Agreement(store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout, ranks)
 
 
 def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config, control: Agreement) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -94,6 +94,8 @@ class Engine:
         self.order = order
         self.ledger = ledger
         self.config = config
+        self.spoilt: str | None = None  # why the states are of no use, where they are not
+        self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
@@ -228,6 +230,8 @@ class Engine:
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
+        if self.spoilt is not None:
+            raise RuntimeError(self.spoilt)
         self._refuse_thawed()
         self._brought.clear()
         self._trace = Trace()
@@ -449,8 +453,7 @@ class Engine:
         self.order.begin("read a parameter")
         exact = flat.shard if flat.master is None else flat.master
         if exact is None:  # every rank has all of it
-            for unit in self._resident:
-                unit.wait()
+            self.wait_resident()
             return flat.view(flat.full, index).clone()
         line = torch.zeros(flat.layout.numels[index], dtype=exact.dtype, device=flat.device)
         for piece in flat.segments:
@@ -512,8 +515,34 @@ class Engine:
 
     def absorb_resident(self) -> None:
         """Take values written into resident parameters, the same on all ranks, into shards and master copies."""
+        self.settle()
         for unit in self._resident:
             unit.absorb(None)
+
+    def settle(self) -> None:
+        """Wait for whoever still reads the states, before they change."""
+        readers, self.readers = self.readers, []
+        for reader in readers:
+            reader()
+
+    def wait_resident(self) -> None:
+        """Wait for the gathers that a step has started."""
+        for unit in self._resident:
+            unit.wait()
+
+    def adopt(self) -> None:
+        """Bring the parameters in computation into line with shards and masters that somebody has written into."""
+        self.order.begin("take in new values")
+        for unit in self.units:
+            for flat in unit.flats:
+                owned, master = flat.update_from_master()
+                if owned:
+                    torch._foreach_copy_(owned, master)
+        self.drop_pins()
+        for unit in self._resident if self.comm.shard.size > 1 else ():
+            self.order.check(unit.gather_event)
+            unit.gather(frozen=True)
+        self.wait_resident()
 
     def refresh_parameters(self) -> None:
         """Bring every rank's updated part to all, where parameters are not partitioned. Does not wait for the end."""

@@ -61,6 +61,7 @@ class Flat:
         self.views: list[torch.Tensor] = []  # each parameter in ``full``
         self.stand_ins: list[torch.Tensor] = []  # what each absent parameter points at between passes
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
+        self.rank = 0  # on the axis that the flat is partitioned over
         self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
 
     @property
@@ -88,7 +89,8 @@ class Flat:
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
         nan = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device)
         self.stand_ins = [nan.expand(shape) for shape in self.shapes]
-        self.segments = self.layout.segments(comm.shard.rank)
+        self.rank = comm.shard.rank
+        self.segments = self.layout.segments(self.rank)
         self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
         if shard is not None:
             parts = [self.layout.in_shard(bucket) for bucket in self.layout.buckets]
@@ -108,6 +110,13 @@ class Flat:
                 self.master[home.start : home.end].copy_(values[part.start : part.end])
         if self.shard is None:
             self.full.copy_(values)
+
+    def held(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
+        """Yield (parameter, elements of it, their exact values, the master's where there is one) this rank owns."""
+        parts = self.owned if self.master is None else self.update_from_master()[1]
+        for bucket, part in zip(self.layout.buckets, parts, strict=True):
+            for piece in self.layout.owned_pieces(bucket, self.rank):
+                yield piece.parameter, piece.within, part[piece.at : piece.at + piece.within.numel]
 
     def update_from_master(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's parts and the master's parts they are to be copied from."""
@@ -181,8 +190,11 @@ class Unit:
                 for parameter, view in zip(flat.parameters, getattr(flat, views), strict=True):
                     parameter.data = view
 
-    def gather(self) -> None:
-        """Start to bring the full parameters. They are usable after :meth:`wait`."""
+    def gather(self, frozen: bool = False) -> None:
+        """Start to bring the full parameters. They are usable after :meth:`wait`.
+
+        Of a resident unit only what is trained can have changed on other ranks, unless ``frozen`` says otherwise.
+        """
         if self.parked:
             self._point("views")
             self.parked = False
@@ -193,7 +205,8 @@ class Unit:
         elif not self.partitioned:
             self._dress(AbsentParameter)  # until the new values are in
         with self._lane:
-            self._pending = self._all_gather([flat for flat in self.flats if self.partitioned or flat.trainable])
+            changed = [flat for flat in self.flats if self.partitioned or flat.trainable or frozen]
+            self._pending = self._all_gather(changed)
         self._gathered = self._lane.mark()
         self.state = State.GATHERING
 

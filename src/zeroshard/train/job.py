@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,7 +57,7 @@ def prepare(options: Options, world: World) -> Job:
     """Make everything. What is wrong with the options, files or sizes is told before anything is trained."""
     try:
         return _prepare(options, world)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, zeroshard.CheckpointError) as error:
         raise TrainingError(str(error)) from error
 
 
@@ -92,8 +91,6 @@ def _prepare(options: Options, world: World) -> Job:
     directory = _open_directory(options, world)
     found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
     checkpoint = Checkpoint(found[-1]) if found else None
-    if checkpoint is not None:
-        checkpoint.verify(language_model.module)
     corpus = _open_corpus(options, world, directory, language_model)
 
     def loader(tokens: TokenFile, rows: int) -> Loader:
@@ -105,7 +102,7 @@ def _prepare(options: Options, world: World) -> Job:
     precision = chosen_precision(options, world.device.type)
     record = _record(options, world, language_model, precision, batching)
     if checkpoint is not None:
-        record.go_on(directory.read_record(), float(checkpoint.state["seconds"]))
+        record.go_on(directory.read_record(), checkpoint.seconds)
     model, optimizer = _shard(options, world, language_model, precision, checkpoint)
     if world.first:  # last: what was refused before leaves no run behind, and one that was there as it was
         directory.write_config(_kept(options))
@@ -210,9 +207,6 @@ def _shard(
 ) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
     """Fill and partition the model unit by unit, and give the optimizer its states back."""
     training, module = options.training, language_model.module
-    init_fn: Callable[[nn.Module], None] | None = language_model.init_fn
-    if checkpoint is not None:
-        init_fn = checkpoint.init_fn(module, init_fn)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": training.weight_decay},
@@ -227,10 +221,10 @@ def _shard(
         stage=options.sharding.stage,
         precision=precision,
         timeout=options.sharding.timeout,
-        init_fn=init_fn,
+        init_fn=language_model.init_fn,
     )
     if checkpoint is not None:
-        checkpoint.load_optimizer(optimizer)
+        zeroshard.load(checkpoint.path, model, optimizer)
     return model, optimizer
 
 

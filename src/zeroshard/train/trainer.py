@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import zeroshard
 from zeroshard.memory.profile import Profile
-from zeroshard.train.checkpoint import prune, save_checkpoint, set_aside, step_of, whole_checkpoints
+from zeroshard.train.checkpoint import checkpoint_path, set_aside, step_of, whole_checkpoints
 from zeroshard.train.errors import SharedError, TrainingError
 from zeroshard.train.evaluation import evaluate
 from zeroshard.train.flops import flops_per_token, multiplied, peak_flops
@@ -41,6 +41,7 @@ class Trainer:
         self.start = job.checkpoint.step if job.checkpoint is not None else 0
         self.done = self.start
         self.stopping = False
+        self._save_under_way: zeroshard.Save | None = None
         self._saved_at = self.start if job.checkpoint is not None else -1
         self._pulse = Pulse(job.world.device)
         self._waits: dict[int, float] = {}  # share of a profiled step that waited for communication
@@ -147,6 +148,7 @@ class Trainer:
 
     def _give_up(self, what: str, spoilt: int) -> NoReturn:
         """End the run on all ranks, without the checkpoints of weights that are ``spoilt`` steps old or more."""
+        self._await_save()
         whole = whole_checkpoints(self.job.directory.checkpoints)
         good = [path for path in whole if step_of(path) < spoilt]
         if self.world.first:
@@ -205,23 +207,40 @@ class Trainer:
         if self._saved_at == self.done:
             return
         self._listen(to_the_end=True)  # not after a loss that was not finite
-        parent = self.job.directory.checkpoints
-        try:
-            path = save_checkpoint(
-                parent, self.done, self.job.model, self.job.optimizer, {"seconds": round(self.record.seconds, 3)}
+        self._await_save()
+        path = checkpoint_path(self.job.directory.checkpoints, self.done)
+        with self._telling():
+            self._save_under_way = zeroshard.save(
+                path,
+                self.job.model,
+                self.job.optimizer,
+                extra={"step": self.done, "seconds": round(self.record.seconds, 3)},
+                frozen=not self.job.language_model.pretrained,  # what is not trained is read from where it was
+                # the newest is only known to be good when a step from it was: until then the one before is kept, too
+                keep=self.options.run.keep if self.finished else max(self.options.run.keep, 2),
+                wait=False,
             )
-        except OSError as error:
-            raise TrainingError(
-                f"the checkpoint of step {self.done} could not be written: {error}. "
-                + self._last_good(whole_checkpoints(parent))
-            ) from error
         self._saved_at = self.done
-        if self.world.first:
-            # the newest is only known to be good when a step from it was: until then the one before is kept, too
-            prune(parent, self.options.run.keep if self.finished else max(self.options.run.keep, 2))
-            self.record.checkpoints = [path.name for path in whole_checkpoints(parent)]
-            self.view.note(f"checkpoint {path}")
+        self.view.note(f"checkpoint {path}")
         self._pulse.restart()
+
+    def _await_save(self) -> None:
+        """Wait until the checkpoint under way is whole."""
+        if self._save_under_way is not None:
+            with self._telling():
+                self._save_under_way.wait()
+            self._save_under_way = None
+        self.record.checkpoints = [path.name for path in whole_checkpoints(self.job.directory.checkpoints)]
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say which checkpoint is left where one could not be written. All ranks come here together."""
+        try:
+            yield
+        except zeroshard.CheckpointError as error:
+            self._save_under_way = None
+            good = whole_checkpoints(self.job.directory.checkpoints)
+            raise SharedError(f"{error}. {self._last_good(good)}") from error
 
     def _last_good(self, good: Sequence[Path]) -> str:
         if not good:
@@ -241,6 +260,7 @@ class Trainer:
         if finished and learnt:
             self._evaluate()
         self._save()
+        self._await_save()
         if finished:
             self._export()
             if learnt:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
+from zeroshard.checkpoint.weights import INDEX, SINGLE, Entry, Weights, write_directory
 from zeroshard.train.models.conversion import Recipe, saving
 from zeroshard.train.models.filling import Filling
-from zeroshard.train.weights import INDEX, SINGLE, Entry, Weights, write_directory
 
 if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA

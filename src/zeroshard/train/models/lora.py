@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.train.weights import Entry, write_file
+from zeroshard.checkpoint.weights import Entry, write_file
 
 WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"  # PEFT's, of an adapter that is given none

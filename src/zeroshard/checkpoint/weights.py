@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-# safetensors' names of the dtypes that training states have
-_DTYPES = {
+# safetensors' names of dtypes
+DTYPES = {
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -22,6 +23,11 @@ _DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.bool: "BOOL",
 }
 INDEX = "model.safetensors.index.json"
@@ -64,7 +70,7 @@ def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metada
         return
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
-        file.write(_header(entries, metadata))
+        file.write(header(entries, metadata))
         for entry in entries:
             tensor = fetch(entry.name).detach().to(device="cpu", dtype=entry.dtype).contiguous()
             if tuple(tensor.shape) != entry.shape:
@@ -97,15 +103,15 @@ def write_directory(
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     """The format's beginning: the length of a JSON text, and the text, which says where each tensor lies."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
-        if entry.name in table or entry.dtype not in _DTYPES:
+        if entry.name in table or entry.dtype not in DTYPES:
             raise ValueError(f"{entry.name!r}, {entry.dtype}, cannot be written: named twice, or of an unknown dtype")
         place = [at, at + entry.nbytes]
-        table[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        table[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
         at += entry.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
@@ -133,7 +139,7 @@ class Weights(Mapping[str, torch.Tensor]):
             try:
                 from safetensors import SafetensorError, safe_open
             except ImportError as error:
-                raise ImportError("reading weights needs safetensors: pip install 'zeroshard[train]'") from error
+                raise ImportError("reading weights needs safetensors: pip install safetensors") from error
             try:
                 self._files[path] = safe_open(path, framework="pt")
             except FileNotFoundError as error:

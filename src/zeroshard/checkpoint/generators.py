@@ -1,0 +1,58 @@
+"""Generators: the states of the random number generators that training draws from, as tensors."""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from typing import Any
+
+import torch
+
+
+def generator_states() -> dict[str, torch.Tensor]:
+    """Python's, NumPy's (where it is in use) and torch's generators on this rank.
+
+    >>> states = generator_states()
+    >>> drawn = random.random(), torch.rand(1)
+    >>> set_generators(states)
+    >>> (random.random(), torch.rand(1)) == drawn
+    True
+    """
+    _, words, gauss = random.getstate()
+    states = {
+        "python": torch.tensor([*words, *_optional(gauss)], dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, words, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        numbers = [*map(int, words), int(position), *_optional(float(cached) if has_gauss else None)]
+        states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generators(states: dict[str, torch.Tensor]) -> None:
+    """Give the generators their states back."""
+    words = states["python"].tolist()
+    random.setstate((3, tuple(words[:625]), _number(words[625:])))
+    torch.set_rng_state(states["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        words = states["numpy"].tolist()
+        gauss = _number(words[625:])
+        keys = numpy.array(words[:624], dtype="uint32")
+        numpy.random.set_state(("MT19937", keys, words[624], int(gauss is not None), gauss or 0.0))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _optional(number: Any) -> tuple[int, int]:
+    """A float or None as two whole numbers: whether it is there, and its bits."""
+    return (0, 0) if number is None else (1, struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(pair: list[int]) -> float | None:
+    return struct.unpack("<d", struct.pack("<q", pair[1]))[0] if pair[0] else None

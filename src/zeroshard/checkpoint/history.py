@@ -1,0 +1,73 @@
+"""History: the checkpoints of one directory, which of them is the latest, and which are let go."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.index import INDEX, is_checkpoint, sync_directory
+
+LATEST = "latest"
+_DATA = re.compile(r"(model|optimizer|other)-\d{5,}-[0-9a-f]{8}\.safetensors")
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """The whole checkpoints in a directory, the newest last."""
+    found = [path for path in parent.iterdir() if is_checkpoint(path)] if parent.is_dir() else []
+    return sorted(found, key=lambda path: ((path / INDEX).stat().st_mtime_ns, path.name))
+
+
+def point_latest(checkpoint: Path) -> None:
+    """Make ``latest``, a file beside the checkpoint, name it."""
+    partial = checkpoint.with_name(f".{LATEST}.partial")
+    with open(partial, "w") as file:
+        file.write(checkpoint.name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(checkpoint.with_name(LATEST))
+    sync_directory(checkpoint.parent)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint a path means: itself, or the latest in a directory (also as ``DIRECTORY/latest``)."""
+    if is_checkpoint(path):
+        return path
+    parent = path.parent if path.name == LATEST else path
+    pointer = parent / LATEST
+    if pointer.is_file():
+        named = parent / pointer.read_text().strip()
+        if is_checkpoint(named):
+            return named
+    whole = checkpoints(parent)
+    if whole:
+        return whole[-1]
+    if not path.exists() and path.name != LATEST:
+        raise CheckpointError(f"{path} is not there: give a checkpoint, or a directory of checkpoints")
+    raise CheckpointError(f"{path} is no checkpoint, and no directory with a whole one: it has no {INDEX}")
+
+
+def prune(parent: Path, keep: int, newest: Path) -> None:
+    """Remove all but the newest ``keep`` checkpoints, and what killed saves left. ``newest`` stays in any case."""
+    others = [path for path in checkpoints(parent) if path != newest]
+    for path in others[: max(len(others) - (keep - 1), 0)]:
+        (path / INDEX).unlink()  # from this moment on it is no checkpoint
+        shutil.rmtree(path)
+    for path in parent.iterdir():
+        if path != newest and path.is_dir() and not is_checkpoint(path) and is_leftover(path):
+            shutil.rmtree(path)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a directory holds nothing but what a save that was cut off leaves."""
+    names = [child.name for child in path.iterdir()]
+    return bool(names) and all(_DATA.fullmatch(name) or name == f".{INDEX}.partial" for name in names)
+
+
+def sweep(checkpoint: Path, current: set[str]) -> None:
+    """Remove an earlier save's data files from a checkpoint that has been replaced."""
+    for path in checkpoint.iterdir():
+        if _DATA.fullmatch(path.name) and path.name not in current:
+            path.unlink()

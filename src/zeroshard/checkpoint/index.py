@@ -1,0 +1,175 @@
+"""Index: the one JSON file that makes files a checkpoint. It is written last, and replaced in one move.
+
+[Note: complete or absent]
+Every save writes data files under names of its own, syncs them, and only then moves ``index.json`` into its place. So
+a directory holds a checkpoint exactly when it has an index, at every moment: before the move it holds what it held
+before, nothing or an earlier checkpoint whose files nobody has touched. What a killed save left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint.blocks import FileRecord
+from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.weights import DTYPES
+
+INDEX = "index.json"
+FORMAT, VERSION = "zeroshard checkpoint", 1
+_BEGINNING = f'{{"format": "{FORMAT}", '.encode()  # of every index
+_END = ', "crc32": "%08x"}'  # the last field: a checksum of the text before it
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Where some elements of a tensor lie."""
+
+    start: int
+    numel: int
+    file: int  # number in the index's list
+    offset: int  # bytes from the file's beginning
+
+
+@dataclass
+class Saved:
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...]  # of dimensions: see [Note: one-dimensional chunks]
+    stretches: list[Stretch] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size on disk."""
+        return self.numel * self.dtype.itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        """What stands in the file."""
+        plain = {"shape": list(self.shape), "dtype": DTYPES[self.dtype]}
+        if self.order != tuple(range(len(self.shape))):
+            plain["order"] = list(self.order)
+        return {**plain, "stretches": [[s.start, s.numel, s.file, s.offset] for s in self.stretches]}
+
+    @classmethod
+    def of_json(cls, plain: Mapping[str, Any]) -> Saved:
+        """Read what :meth:`as_json` gave."""
+        shape = tuple(plain["shape"])
+        order = tuple(plain.get("order", range(len(shape))))
+        return cls(shape, _DTYPES[plain["dtype"]], order, [Stretch(*stretch) for stretch in plain["stretches"]])
+
+
+@dataclass
+class Index:
+    """Everything about a checkpoint but the values of its tensors."""
+
+    files: list[FileRecord]
+    tensors: dict[str, Saved]
+    """By ``model/NAME``, ``optimizer/NAME/STATE`` and ``other/…``."""
+    ranks: int
+    written: str
+    versions: dict[str, str]
+    sharding: dict[str, Any] | None
+    """Stage and precision; None for a model that was not sharded."""
+    parameters: dict[str, bool]
+    """Names of the model's parameters, and whether each was trained."""
+    ties: dict[str, str]
+    """Other names of a parameter → its name here."""
+    config: dict[str, Any] | None
+    """A Hugging Face model's own description."""
+    optimizer: dict[str, Any] | None
+    """Its class, groups (options and names), counters, and fp16's loss scale; None where only weights were saved."""
+    extra: Any
+    """The user's data: see [Note: plain data]."""
+    own: list[Any]
+    """Each rank's own data: random states and what the user gave as ``rank_extra``."""
+
+    def names(self, kind: str) -> dict[str, Saved]:
+        """The tensors of one kind, "model" or "optimizer", without it in their names."""
+        head = f"{kind}/"
+        return {name.removeprefix(head): saved for name, saved in self.tensors.items() if name.startswith(head)}
+
+    def write(self, directory: Path) -> None:
+        """Put the index in its place: from that moment on the directory holds this checkpoint."""
+        plain: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        plain |= {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        plain["files"] = [asdict(record) for record in self.files]
+        plain["tensors"] = {name: saved.as_json() for name, saved in self.tensors.items()}
+        body = json.dumps(plain)[:-1].encode()
+        partial = directory / f".{INDEX}.partial"
+        with open(partial, "wb") as file:
+            file.write(body + (_END % zlib.crc32(body)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(directory / INDEX)
+        sync_directory(directory)
+
+    @classmethod
+    def read(cls, directory: Path) -> Index:
+        """Read and check a checkpoint's index."""
+        path = directory / INDEX
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory} is no checkpoint: {INDEX} cannot be read ({error.strerror}). A save that was cut off "
+                "leaves none; give another path, or the directory above for its latest checkpoint"
+            ) from error
+        plain = _parsed(path, text)
+        try:
+            values = {entry.name: plain[entry.name] for entry in fields(cls)}
+            values["files"] = [FileRecord(f["name"], f["nbytes"], tuple(f["sums"])) for f in plain["files"]]
+            values["tensors"] = {name: Saved.of_json(saved) for name, saved in plain["tensors"].items()}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} misses a field, or has it in another form: {error!r}") from error
+        return cls(**values)
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a directory holds a whole checkpoint: see [Note: complete or absent]."""
+    try:
+        with open(directory / INDEX, "rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return False
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    body, end = text[: -len(_END % 0)], text[-len(_END % 0) :]
+    try:
+        plain = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged or foreign: it is not JSON ({error})") from error
+    if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by zeroshard: its field 'format' is not {FORMAT!r}")
+    if plain.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {plain.get('version')!r} of the format, this zeroshard reads {VERSION}: use the "
+            f"zeroshard that wrote it ({plain.get('versions')})"
+        )
+    if end != (_END % zlib.crc32(body)).encode():
+        raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")
+    return plain
+
+
+def sync_directory(directory: Path) -> None:
+    """Make new names in a directory outlive a crash of the machine."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""Meeting: where the ranks of a model meet to save or load, apart from training's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.engine.engine import Engine
+
+T = TypeVar("T")
+_PURPOSE = "zeroshard checkpoints"
+
+
+class Meeting:
+    """The ranks that save or load together. They talk over gloo, so that a save may run beside training."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group  # None: this rank alone
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.size = dist.get_world_size(group) if group is not None else 1
+
+    @classmethod
+    def of(cls, engine: Engine | None) -> Meeting:
+        """The ranks of a sharded model's mesh; of a plain model, all of the job."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls(None)
+        if "fake" in dist.get_backend_config():
+            raise CheckpointError("the fake backend has no other ranks: there is nothing whole to save or load")
+        ranks = list(range(dist.get_world_size())) if engine is None else engine.comm.control.members
+        return cls(_group_of(ranks)) if len(ranks) > 1 else cls(None)
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Do something on every rank; where it fails on any, every rank raises what went wrong where."""
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            value = act()
+        except Exception as raised:
+            error = raised
+        told = None if error is None else _told(what, error)
+        failures = {rank: text for rank, text in enumerate(self.gather(told)) if text is not None}
+        if self.size == 1 and isinstance(error, CheckpointError):
+            raise error
+        if failures:
+            raise CheckpointError.of_ranks(failures, self.size) from error
+        return value  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Collect a small value of every rank."""
+        if self.group is None:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def first(self, value: T) -> T:
+        """What the first rank says."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
+
+
+def _told(what: str, error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{what}: {error}" if isinstance(error, OSError) else f"{what}: {type(error).__name__}: {error}"
+
+
+def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+    """A group of these ranks for checkpoints alone: made once, then found again among the job's groups."""
+    for other in dist.distributed_c10d._world.pg_map:
+        if other.group_desc == _PURPOSE and dist.get_process_group_ranks(other) == ranks:
+            return other
+    backend = "gloo" if dist.is_gloo_available() and "threaded" not in dist.get_backend_config() else None
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, backend=backend, use_local_synchronization=True, group_desc=_PURPOSE
+    )
+    return group

@@ -1,0 +1,89 @@
+"""The command `zeroshard export`: a checkpoint's weights in Hugging Face's form. It needs torch alone."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and return the exit status."""
+    options = _parser().parse_args(argv)
+    import torch
+
+    from zeroshard.checkpoint.errors import CheckpointError
+    from zeroshard.checkpoint.export import CONFIG, export
+    from zeroshard.memory.report import size
+
+    name = DTYPES[options.dtype]
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            path = export(
+                options.checkpoint,
+                options.directory,
+                dtype=None if name is None else getattr(torch, name),
+                max_shard=options.max_shard,
+                like=options.like,
+            )
+    except (CheckpointError, OSError, ValueError, ImportError) as error:
+        print(f"zeroshard export: {error}", file=sys.stderr)
+        return 1
+    for warning in warned:
+        print(f"zeroshard export: {warning.message}", file=sys.stderr)
+    files = [file.stat().st_size for file in path.glob("*.safetensors")]
+    print(f"{path}: {size(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
+    if not (path / CONFIG).is_file():
+        print(f"it has no {CONFIG}, as the checkpoint has none: --like DIR copies that of a model")
+    return 0
+
+
+def parse_size(text: str) -> float:
+    """Bytes, from a number and a unit as Hugging Face's tools take it: 5GB are 5e9, 5GiB are 5·2³⁰.
+
+    >>> parse_size("500MB"), parse_size("2GiB")
+    (500000000.0, 2147483648.0)
+    """
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"wanted a size above 0 such as 5GB, 500MB or 2GiB, got {text!r}")
+    return float(found[1]) * float(1024 if found[3] else 1000) ** _POWERS[found[2]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroshard export",
+        description="Write the weights of a checkpoint as Hugging Face does: safetensors, with config.json where the "
+        "checkpoint is of a Hugging Face model. It needs no ranks, no GPU, and the memory of one tensor.",
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CKPT",
+        help="a checkpoint; or a directory of some or a run of `zeroshard train`, for the latest",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; it is made, or is empty")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="keep",
+        help="of floating-point tensors; keep: as saved, which after training in bf16 or fp16 is fp32 (default: keep)",
+    )
+    parser.add_argument(
+        "--max-shard",
+        type=parse_size,
+        default="5GB",
+        metavar="SIZE",
+        help="the most that one file has; more files come with an index (default: 5GB)",
+    )
+    parser.add_argument(
+        "--like", type=Path, metavar="HF_DIR", help="copy config, generation config and tokenizer of this model"
+    )
+    return parser
