@@ -53,8 +53,10 @@ def clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) ->
 # ------------------------------------------------------------------------------------------------------ numbers
 
 
-@pytest.mark.parametrize("silent", [False, True])
-@pytest.mark.parametrize(("world", "parts"), [(1, 4), (2, 2), (2, 3), (3, 4), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "parts", "silent"),
+    [(1, 4, False), (1, 4, True), (2, 2, False), (2, 3, True), (3, 4, True), (4, 3, False)],
+)
 def test_backwards_sum_to_one_large_batch(world: int, parts: int, silent: bool) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
         sharded = isinstance(optimizer, zeroshard.ShardedOptimizer)
@@ -106,7 +108,7 @@ def no_zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[
     for number, batch in enumerate(data):
         net_loss(model, batch).backward()
         optimizer.step()
-        if number == 2:
+        if number == 1:
             optimizer.zero_grad()
 
 
@@ -180,7 +182,7 @@ def clip_then_backward(model: nn.Module, optimizer: torch.optim.Optimizer, data:
 
 def clip_step_and_go_on(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
     """The gradients that stay after the step are the clipped ones."""
-    for batch in data[:3]:
+    for batch in data:
         net_loss(model, batch).backward()
         clip(model, optimizer, 0.05)
         optimizer.step()
@@ -213,9 +215,9 @@ def clip_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[to
         clip_twice,
     ],
 )
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
 def test_gradients_live_as_in_plain_pytorch(loop: Loop, world: int) -> None:
-    assert_same_training(world, net(), momentum, batches(4), loop, identical=False, bucket_size=100)
+    assert_same_training(world, net(), momentum, batches(3), loop, identical=False, bucket_size=100)
 
 
 # ------------------------------------------------------------------------------------------- unused parameters

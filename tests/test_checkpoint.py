@@ -598,7 +598,7 @@ def test_only_what_a_rank_needs_is_read(tmp_path: Path) -> None:
     save_file(nn.Linear(1024, 8192, bias=False).state_dict(), tmp_path / "m.safetensors")  # 32 MiB
     for mapped, anonymous in run_processes(2, imported, tmp_path / "m.safetensors"):
         assert 15 * 2**20 <= mapped <= 24 * 2**20  # the kernel maps some megabytes at a time
-        assert anonymous <= 4 * 2**20
+        assert anonymous <= 12 * 2**20  # not the 16 MiB that were read
 
 
 def resident(kind: str) -> int:

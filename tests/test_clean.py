@@ -41,7 +41,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is() -> None:
+def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is_and_one_rank_trains() -> None:
     done = run_python(
         """
         import threading, types
@@ -65,15 +65,7 @@ def test_import_prints_and_starts_nothing_and_leaves_torch_as_it_is() -> None:
         now = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
         assert now == defaults[:3]
         assert torch.equal(torch.get_rng_state(), defaults[3])
-        """
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
-
-def test_import_works_without_torch_distributed_initialised_and_one_rank_trains() -> None:
-    done = run_python(
-        """
-        import torch, zeroshard
         model = torch.nn.Linear(3, 2)
         model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
         model(torch.ones(1, 3)).sum().backward()
@@ -240,8 +232,8 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
     data = batches(2, seed=4)
     held, gone = [], []
     warm_up(data)
-    gc.collect()
     gc.disable()
+    gc.freeze()  # what was there before, garbage too, is neither counted nor looked through: some 300,000 objects
     try:
         before = live_bytes()
         for _ in range(times):
@@ -267,13 +259,18 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
             gone.append([name for name, ref in watched.items() if ref() is not None])
             held.append(live_beyond(before))
     finally:
+        gc.unfreeze()
         gc.enable()
     return held, gone
 
 
-@pytest.mark.parametrize("way", ["del", "unshard", "forward without backward"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+WAYS = ["del", "unshard", "forward without backward"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "way"),
+    [(stage, (None, "bf16")[(stage + number) % 2], way) for stage in STAGES for number, way in enumerate(WAYS)],
+)
 def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision: str | None, way: str) -> None:
     for held, gone in run_processes(2, train_and_delete, 2, stage, precision, way, 1):
         assert gone == [[]], "still alive"
@@ -281,18 +278,18 @@ def test_del_frees_everything_with_the_cycle_collector_off(stage: int, precision
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ten_times_in_a_row_nothing_grows(stage: int) -> None:
-    for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 10):
-        assert gone == [[]] * 10
-        assert held == [0] * 10
+def test_five_times_in_a_row_nothing_grows(stage: int) -> None:
+    for held, gone in run_processes(2, train_and_delete, 2, stage, "bf16", "del", 5):
+        assert gone == [[]] * 5
+        assert held == [0] * 5
 
 
 def delete_on_a_failure(rank: int, stage: int):
     """An exception in the user's code, caught, with the cycle collector off: nothing is kept by it either."""
-    gc.collect()
+    warm_up(batches(1))
     gc.disable()
+    gc.freeze()
     try:
-        warm_up(batches(1))
         before = live_bytes()
         model = make_net(width=40)
         model, optimizer = zeroshard.shard(model, adam(model), stage=stage)
@@ -303,6 +300,7 @@ def delete_on_a_failure(rank: int, stage: int):
         del model, optimizer
         return live_beyond(before), text
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

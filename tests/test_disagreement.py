@@ -15,6 +15,7 @@ from torch import nn
 import zeroshard
 
 TIMEOUT = 2.5  # seconds a rank waits before it says so
+SOON = 1.0  # the same where a rank is meant to wait in vain
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -122,7 +123,7 @@ def one_rank_calls_shard(rank: int) -> str:
     if rank == 1:
         return ""
     try:
-        zeroshard.shard(make_net(), stage=3, timeout=1.0)
+        zeroshard.shard(make_net(), stage=3, timeout=SOON)
     except zeroshard.RanksDisagreeError as error:
         return str(error)
     return "no error"
@@ -166,7 +167,7 @@ STRAYED = {"skips": [0, 2, 3], "swaps": [0, 2, 1, 3], "repeats": [0, 1, 2, 3, 1]
 def stray(rank: int, sizes: str, how: str, after: int) -> tuple[str, str]:
     """Train; rank 1 takes another way through the blocks from step ``after`` on."""
     model = Branching(SIZES[sizes])
-    model, optimizer = zeroshard.shard(model, adam(model), stage=3, timeout=TIMEOUT)
+    model, optimizer = zeroshard.shard(model, adam(model), stage=3, timeout=SOON)
     x = torch.ones(2, 8)
     try:
         for number in range(after + 2):
@@ -204,7 +205,7 @@ def test_a_rank_dependent_branch_around_a_unit_names_unit_and_ranks(sizes: str, 
 def misstep(rank: int, how: str, stage: int) -> tuple[str, str]:
     """Train; in the third step rank 1 leaves out, or adds, one call."""
     model = Branching(SIZES["equal sizes"])
-    model, optimizer = zeroshard.shard(model, adam(model), stage=stage, timeout=TIMEOUT)
+    model, optimizer = zeroshard.shard(model, adam(model), stage=stage, timeout=SOON)
     x = torch.ones(2, 8)
     try:
         for number in range(4):
@@ -347,7 +348,7 @@ def first_forward_fails(rank: int) -> tuple[str, str]:
     """No order is known yet, so the failing rank cannot stand in for the rest of its forward."""
     model, hook = make_net(), Spoiler()
     place(model, "in the middle", hook)
-    model, _ = zeroshard.shard(model, adam(model), stage=3, timeout=TIMEOUT)
+    model, _ = zeroshard.shard(model, adam(model), stage=3, timeout=SOON)
     hook.armed = rank == 1
     try:
         net_loss(model, batches(1)[0])

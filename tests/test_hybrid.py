@@ -16,7 +16,7 @@ from zeroshard.models.gpt import GPT, GPTConfig
 
 STAGES = [0, 1, 2, 3]
 SHAPES = [(2, 2), (1, 4), (4, 1)]
-CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=128)
+CONFIG = GPTConfig(vocab_size=1024, context=64, layers=3, heads=4, width=96)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -28,7 +28,7 @@ def train(rank: int, model: nn.Module, stage: int, shape: tuple[int, ...], max_n
     model = copy.deepcopy(model)
     model, optimizer = zeroshard.shard(model, adam(model), mesh=mesh, stage=stage, **options)
     norms = []
-    for batch in batches(4):
+    for batch in batches(3):
         net_loss(model, split(batch, rank, 4)).backward()
         if max_norm is not None:
             norms.append(optimizer.clip_grad_norm_(max_norm).item())
@@ -37,12 +37,11 @@ def train(rank: int, model: nn.Module, stage: int, shape: tuple[int, ...], max_n
     return full_parameters(model), norms, zeroshard.report(model)
 
 
-@pytest.mark.parametrize("bucket_size", [2**25, 128])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "bucket_size"), [((2, 2), 2**25), ((2, 2), 128), ((1, 4), 128), ((4, 1), 2**25)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int, ...], bucket_size: int) -> None:
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(4))
+    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
     for parameters, _, _ in run_threads(4, train, model, stage, shape, None, {"bucket_size": bucket_size}):
         assert_close(parameters, wanted, 1e-5)
 
@@ -50,7 +49,7 @@ def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
     model = make_net()
-    _, wanted = train_plain(copy.deepcopy(model), adam, batches(4))
+    _, wanted = train_plain(copy.deepcopy(model), adam, batches(3))
     for parameters, _, _ in run_processes(4, train, model, stage, (2, 2), None, {}):
         assert_close(parameters, wanted, 1e-5)
 
@@ -61,7 +60,7 @@ def test_gradients_on_a_mesh_are_clipped_by_the_plain_norm(stage: int) -> None:
     plain = copy.deepcopy(model)
     optimizer = adam(plain)
     wanted = []
-    for batch in batches(4):
+    for batch in batches(3):
         net_loss(plain, batch).backward()
         wanted.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
         optimizer.step()
@@ -74,9 +73,11 @@ def test_gradients_on_a_mesh_are_clipped_by_the_plain_norm(stage: int) -> None:
 
 def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = GPT(CONFIG)
+    with torch.device("meta"):
+        model = GPT(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, precision="bf16")
+    options = {"precision": "bf16", "init_fn": lambda module: None}  # zeros do: no number is looked at
+    model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, **options)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(3):
         model(tokens, tokens).backward()

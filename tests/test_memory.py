@@ -15,11 +15,11 @@ from ranks import run_processes, run_threads
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
 
-CONFIG = GPTConfig(vocab_size=8000, context=64, layers=8, heads=4, width=256)  # 10.4 M parameters
+CONFIG = GPTConfig(vocab_size=4000, context=64, layers=6, heads=4, width=128)  # 2.2 M parameters
 PSI = CONFIG.parameters
 ALIGNMENT = 0.005
 UNIT = (CONFIG.vocab_size + CONFIG.context) * CONFIG.width + 2 * CONFIG.width  # the largest: an embedding and a norm
-BUCKET = 2**19
+BUCKET = 2**17
 TOKENS = 1  # bf16 products of more are slow on a CPU
 # Every activation of forward and backward in fp32, generously: 34 · width a layer, 8 vocabularies for the loss.
 ACTIVATIONS = TOKENS * (34 * CONFIG.width * CONFIG.layers + 8 * CONFIG.vocab_size) * 4

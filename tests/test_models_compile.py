@@ -71,9 +71,14 @@ def train_compiled(
     return loss, parameters, _compiled
 
 
-@pytest.mark.parametrize("first", ["compile", "shard"])
-@pytest.mark.parametrize("compile_it", [in_place, wrappers, whole])
-@pytest.mark.parametrize(("stage", "backend"), [(1, recording), (3, recording), (3, "aot_eager")])
+@pytest.mark.parametrize(
+    ("stage", "backend", "compile_it", "first"),  # each way in both orders, also in stage 3 alone
+    [
+        (stage, backend, compile_it, ("compile", "shard")[(row + column) % 2])
+        for row, (stage, backend) in enumerate([(1, recording), (3, recording), (3, "aot_eager")])
+        for column, compile_it in enumerate([in_place, wrappers, whole])
+    ],
+)
 def test_compiled_models_train_as_plain(stage: int, backend: Any, compile_it: Any, first: str) -> None:
     model, data = built(Net), tokens(2, VOCABULARY)
     plain = copy.deepcopy(model)

@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_processes, run_threads, seeded
@@ -164,7 +165,8 @@ def test_a_stuck_run_ends_with_the_stacks(run: Runner, sleeper: int) -> None:
 
 
 @both
-def test_a_rank_that_runs_on_after_a_failure_is_ended_early(run: Runner) -> None:
+def test_a_rank_that_runs_on_after_a_failure_is_ended_early(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE", 0.5)
     with pytest.raises(RanksFailed) as caught:
         run(2, sleep_and_fail, timeout=60)
     assert list(caught.value.accounts) == [1, 0]
@@ -225,7 +227,7 @@ def test_a_dying_rank_is_reported(how: str, words: str) -> None:
 def test_what_a_stuck_process_started_is_killed_too(tmp_path: Path) -> None:
     before = run_processes(2, pid_of)
     with pytest.raises(RanksFailed):
-        run_processes(2, start_child, tmp_path / "pid", timeout=2)
+        run_processes(2, start_child, tmp_path / "pid", timeout=1)
     wait_until_gone([*before, int((tmp_path / "pid").read_text())])
 
 
@@ -249,6 +251,8 @@ SESSION = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+import ranks
+ranks.PRELOADED = ["torch", "torch.distributed"]
 from ranks import run_processes
 from test_ranks import pid_of, start_child
 pids = run_processes(2, pid_of)
@@ -258,11 +262,25 @@ if {stuck}:
 """
 
 
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
+    """A session for each end and the folder of its notes, started at once: most of their time goes into imports."""
+    started = {}
+    for end in ("return", "SIGKILL"):
+        path = tmp_path_factory.mktemp("session")
+        tests, pids, child = (str(place) for place in (Path(__file__).parent, path / "pids", path / "child"))
+        script = SESSION.format(tests=tests, pids=pids, child=child, stuck=end != "return")
+        started[end] = subprocess.Popen([sys.executable, "-c", script]), path
+    yield started
+    for session, _ in started.values():
+        session.kill()
+        session.wait()
+
+
 @pytest.mark.parametrize("end", ["return", "SIGKILL"])
-def test_no_process_outlives_the_session(end: str, tmp_path: Path) -> None:
-    pids, child = tmp_path / "pids", tmp_path / "child"
-    script = SESSION.format(tests=str(Path(__file__).parent), pids=str(pids), child=str(child), stuck=end != "return")
-    session = subprocess.Popen([sys.executable, "-c", script])
+def test_no_process_outlives_the_session(end: str, sessions: dict[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
+    session, path = sessions[end]
+    pids, child = path / "pids", path / "child"
     if end != "return":
         while not (child.exists() and child.read_text()):
             assert session.poll() is None

@@ -285,14 +285,20 @@ def test_a_rank_that_fails_alone_ends_the_run_with_its_own_error(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ ways to start it
 
 
-def test_under_torchrun_it_joins(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    arguments = ["zeroshard", "train", *SMALL, "--out", str(tmp_path / "run"), "--steps", "5", "--eval-every", "0"]
-    done = subprocess.run(
-        [*launcher, *arguments], capture_output=True, text=True, timeout=LIMIT, env=environment(OMP_NUM_THREADS="1")
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 on cpu over gloo" in done.stdout and len(losses(tmp_path / "run")) == 5
+def test_under_torchrun_it_joins_and_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for ranks, options in ((2, [*SMALL, "--steps", "5", "--eval-every", "0"]), (3, ["--resume", "--steps", "8"])):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        done = subprocess.run(
+            [*launcher, "zeroshard", "train", "--out", str(out), *options],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env=environment(OMP_NUM_THREADS="1"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{ranks} on cpu over gloo" in done.stdout
+    assert "from step 5" in done.stdout and sorted(losses(out)) == list(range(1, 9))
 
 
 def test_under_srun_it_joins(tmp_path: Path) -> None:

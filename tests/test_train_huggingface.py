@@ -18,10 +18,10 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
+from zeroshard.checkpoint.weights import INDEX, Entry, Weights, write_file
 from zeroshard.train.models import huggingface
 from zeroshard.train.models.huggingface import HuggingFaceModel, load_trained, loss, open_hugging_face, open_model
 from zeroshard.train.options import ModelOptions
-from zeroshard.checkpoint.weights import INDEX, Entry, Weights, write_file
 
 VOCABULARY = 61
 SHAPE = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}

@@ -406,17 +406,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         As with torch, states of floating point take their parameter's dtype, and step counts go where the optimizer's
         kernels want them.
         """
+        before = dict(self.state)
         self.state.clear()
         for index, runs in enumerate(self._runs):
             if not self._uniform(runs, states):
                 self._set_runs(index, [small for run in runs for small in self._cut(run)])
+        before = {run.parameter: before[run.parameter] for run in self._all_runs() if run.parameter in before}
         for group, runs in zip(self.param_groups, self._runs, strict=True):
             on_device = bool(group.get("capturable") or group.get("fused"))
             for run in runs:
+                old = before.pop(run.parameter, {})
                 for flat, parameter, _, _ in run.places():
                     for key, value in states.get(flat.names[parameter], {}).items():
                         if key not in self.state[run.parameter]:
-                            self.state[run.parameter][key] = opened(key, value, run.parameter, on_device)
+                            new = opened(key, value, run.parameter, on_device, old.pop(key, None))
+                            self.state[run.parameter][key] = new
         self._engine.ledger.set("optimizer states", self.state_bytes())
 
     def held_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
@@ -452,10 +456,12 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def opened(key: str, value: Any, parameter: torch.Tensor, on_device: bool) -> Any:
-    """Room for one state of a run."""
+def opened(key: str, value: Any, parameter: torch.Tensor, on_device: bool, old: Any = None) -> Any:
+    """Room for one state of a parameter: that of the ``old`` one where it will do, since new memory takes time."""
     if isinstance(value, torch.dtype):
         dtype = parameter.dtype if value.is_floating_point and parameter.is_floating_point() else value
+        if torch.is_tensor(old) and old.dtype == dtype and old.shape == parameter.shape:
+            return old.zero_()
         return torch.zeros_like(parameter, dtype=dtype)
     if not isinstance(value, torch.Tensor):
         return value

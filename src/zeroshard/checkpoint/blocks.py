@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.weights import bytes_of
 
 BLOCK = 4 * 2**20  # bytes
 AHEAD = 3  # blocks that are read or written while another is filled or emptied
@@ -124,7 +125,7 @@ class BlockWriter:
 
     def _send(self) -> None:
         """Have the block summed and written, and go on with another."""
-        block, view = self._block, _bytes(self._block)[: self._filled]
+        block, view = self._block, bytes_of(self._block)[: self._filled]
         self._nbytes += self._filled
         summed = self._workers.submit(lambda: zlib.crc32(view))
         earlier = self._busy[-1][2] if self._busy else None
@@ -162,10 +163,6 @@ class BlockWriter:
                 written.done.wait()
             self._file.close()
         self.record = FileRecord(self._path.name, self._nbytes, tuple(self._sums))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
 def _write_all(file: Any, view: memoryview) -> None:
@@ -212,7 +209,7 @@ class BlockReader:
 
     def _fetch(self, number: int, buffer: torch.Tensor) -> int:
         start = number * BLOCK
-        view = _bytes(buffer)[: min(BLOCK, self._record.nbytes - start)]
+        view = bytes_of(buffer)[: min(BLOCK, self._record.nbytes - start)]
         got = 0
         while got < len(view):
             count = os.preadv(self._file.fileno(), [view[got:]], start + got)

@@ -34,9 +34,9 @@ class Contents:
     True
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = _located(path)
-        self.index = Index.read(self.path)
+    def __init__(self, path: Path, index: Index | None = None) -> None:
+        self.path = _located(path) if index is None else path
+        self.index = index or Index.read(self.path)
         self._files: OrderedDict[int, _KeepingReader] = OrderedDict()  # by number, the one used last at the end
         self._workers = Workers(2)
 

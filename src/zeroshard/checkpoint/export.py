@@ -80,7 +80,7 @@ def export(
             _copy_beside(Path(like), partial)
         if config is not None:
             text = json.dumps(_with_dtype(config, entries), indent=2, ensure_ascii=False)
-            (partial / CONFIG).write_text(text + "\n")
+            (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
     return target
 
 
@@ -115,19 +115,25 @@ def _whole_or_absent(directory: Path) -> Iterator[Path]:
 
 
 def _entries(contents: Contents, dtype: torch.dtype | None) -> list[Entry]:
-    """What is written: parameters in the model's order, then buffers; the largest elements first, so that all align."""
+    """What is written: parameters in the model's order, then buffers."""
     found = contents.index.names("model")
     if not found and contents.index.parameters:
         raise CheckpointError(
             f"{contents.path} holds no weights: it was saved with weights=False. Export one that was saved with them"
         )
-    parameters = [name for name in contents.index.parameters if name in found]
+    left_out = [name for name in contents.index.parameters if name not in found]
+    if left_out:
+        raise CheckpointError(
+            f"{contents.path} was saved with frozen=False and lacks {len(left_out)} parameters that were not trained, "
+            f"{left_out[0]} and so on: load it into the model and save that whole"
+        )
+    parameters = list(contents.index.parameters)
     names = [*parameters, *(name for name in found if name not in contents.index.parameters)]
     entries = []
     for name in names:
         own = found[name].dtype
         entries.append(Entry(name, dtype if dtype is not None and own.is_floating_point else own, found[name].shape))
-    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    return entries
 
 
 def _warn_of_infinity(name: str, tensor: torch.Tensor) -> None:
@@ -153,7 +159,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{directory} holds no {CONFIG}: give the directory of a model that is like this one")
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): give the directory of a model") from error
     if not isinstance(config, dict):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from zeroshard.checkpoint.chunks import Chunks, Turned
+from zeroshard.checkpoint.contents import Contents
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.foreign import ForeignReader, is_foreign, open_foreign, saved_of
 from zeroshard.checkpoint.generators import set_generators
@@ -91,6 +92,7 @@ def load(
         return _plan(source, model, optimizer, weights, strict)
 
     planned = meeting.together(f"{source.path} cannot be loaded", plan)
+    given = meeting.together(f"{source.path} cannot be loaded", lambda: _Given.read(source, meeting.rank, extra))
     if engine is not None:
         engine.spoilt = f"the load of {source.path} was not finished: load a whole checkpoint"
     targets = meeting.together(f"{source.path} cannot be loaded", planned.make_room)
@@ -99,15 +101,10 @@ def load(
         planned.states.adopt()
     if engine is not None:
         engine.spoilt = None
-    result = Loaded(source.path, missing=planned.missing, unexpected=planned.unexpected)
-    if source.index is not None:
-        meeting.together(
-            f"{source.path}'s extra data cannot be given back",
-            lambda: _give_back(source, result, extra, random, meeting.rank),
-        )
-    elif extra:
-        raise CheckpointError(f"{source.path} holds weights alone: it has no {', '.join(extra)}")
-    return result
+    if random and given.random is not None:
+        set_generators(given.random)
+    meeting.together("a state of extra was not taken", lambda: give_state(dict(extra or {}), given.extra))
+    return Loaded(source.path, given.extra, given.rank_extra, planned.missing, planned.unexpected)
 
 
 @dataclass
@@ -255,44 +252,50 @@ def _plan_optimizer(plan: _Plan, source: _Source, optimizer: torch.optim.Optimiz
     plan.loss_scale = saved["loss_scale"]
 
 
+@dataclass
+class _Given:
+    """What a checkpoint holds besides tensors of the model and optimizer."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    rank_extra: list[Any] = field(default_factory=list)
+    random: dict[str, torch.Tensor] | None = None
+
+    @classmethod
+    def read(cls, source: _Source, rank: int, wanted: Mapping[str, Any] | None) -> _Given:
+        """Read it, and refuse what is wanted and not there."""
+        extra: dict[str, Any] = {}
+        given = cls()
+        if source.index is not None:
+            own = source.index.own
+            extra = _decode(source, source.index.extra)
+            random = _decode(source, own[rank]["random"]) if rank < len(own) else None
+            given = cls(extra, [_decode(source, one["extra"]) for one in own], random)
+        lacking = [name for name in wanted or () if name not in extra]
+        if lacking:
+            raise CheckpointError(
+                f"{source.path} has no extra {', '.join(lacking)}: it has {', '.join(extra) or 'none'}"
+            )
+        return given
+
+
 def _decode(source: _Source, value: Any) -> Any:
-    """Plain data of a checkpoint; tensors in it are read by this rank alone."""
-
-    def fetch(name: str) -> torch.Tensor:
-        saved = source.tensors[f"other/{name}"]
-        tensor = torch.empty(saved.shape, dtype=saved.dtype)
-        _load({f"other/{name}": _line(Held.whole(name, tensor), saved)}, source, None)
-        return tensor
-
-    return decode(value, fetch)
+    """Plain data of a checkpoint, with the tensors in it."""
+    with Contents(source.path, source.index) as contents:
+        return decode(value, lambda name: contents.tensor(f"other/{name}"))
 
 
 def _read(source: _Source, targets: dict[str, Chunks], meeting: Meeting) -> None:
     """Fill the targets, on all ranks together."""
     try:
-        _load(targets, source, meeting)
+        with warnings.catch_warnings():  # torch warns where there is one rank alone
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_chunks(
+                targets,
+                storage_reader=source.reader,
+                planner=LoadPlans(),
+                process_group=meeting.group,
+                no_dist=meeting.group is None,
+            )
     except CheckpointException as error:
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         raise CheckpointError.of_ranks(failures, meeting.size) from error
-
-
-def _load(targets: dict[str, Chunks], source: _Source, meeting: Meeting | None) -> None:
-    group = meeting.group if meeting is not None else None
-    with warnings.catch_warnings():  # torch warns where there is one rank alone
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load_chunks(
-            targets,
-            storage_reader=source.reader,
-            planner=LoadPlans(),
-            process_group=group,
-            no_dist=group is None,
-        )
-
-
-def _give_back(source: _Source, result: Loaded, extra: Mapping[str, Any] | None, random: bool, rank: int) -> None:
-    assert source.index is not None
-    result.extra = _decode(source, source.index.extra)
-    result.rank_extra = [_decode(source, own["extra"]) for own in source.index.own]
-    if random and rank < len(source.index.own):
-        set_generators(_decode(source, source.index.own[rank]["random"]))
-    give_state(dict(extra or {}), result.extra)

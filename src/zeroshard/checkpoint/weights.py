@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +55,9 @@ Fetch = Callable[[str], torch.Tensor]
 def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metadata: Mapping[str, str]) -> None:
     """Write one safetensors file with never more than one tensor in memory.
 
-    ``fetch`` is asked for each tensor in turn; where it is a collective, all ranks call this together, and those that
-    do not write give no path. The file appears whole or not at all.
+    ``fetch`` is asked for each tensor in turn, those of the largest elements first, so that all are aligned; where it
+    is a collective, all ranks call this together, and those that do not write give no path. The file appears whole or
+    not at all.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.safetensors"
@@ -64,6 +66,7 @@ def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metada
     ...     weights["w"]
     tensor([1., 1.])
     """
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     if path is None:
         for entry in entries:
             fetch(entry.name)
@@ -75,8 +78,8 @@ def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metada
             tensor = fetch(entry.name).detach().to(device="cpu", dtype=entry.dtype).contiguous()
             if tuple(tensor.shape) != entry.shape:
                 raise ValueError(f"{entry.name!r} has shape {tuple(tensor.shape)}, announced as {entry.shape}")
-            if tensor.numel():
-                tensor.view(-1).view(torch.uint8).numpy().tofile(file)
+            file.write(bytes_of(tensor))
+            del tensor  # before the next is fetched
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
@@ -87,10 +90,13 @@ def write_directory(
 ) -> None:
     """Write tensors as Hugging Face does: one file, or several of at most ``limit`` bytes and an index."""
     files: list[list[Entry]] = [[]]
+    filled = 0
     for entry in entries:
-        if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > limit:
+        if files[-1] and filled + entry.nbytes > limit:
             files.append([])
+            filled = 0
         files[-1].append(entry)
+        filled += entry.nbytes
     if len(files) == 1:
         write_file(directory and directory / SINGLE, entries, fetch, metadata)
         return
@@ -116,6 +122,15 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which has to outlive the result.
+
+    >>> bytes_of(torch.ones(2, dtype=torch.uint8)).tobytes()
+    b'\\x01\\x01'
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class Weights(Mapping[str, torch.Tensor]):
