@@ -180,3 +180,33 @@ def test_the_main_job_runs_on_the_gpu_in_bf16_and_resumes(tmp_path: Path) -> Non
     assert record["outcome"] == "finished" and record["timeline"]["allocated"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tflops"] > 0 for line in lines if "loss" in line)
+
+
+def checkpoints_on_gpu(rank: int, world: int, path: Path, stage: int) -> tuple[Any, Any, Any]:
+    model = make_net().cuda()
+    model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="bf16")
+
+    def steps() -> dict[str, torch.Tensor]:
+        for batch in batches(2):
+            net_loss(model, split(batch, rank, world).cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: zeroshard.full_parameter(model, name).cpu() for name, _ in model.named_parameters()}
+
+    saved = steps()
+    handle = zeroshard.save(path, model, optimizer, wait=False)
+    continued = steps()  # while the GPU copies and the host writes
+    handle.wait()
+    zeroshard.load(path, model, optimizer)
+    return saved, continued, steps()
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_a_checkpoint_is_copied_beside_training_and_loads_on_gpu_and_cpu(
+    world: int, stage: int, tmp_path: Path
+) -> None:
+    for saved, continued, again in run_processes(world, checkpoints_on_gpu, world, tmp_path, stage):
+        assert_equal(again, continued)
+        plain = make_net()
+        zeroshard.load(tmp_path, plain, torch.optim.AdamW(plain.parameters()))
+        assert_equal(dict(plain.named_parameters()), saved)

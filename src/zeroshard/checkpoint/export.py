@@ -16,8 +16,8 @@ import torch
 
 from zeroshard.checkpoint.contents import Contents
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.index import sync_directory
 from zeroshard.checkpoint.weights import Entry, write_directory
+from zeroshard.checkpoint.whole import sync_directory
 
 CONFIG = "config.json"
 # what belongs to a model beside its config and weights, in the libraries' patterns of names

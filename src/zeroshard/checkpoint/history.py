@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.index import INDEX, is_checkpoint, sync_directory
+from zeroshard.checkpoint.index import INDEX, is_checkpoint
+from zeroshard.checkpoint.whole import write_whole
 
 LATEST = "latest"
 _DATA = re.compile(r"(model|optimizer|other)-\d{5,}-[0-9a-f]{8}\.safetensors")
@@ -22,24 +22,18 @@ def checkpoints(parent: Path) -> list[Path]:
 
 def point_latest(checkpoint: Path) -> None:
     """Make ``latest``, a file beside the checkpoint, name it."""
-    partial = checkpoint.with_name(f".{LATEST}.partial")
-    with open(partial, "w") as file:
-        file.write(checkpoint.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(checkpoint.with_name(LATEST))
-    sync_directory(checkpoint.parent)
+    write_whole(checkpoint.with_name(LATEST), f"{checkpoint.name}\n".encode())
 
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint a path means: itself, or the latest in a directory (also as ``DIRECTORY/latest``)."""
-    if is_checkpoint(path):
+    if (path / INDEX).is_file():
         return path
     parent = path.parent if path.name == LATEST else path
     pointer = parent / LATEST
     if pointer.is_file():
         named = parent / pointer.read_text().strip()
-        if is_checkpoint(named):
+        if (named / INDEX).is_file():  # also where it is damaged: to go back is for people to decide
             return named
     whole = checkpoints(parent)
     if whole:
@@ -56,14 +50,19 @@ def prune(parent: Path, keep: int, newest: Path) -> None:
         (path / INDEX).unlink()  # from this moment on it is no checkpoint
         shutil.rmtree(path)
     for path in parent.iterdir():
-        if path != newest and path.is_dir() and not is_checkpoint(path) and is_leftover(path):
+        if path != newest and path.is_dir() and not is_checkpoint(path) and is_leftover(path, newest):
             shutil.rmtree(path)
 
 
-def is_leftover(path: Path) -> bool:
-    """Whether a directory holds nothing but what a save that was cut off leaves."""
+def is_leftover(path: Path, newest: Path) -> bool:
+    """Whether a directory holds nothing but what a save that was cut off leaves.
+
+    One that is empty is taken to be such where it is called like the newest checkpoint but for its numbers.
+    """
     names = [child.name for child in path.iterdir()]
-    return bool(names) and all(_DATA.fullmatch(name) or name == f".{INDEX}.partial" for name in names)
+    if not names:
+        return re.sub(r"\d+", "#", path.name) == re.sub(r"\d+", "#", newest.name)
+    return all(_DATA.fullmatch(name) or name == f".{INDEX}.partial" for name in names)
 
 
 def sweep(checkpoint: Path, current: set[str]) -> None:

@@ -3,13 +3,13 @@
 [Note: complete or absent]
 Every save writes data files under names of its own, syncs them, and only then moves ``index.json`` into its place. So
 a directory holds a checkpoint exactly when it has an index, at every moment: before the move it holds what it held
-before, nothing or an earlier checkpoint whose files nobody has touched. What a killed save left is removed by the next.
+before, nothing or an earlier checkpoint whose files nobody has touched. What a killed save left is removed by the next
+one of the same path, or, with ``keep``, of the same directory.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -21,6 +21,7 @@ import torch
 from zeroshard.checkpoint.blocks import FileRecord
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.weights import DTYPES
+from zeroshard.checkpoint.whole import write_whole
 
 INDEX = "index.json"
 FORMAT, VERSION = "zeroshard checkpoint", 1
@@ -110,13 +111,7 @@ class Index:
         plain["files"] = [asdict(record) for record in self.files]
         plain["tensors"] = {name: saved.as_json() for name, saved in self.tensors.items()}
         body = json.dumps(plain)[:-1].encode()
-        partial = directory / f".{INDEX}.partial"
-        with open(partial, "wb") as file:
-            file.write(body + (_END % zlib.crc32(body)).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(directory / INDEX)
-        sync_directory(directory)
+        write_whole(directory / INDEX, body + (_END % zlib.crc32(body)).encode())
 
     @classmethod
     def read(cls, directory: Path) -> Index:
@@ -137,6 +132,14 @@ class Index:
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{path} misses a field, or has it in another form: {error!r}") from error
         return cls(**values)
+
+
+def files_of(directory: Path) -> set[str]:
+    """The names of a checkpoint's data files; none where there is no checkpoint, or one that cannot be read."""
+    try:
+        return {record.name for record in Index.read(directory).files}
+    except CheckpointError:
+        return set()
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -164,12 +167,3 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     if end != (_END % zlib.crc32(body)).encode():
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")
     return plain
-
-
-def sync_directory(directory: Path) -> None:
-    """Make new names in a directory outlive a crash of the machine."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -79,10 +79,8 @@ def load(
     """
     wait_for_pending()
     engine = engine_of(model)
-    meeting = Meeting.of(engine)
+    meeting = Meeting.call(engine, "load")
     if engine is not None:
-        engine.order.begin("load")
-        engine.order.check("load a checkpoint")
         engine.settle()
     source = meeting.together(f"{path} cannot be loaded", lambda: _open(Path(path), meeting, rename))
 
@@ -93,14 +91,17 @@ def load(
 
     planned = meeting.together(f"{source.path} cannot be loaded", plan)
     given = meeting.together(f"{source.path} cannot be loaded", lambda: _Given.read(source, meeting.rank, extra))
+    parts = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
     if engine is not None:
-        engine.spoilt = f"the load of {source.path} was not finished: load a whole checkpoint"
+        why = f"the load of {source.path} was not finished: load a whole checkpoint"
+        engine.spoilt |= dict.fromkeys(parts, why)
     targets = meeting.together(f"{source.path} cannot be loaded", planned.make_room)
     _read(source, targets, meeting)
     if weights:
         planned.states.adopt()
     if engine is not None:
-        engine.spoilt = None
+        for part in parts:
+            del engine.spoilt[part]
     if random and given.random is not None:
         set_generators(given.random)
     meeting.together("a state of extra was not taken", lambda: give_state(dict(extra or {}), given.extra))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zeroshard.checkpoint.errors import CheckpointError
@@ -23,14 +25,22 @@ class Meeting:
         self.size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
-    def of(cls, engine: Engine | None) -> Meeting:
-        """The ranks of a sharded model's mesh; of a plain model, all of the job."""
+    def call(cls, engine: Engine | None, what: str) -> Meeting:
+        """Bring the ranks of a sharded model's mesh together, or of a plain model all of the job, to save or load.
+
+        A rank of a sharded model that stays away is an error within the model's timeout. What comes then may take as
+        long as disks do: there a rank that dies is noticed because its connections end.
+        """
+        if engine is not None:
+            engine.order.begin(what)
+            engine.order.check(f"{what} a checkpoint", meet=True)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(None)
         if "fake" in dist.get_backend_config():
             raise CheckpointError("the fake backend has no other ranks: there is nothing whole to save or load")
         ranks = list(range(dist.get_world_size())) if engine is None else engine.comm.control.members
-        return cls(_group_of(ranks)) if len(ranks) > 1 else cls(None)
+        timeout = None if engine is None else timedelta(seconds=engine.config.timeout)
+        return cls(_group_of(ranks, timeout)) if len(ranks) > 1 else cls(None)
 
     def together(self, what: str, act: Callable[[], T]) -> T:
         """Do something on every rank; where it fails on any, every rank raises what went wrong where."""
@@ -70,13 +80,15 @@ def _told(what: str, error: BaseException) -> str:
     return f"{what}: {error}" if isinstance(error, OSError) else f"{what}: {type(error).__name__}: {error}"
 
 
-def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+def _group_of(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """A group of these ranks for checkpoints alone: made once, then found again among the job's groups."""
     for other in dist.distributed_c10d._world.pg_map:
         if other.group_desc == _PURPOSE and dist.get_process_group_ranks(other) == ranks:
             return other
     backend = "gloo" if dist.is_gloo_available() and "threaded" not in dist.get_backend_config() else None
     group: dist.ProcessGroup = dist.new_group(
-        ranks, backend=backend, use_local_synchronization=True, group_desc=_PURPOSE
+        ranks, timeout, backend=backend, use_local_synchronization=True, group_desc=_PURPOSE
     )
+    if backend == "gloo":  # made in time; from here on as patient as torch is by default
+        group._get_backend(torch.device("cpu"))._set_default_timeout(dist.distributed_c10d.default_pg_timeout)
     return group

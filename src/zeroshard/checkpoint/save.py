@@ -25,7 +25,7 @@ from zeroshard.checkpoint.chunks import Chunks
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.generators import generator_states
 from zeroshard.checkpoint.history import point_latest, prune, sweep
-from zeroshard.checkpoint.index import Index, Saved, Stretch
+from zeroshard.checkpoint.index import Index, Saved, Stretch, files_of
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.plain import encode, state_of
 from zeroshard.checkpoint.snapshot import Snapshot, Stage
@@ -69,13 +69,15 @@ class Save:
 
 
 _pending: list[Save] = []  # the last asynchronous save of this process
-_stage = Stage()
+_stages = Stage(), Stage()  # for what is copied at once, and later
 
 
 def wait_for_pending() -> None:
     """Wait for an asynchronous save of before; raises where it failed."""
     while _pending:
-        _pending.pop().wait()
+        handle = _pending.pop()
+        if not handle._told:
+            handle.wait()
 
 
 @atexit.register
@@ -125,10 +127,7 @@ def save(
     directory = Path(path).absolute()
     engine = engine_of(model)
     wait_for_pending()
-    meeting = Meeting.of(engine)
-    if engine is not None:
-        engine.order.begin("save")
-        engine.order.check("save a checkpoint")
+    meeting = Meeting.call(engine, "save")
 
     def prepare() -> _Contents:
         if engine is not None:
@@ -141,7 +140,7 @@ def save(
         handle._run(lambda: _write(directory, contents, meeting, keep))
         handle.wait()
         return handle
-    snapshot = Snapshot(contents.tensors, _stage)
+    snapshot = Snapshot(contents.tensors, _stages)
     contents.tensors = snapshot.tensors
     if engine is not None:
         engine.readers.append(snapshot.settle)
@@ -158,6 +157,8 @@ def save(
 
 
 def _refuse_unfit(engine: Engine) -> None:
+    for why in engine.spoilt.values():
+        raise CheckpointError(why)
     if engine.running:
         raise CheckpointError("a forward or backward is under way: save between steps")
     if engine.backwards and engine.gradients.exist:
@@ -298,13 +299,20 @@ def _write(directory: Path, contents: _Contents, meeting: Meeting, keep: int | N
                 process_group=meeting.group,
                 no_dist=meeting.group is None,
             )
-    except BaseException as error:
-        for path in writer.written:
-            path.unlink(missing_ok=True)  # on a full disk, room for what is still to be written
-        if isinstance(error, CheckpointException):
-            failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-            raise CheckpointError.of_ranks(failures, meeting.size) from error
-        raise
+    except CheckpointException as error:
+        _remove(writer.written)
+        failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
+        raise CheckpointError.of_ranks(failures, meeting.size) from error
+
+
+def _remove(written: list[Path]) -> None:
+    """Make room again after all ranks have heard that the save failed.
+
+    A rank that only lost the others cannot know: its files may be part of a whole checkpoint.
+    """
+    for path in written:
+        if path.name not in files_of(path.parent):  # the first rank failed after it had made a checkpoint of them
+            path.unlink(missing_ok=True)
 
 
 def _commit(

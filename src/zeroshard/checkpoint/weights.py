@@ -127,7 +127,8 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which has to outlive the result.
 
-    >>> bytes_of(torch.ones(2, dtype=torch.uint8)).tobytes()
+    >>> tensor = torch.ones(2, dtype=torch.uint8)
+    >>> bytes_of(tensor).tobytes()
     b'\\x01\\x01'
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

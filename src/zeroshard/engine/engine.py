@@ -94,7 +94,7 @@ class Engine:
         self.order = order
         self.ledger = ledger
         self.config = config
-        self.spoilt: str | None = None  # why the states are of no use, where they are not
+        self.spoilt: dict[str, str] = {}  # states that are of no use → why
         self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
@@ -230,8 +230,8 @@ class Engine:
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
-        if self.spoilt is not None:
-            raise RuntimeError(self.spoilt)
+        for why in self.spoilt.values():
+            raise RuntimeError(why)
         self._refuse_thawed()
         self._brought.clear()
         self._trace = Trace()

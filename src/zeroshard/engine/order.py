@@ -41,14 +41,19 @@ class Order:
         """Say that a pass starts. It counts from its first event: one without collectives leaves no trace."""
         self._starting = kind
 
-    def check(self, event: str) -> None:
-        """Note an event about to happen. Returns when all ranks are known to do the same."""
+    def check(self, event: str, meet: bool = False) -> None:
+        """Note an event about to happen. Returns when all ranks are known to do the same.
+
+        ``meet``: ask them in any case, for the sake of what follows and would wait longer than the timeout.
+        """
         if self._starting is not None:
             self._turn_to(self._starting)
         self._moment += 1
         self._done.append(event)
         if self._at < len(self._expected) and self._expected[self._at] == event:
             self._at += 1
+            if meet:
+                self._control.agree(self._moment, event, event)
             return
         expected = self._expected[self._at] if self._at < len(self._expected) else "go on to the next pass"
         self._control.agree(self._moment, event, expected)

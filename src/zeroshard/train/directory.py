@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from zeroshard.checkpoint.whole import write_whole
 
 
 class RunDirectory:
@@ -67,12 +68,7 @@ def newest_run(parent: Path) -> Path | None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file that is whole or not there."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_whole(path, json.dumps(value, indent=2).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

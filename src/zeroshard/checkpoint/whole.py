@@ -1,0 +1,37 @@
+"""Small files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that its name means the old content or all of the new, whatever happens meanwhile.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "note"
+    >>> write_whole(path, b"all of it")
+    >>> path.read_bytes()
+    b'all of it'
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    """Make new names in a directory outlive a crash of the machine."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
