@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.checkpoint.blocks import AHEAD, BLOCK
 from zeroshard.checkpoint.plain import decode, encode
-from zeroshard.checkpoint.storage import LoadPlans
+from zeroshard.checkpoint.reader import LoadPlans
 
 Everything = dict[str, torch.Tensor]
 PLAIN = None

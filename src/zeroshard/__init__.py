@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     )
     from zeroshard.checkpoint.errors import CheckpointError
     from zeroshard.checkpoint.load import Loaded, load
-    from zeroshard.checkpoint.save import Save, save
+    from zeroshard.checkpoint.pending import Save
+    from zeroshard.checkpoint.save import save
     from zeroshard.config import Config
     from zeroshard.memory.profile import Profile
     from zeroshard.memory.report import Report
@@ -55,7 +56,7 @@ _HOMES = {
     "Profile": "memory.profile",
     "RanksDisagreeError": "agreement",
     "Report": "memory.report",
-    "Save": "checkpoint.save",
+    "Save": "checkpoint.pending",
     "ShardedOptimizer": "optimizer",
     "load": "checkpoint.load",
     "save": "checkpoint.save",

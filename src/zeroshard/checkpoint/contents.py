@@ -18,7 +18,7 @@ from zeroshard.checkpoint.blocks import BLOCK, BlockReader, FileRecord, Workers
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.history import find_checkpoint
 from zeroshard.checkpoint.index import Index, Saved, is_checkpoint
-from zeroshard.checkpoint.storage import Read, deliver
+from zeroshard.checkpoint.reader import Read, deliver
 
 OPEN = 64  # files
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.index import Saved, Stretch
-from zeroshard.checkpoint.storage import LoadPlans, TensorReader
+from zeroshard.checkpoint.reader import LoadPlans, TensorReader
 from zeroshard.checkpoint.weights import INDEX, SINGLE, Weights
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")

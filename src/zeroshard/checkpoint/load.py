@@ -22,16 +22,24 @@ from zeroshard.checkpoint.generators import set_generators
 from zeroshard.checkpoint.history import find_checkpoint
 from zeroshard.checkpoint.index import Index, Saved, is_checkpoint
 from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.pending import wait_for_pending
 from zeroshard.checkpoint.plain import decode, give_state
-from zeroshard.checkpoint.save import wait_for_pending
+from zeroshard.checkpoint.reader import LoadPlans, Reader, TensorReader
 from zeroshard.checkpoint.states import Group, Held, States, engine_of, persistent_buffers, states_of, ties_of
-from zeroshard.checkpoint.storage import LoadPlans, Reader, TensorReader
 from zeroshard.optimizer import ShardedOptimizer
 
 
 @dataclass
 class Loaded:
-    """What a load brought besides the states."""
+    """What a load brought besides the states.
+
+    >>> import tempfile, torch, zeroshard
+    >>> model = torch.nn.Linear(2, 1)
+    >>> path = zeroshard.save(tempfile.mkdtemp() + "/step-1", model, extra={"step": 1}).path
+    >>> loaded = zeroshard.load(path, model)
+    >>> loaded.extra, loaded.missing
+    ({'step': 1}, [])
+    """
 
     path: Path
     extra: dict[str, Any] = field(default_factory=dict)

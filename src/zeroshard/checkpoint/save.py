@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,68 +19,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 import zeroshard
 from zeroshard.checkpoint.blocks import FileRecord
 from zeroshard.checkpoint.chunks import Chunks
+from zeroshard.checkpoint.contribution import Contribution, collect
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.generators import generator_states
 from zeroshard.checkpoint.history import point_latest, prune, sweep
 from zeroshard.checkpoint.index import Index, Saved, Stretch, files_of
 from zeroshard.checkpoint.meeting import Meeting
-from zeroshard.checkpoint.plain import encode, state_of
+from zeroshard.checkpoint.pending import Save, pending, wait_for_pending
 from zeroshard.checkpoint.snapshot import Snapshot, Stage
-from zeroshard.checkpoint.states import Held, engine_of, persistent_buffers, states_of, ties_of
-from zeroshard.checkpoint.storage import SavePlans, Writer
+from zeroshard.checkpoint.states import engine_of
+from zeroshard.checkpoint.writer import SavePlans, Writer
 from zeroshard.engine.engine import Engine
 
-
-class Save:
-    """A save, under way or done."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._error: BaseException | None = None
-        self._told = False
-        self._done = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has come to its end, well or not."""
-        return self._done.is_set()
-
-    def wait(self) -> Path:
-        """Wait for the end. Raises :class:`CheckpointError` where the checkpoint could not be written."""
-        self._done.wait()
-        self._told = True
-        if self._error is not None:
-            raise CheckpointError(f"the save of {self.path} failed: {self._error}") from self._error
-        return self.path
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-
-    def _report(self) -> None:
-        if self._error is not None and not self._told:
-            print(f"zeroshard: the save of {self.path} failed: {self._error}", file=sys.stderr)
-
-
-_pending: list[Save] = []  # the last asynchronous save of this process
 _stages = Stage(), Stage()  # for what is copied at once, and later
-
-
-def wait_for_pending() -> None:
-    """Wait for an asynchronous save of before; raises where it failed."""
-    while _pending:
-        handle = _pending.pop()
-        if not handle._told:
-            handle.wait()
-
-
-@atexit.register
-def _report_pending() -> None:
-    for pending in _pending:
-        pending._report()
 
 
 def save(
@@ -129,19 +76,16 @@ def save(
     wait_for_pending()
     meeting = Meeting.call(engine, "save")
 
-    def prepare() -> _Contents:
+    def prepare() -> tuple[Contribution, Snapshot | None]:
         if engine is not None:
             _refuse_unfit(engine)
-        return _collect(model, optimizer, extra, rank_extra, _kept(model, weights, frozen), meeting)
+        contents = collect(model, optimizer, extra, rank_extra, weights, frozen, meeting)
+        return contents, None if wait else Snapshot(contents.tensors, _stages)
 
-    contents = meeting.together(f"{directory} cannot be saved", prepare)
-    handle = Save(directory)
-    if wait:
-        handle._run(lambda: _write(directory, contents, meeting, keep))
-        handle.wait()
-        return handle
-    snapshot = Snapshot(contents.tensors, _stages)
-    contents.tensors = snapshot.tensors
+    contents, snapshot = meeting.together(f"{directory} cannot be saved", prepare)
+    if snapshot is None:
+        _write(directory, contents, meeting, keep)
+        return Save(directory, done=True)
     if engine is not None:
         engine.readers.append(snapshot.settle)
     else:
@@ -149,10 +93,11 @@ def save(
 
     def write() -> None:
         snapshot.finish()
-        _write(directory, contents, meeting, keep)
+        _write(directory, replace(contents, tensors=snapshot.tensors), meeting, keep)
 
-    _pending.append(handle)
-    threading.Thread(target=handle._run, args=(write,), name=f"save {directory.name}").start()
+    handle = Save(directory)
+    pending.append(handle)
+    threading.Thread(target=handle.run, args=(write,), name=f"save {directory.name}").start()
     return handle
 
 
@@ -168,107 +113,7 @@ def _refuse_unfit(engine: Engine) -> None:
         )
 
 
-@dataclass
-class _Contents:
-    """What one rank brings to a checkpoint."""
-
-    tensors: dict[str, Held]
-    counters: dict[str, Any]  # encoded
-    own: Any  # encoded
-    index: dict[str, Any]  # what the first rank says in the index
-
-
-def _collect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any] | None,
-    rank_extra: Any,
-    parameters: Collection[str] | None,
-    meeting: Meeting,
-) -> _Contents:
-    """``parameters`` are those to be kept; None: neither parameters nor buffers."""
-    states = states_of(model, optimizer)
-    tensors: dict[str, Held] = {}
-    others: dict[str, torch.Tensor] = {}
-    if parameters is not None:
-        found = states.parameters()
-        tensors |= {f"model/{name}": held for name, held in found.items() if name in parameters}
-    tensors |= {f"optimizer/{name}": held for name, held in states.states().items()}
-    number, replicas = _replica(engine_of(model), meeting)
-    _share(tensors, number, replicas)
-    if parameters is not None and meeting.rank == 0:  # its buffers count, as they do in training
-        tensors |= {f"model/{name}": Held.whole(name, buffer) for name, buffer in persistent_buffers(model)}
-    mine = states.counters() if number == 0 else {}  # a rank that has some values of a parameter has its counters
-    counters = {name: encode(value, others, f"counters.{name}") for name, value in mine.items()}
-    own = {"random": generator_states(), "extra": state_of(rank_extra)}
-    encoded = encode(own, others, f"rank-{meeting.rank}")
-    index = _described(model, optimizer, states.groups(), others) if meeting.rank == 0 else {}
-    index["extra"] = encode(state_of(dict(extra or {})), others) if meeting.rank == 0 else None
-    tensors |= {f"other/{name}": Held.whole(name, tensor.contiguous()) for name, tensor in others.items()}
-    return _Contents(tensors, counters, encoded, index)
-
-
-def _kept(model: nn.Module, weights: bool, frozen: bool) -> Collection[str] | None:
-    kept = {name for name, parameter in model.named_parameters() if frozen or parameter.requires_grad}
-    return kept if weights else None
-
-
-def _replica(engine: Engine | None, meeting: Meeting) -> tuple[int, int]:
-    """How many ranks hold just what this one holds, and which of them it is."""
-    if engine is None:
-        return meeting.rank, meeting.size
-    number, replicas = 0, 1
-    for axis in engine.comm.replicas:
-        number, replicas = number * axis.size + axis.rank, replicas * axis.size
-    return number, replicas
-
-
-def _share(tensors: dict[str, Held], number: int, replicas: int) -> None:
-    """Leave to this rank what it writes of what several hold. All of them come to the same division, by bytes."""
-    loads = [0] * replicas
-    for fqn, held in tensors.items():
-        writer = loads.index(min(loads))
-        loads[writer] += sum(tensor.nbytes for _, tensor in held.parts)
-        if writer != number:
-            tensors[fqn] = replace(held, parts=[])
-
-
-def _described(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Any], others: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    engine = engine_of(model)
-    described: dict[str, Any] = {
-        "sharding": engine and {"stage": engine.config.stage, "precision": engine.config.precision},
-        "parameters": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-        "ties": ties_of(model),
-        "config": _huggingface_config(model),
-        "optimizer": None,
-    }
-    if optimizer is not None:
-        inner = getattr(optimizer, "inner", optimizer)
-        scale = optimizer.loss_scale_state() if isinstance(optimizer, zeroshard.ShardedOptimizer) else None
-        described["optimizer"] = {
-            "class": type(inner).__name__,
-            "groups": [
-                {"names": group.names, "options": encode(group.options, others, f"groups[{number}]")}
-                for number, group in enumerate(groups)
-            ],
-            "loss_scale": scale,
-        }
-    return described
-
-
-def _huggingface_config(model: nn.Module) -> dict[str, Any] | None:
-    """What a Hugging Face model says of itself, so that an export can be loaded by it."""
-    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    if not callable(to_json):
-        return None
-    plain: dict[str, Any] = json.loads(to_json())
-    plain.setdefault("architectures", [type(model).__name__])
-    return plain
-
-
-def _write(directory: Path, contents: _Contents, meeting: Meeting, keep: int | None) -> None:
+def _write(directory: Path, contents: Contribution, meeting: Meeting, keep: int | None) -> None:
     """Write this rank's part, and on the first rank make a checkpoint of all parts."""
     lines = {
         fqn: Chunks(torch.Size(held.shape).numel(), held.dtype, held.parts) for fqn, held in contents.tensors.items()
@@ -301,6 +146,9 @@ def _write(directory: Path, contents: _Contents, meeting: Meeting, keep: int | N
             )
     except CheckpointException as error:
         _remove(writer.written)
+        for failure, _ in error.failures.values():
+            if isinstance(failure, KeyboardInterrupt):
+                raise failure from error
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         raise CheckpointError.of_ranks(failures, meeting.size) from error
 
@@ -317,7 +165,7 @@ def _remove(written: list[Path]) -> None:
 
 def _commit(
     directory: Path,
-    contents: _Contents,
+    contents: Contribution,
     files: list[FileRecord],
     stretches: dict[str, list[Stretch]],
     own: list[Any],

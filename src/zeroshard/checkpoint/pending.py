@@ -1,0 +1,72 @@
+"""Save: a save under way, and the one that this process has begun and not heard of."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from zeroshard.checkpoint.errors import CheckpointError
+
+
+class Save:
+    """A save, under way or done.
+
+    >>> import tempfile, torch, zeroshard
+    >>> handle = zeroshard.save(tempfile.mkdtemp() + "/step-1", torch.nn.Linear(2, 1), wait=False)
+    >>> handle.wait().name
+    'step-1'
+    """
+
+    def __init__(self, path: Path, done: bool = False) -> None:
+        self.path = path
+        self.told = False  # whether somebody has heard how it ended
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        if done:
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its end, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> Path:
+        """Wait for the end. Raises :class:`CheckpointError` where the checkpoint could not be written."""
+        self._done.wait()
+        self.told = True
+        if self._error is not None:
+            raise CheckpointError(f"the save of {self.path} failed: {self._error}") from self._error
+        return self.path
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Do it, on whichever thread; what goes wrong is kept for :meth:`wait`."""
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def report(self) -> None:
+        """Print what went wrong where nobody has asked."""
+        if self._error is not None and not self.told:
+            print(f"zeroshard: the save of {self.path} failed: {self._error}", file=sys.stderr)
+
+
+pending: list[Save] = []  # the last asynchronous save of this process
+
+
+def wait_for_pending() -> None:
+    """Wait for an asynchronous save of before; raises where it failed."""
+    while pending:
+        handle = pending.pop()
+        if not handle.told:
+            handle.wait()
+
+
+@atexit.register
+def _report_pending() -> None:
+    for handle in pending:
+        handle.report()
