@@ -11,13 +11,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.checkpoint.chunks import Chunks
+
 
 def live_storages() -> dict[int, int]:
     """Bytes of every storage that some Python tensor of this process, or its gradient, looks at, by address."""
     found: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor):
+            if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), Chunks):  # which has no memory
                 continue
             gradient = torch.Tensor.grad.__get__(thing) if torch.Tensor.is_leaf.__get__(thing) else None
             for tensor in (thing, gradient):

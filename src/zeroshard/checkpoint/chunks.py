@@ -74,6 +74,10 @@ class Chunks(torch.Tensor):
     def arrived(self, numel: int) -> None:
         """Take note that ``numel`` elements have been loaded."""
 
+    def let_go(self) -> None:
+        """Forget the values: torch's plans may hold the wrapper until the next collection of garbage."""
+        self.parts = {}
+
 
 class Turned(Chunks):
     """A tensor that was saved in another order of dimensions: read whole, then turned into its parts."""
@@ -114,6 +118,11 @@ class Turned(Chunks):
             line = self.parts.pop(0).view(self.shape_then).permute(self.turn).contiguous().view(-1)
             for stretch, tensor in self.target:
                 tensor.copy_(line[stretch.start : stretch.end])
+
+    def let_go(self) -> None:
+        """Forget the values."""
+        super().let_go()
+        self.target = []
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -308,3 +308,6 @@ def _read(source: _Source, targets: dict[str, Chunks], meeting: Meeting) -> None
     except CheckpointException as error:
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         raise CheckpointError.of_ranks(failures, meeting.size) from error
+    finally:
+        for line in targets.values():
+            line.let_go()

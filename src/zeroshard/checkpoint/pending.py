@@ -38,7 +38,7 @@ class Save:
         self._done.wait()
         self.told = True
         if self._error is not None:
-            raise CheckpointError(f"the save of {self.path} failed: {self._error}") from self._error
+            raise CheckpointError(str(self._error)) from self._error
         return self.path
 
     def run(self, write: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class Save:
     def report(self) -> None:
         """Print what went wrong where nobody has asked."""
         if self._error is not None and not self.told:
-            print(f"zeroshard: the save of {self.path} failed: {self._error}", file=sys.stderr)
+            print(f"zeroshard: {self._error}", file=sys.stderr)
 
 
 pending: list[Save] = []  # the last asynchronous save of this process

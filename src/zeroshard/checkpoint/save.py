@@ -150,7 +150,13 @@ def _write(directory: Path, contents: Contribution, meeting: Meeting, keep: int 
             if isinstance(failure, KeyboardInterrupt):
                 raise failure from error
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        raise CheckpointError.of_ranks(failures, meeting.size) from error
+        told = CheckpointError.of_ranks(failures, meeting.size)
+        raise CheckpointError(f"the save of {directory} failed: {told}") from error
+    except RuntimeError as error:
+        raise CheckpointError(f"the save of {directory} failed, as another rank is gone: {error}") from error
+    finally:
+        for line in lines.values():
+            line.let_go()
 
 
 def _remove(written: list[Path]) -> None:
