@@ -530,6 +530,100 @@ def test_mid_accumulation_and_wrong_pairs_are_refused_on_all_ranks(tmp_path: Pat
     run_threads(2, at_wrong_moments, tmp_path)
 
 
+class Views(nn.Module):
+    """Buffers that are views of each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(8.0)
+        self.register_buffer("whole", whole)
+        self.register_buffer("some", whole[:4])
+        self.weight = nn.Parameter(torch.arange(6.0).view(3, 2))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_tensors_that_share_memory_are_each_kept_whole(wait: bool, tmp_path: Path) -> None:
+    model = Views()
+    other = Views()
+    with torch.no_grad():
+        other.weight.zero_()
+        other.whole.zero_()
+    zeroshard.save(tmp_path, model, extra={"rows": model.weight[:1]}, wait=wait).wait()
+    result = zeroshard.load(tmp_path, other)
+    assert torch.equal(other.whole, model.whole) and torch.equal(other.some, model.some)
+    assert torch.equal(other.weight, model.weight) and torch.equal(result.extra["rows"], model.weight[:1])
+
+
+def test_keys_of_extra_that_read_alike_stay_apart(tmp_path: Path) -> None:
+    zeroshard.save(tmp_path, nn.Linear(1, 1), extra={"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}})
+    extra = zeroshard.load(tmp_path, nn.Linear(1, 1)).extra
+    assert extra["a.b"].tolist() == [1, 1] and extra["a"]["b"].tolist() == [0, 0]
+
+
+def what_is_refused(rank: int, path: Path) -> None:
+    model, optimizer = made(2, precision="bf16")
+    steps(model, optimizer, rank, 2, range(1))
+    zeroshard.save(path, model, optimizer)
+    with pytest.raises(zeroshard.CheckpointError, match="this Linear is part of a sharded model: give the whole model"):
+        zeroshard.save(path, model.head)
+    with pytest.raises(zeroshard.CheckpointError, match="a sharded ShardedOptimizer is no extra data"):
+        zeroshard.save(path, model, extra={"optimizer": optimizer})
+    wide, states = made(3, make_net(0, width=8, blocks=1))
+    with pytest.raises(
+        zeroshard.CheckpointError, match=r"embedding.weight/exp_avg is \[11, 7\] there and \[11, 8\] here"
+    ):
+        zeroshard.load(path, wide, states, weights=False)
+    small = make_net(0, blocks=1)
+    sgd = zeroshard.shard(small, torch.optim.SGD(small.parameters(), lr=0.5, momentum=0.9))
+    result = zeroshard.load(path, *sgd, strict=False)
+    assert "head.bias (optimizer)" in result.unexpected and sgd[1].param_groups[0]["lr"] == 0.5
+    steps(*sgd, rank, 2, range(1))
+    zeroshard.save(path / "compiled", torch.compile(model), optimizer)
+    assert not zeroshard.load(path / "compiled", torch.compile(model), optimizer).missing
+
+
+def test_what_would_load_as_something_else_is_refused(tmp_path: Path) -> None:
+    run_threads(2, what_is_refused, tmp_path)
+    torch.save({"weight": torch.zeros(1, 1, dtype=torch.complex64), "bias": torch.zeros(1)}, tmp_path / "complex.pt")
+    with pytest.raises(zeroshard.CheckpointError, match=r"weight is torch.complex64 there and torch.float32 here"):
+        zeroshard.load(tmp_path / "complex.pt", nn.Linear(1, 1))
+
+
+def test_a_rate_that_is_a_tensor_loads_into_one_that_is_not_and_back(tmp_path: Path) -> None:
+    for kinds in ((torch.tensor, float), (float, torch.tensor)):
+        for number, kind in enumerate(kinds):
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.Adam(model.parameters(), lr=kind(0.5 if number == 0 else 0.25), foreach=False)
+            if number == 0:
+                zeroshard.save(tmp_path, model, optimizer)
+            else:
+                zeroshard.load(tmp_path, model, optimizer)
+                rate = optimizer.param_groups[0]["lr"]
+                assert float(rate) == 0.5 and torch.is_tensor(rate) == (kind is torch.tensor)
+
+
+def test_only_a_series_of_checkpoints_is_pruned(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    for name in ("disc-1", "gen-1", "pp0-step-1", "pp1-step-1", "gen-2"):
+        zeroshard.save(tmp_path / name, model)
+    (tmp_path / "best").symlink_to(tmp_path / "gen-1")
+    (tmp_path / "gen-9-notes").mkdir()
+    zeroshard.save(tmp_path / "gen-3", model, keep=2)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"latest", "best", "disc-1", "pp0-step-1", "pp1-step-1", "gen-2", "gen-3", "gen-9-notes"}
+
+
+def test_weights_alone_leave_the_random_states(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    zeroshard.save(tmp_path, model)
+    before = torch.get_rng_state()
+    torch.rand(1)
+    zeroshard.load(tmp_path, model)
+    assert not torch.equal(torch.get_rng_state(), before)
+    zeroshard.load(tmp_path, model, random=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 

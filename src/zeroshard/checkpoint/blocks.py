@@ -65,6 +65,10 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads, after what they still have to do."""
         for _thread in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

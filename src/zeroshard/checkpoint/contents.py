@@ -17,7 +17,7 @@ import torch
 from zeroshard.checkpoint.blocks import BLOCK, BlockReader, FileRecord, Workers
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.history import find_checkpoint
-from zeroshard.checkpoint.index import Index, Saved, is_checkpoint
+from zeroshard.checkpoint.index import Index
 from zeroshard.checkpoint.reader import Read, deliver
 
 OPEN = 64  # files
@@ -35,7 +35,7 @@ class Contents:
     """
 
     def __init__(self, path: Path, index: Index | None = None) -> None:
-        self.path = _located(path) if index is None else path
+        self.path = find_checkpoint(path) if index is None else path
         self.index = index or Index.read(self.path)
         self._files: OrderedDict[int, _KeepingReader] = OrderedDict()  # by number, the one used last at the end
         self._workers = Workers(2)
@@ -49,7 +49,7 @@ class Contents:
         is put, if it is to be put anywhere: only a tensor whose dimensions were saved in another order is beside it.
         """
         saved = self.index.tensors[fqn]
-        _refuse_gaps(self.path, fqn, saved)
+        saved.refuse_gaps(self.path, fqn)
         dtype = dtype or saved.dtype
         if memory is None:
             memory = torch.empty(saved.numel * dtype.itemsize, dtype=torch.uint8)
@@ -85,7 +85,7 @@ class Contents:
                 yield str(error)
         for fqn, saved in self.index.tensors.items():
             try:
-                _refuse_gaps(self.path, fqn, saved)
+                saved.refuse_gaps(self.path, fqn)
             except CheckpointError as error:
                 yield str(error)
 
@@ -93,7 +93,7 @@ class Contents:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._workers.__exit__()
+        self._workers.close()
         while self._files:
             self._files.popitem()[1].__exit__()
 
@@ -117,21 +117,3 @@ class _KeepingReader(BlockReader):
                 self._number, self._filled = wanted[-1], block.numel()
                 self._block[: self._filled].copy_(block)
             yield first, block
-
-
-def _located(path: Path) -> Path:
-    run = path / "checkpoints"
-    return find_checkpoint(run if run.is_dir() and not is_checkpoint(path) else path)
-
-
-def _refuse_gaps(path: Path, fqn: str, saved: Saved) -> None:
-    at = 0
-    for stretch in sorted(saved.stretches, key=lambda stretch: stretch.start):
-        if stretch.start > at:
-            break
-        at = max(at, stretch.start + stretch.numel)
-    if at != saved.numel:
-        raise CheckpointError(
-            f"{path} has no values for {fqn} from element {at} on, of {saved.numel}: no rank has written them. Take an "
-            "earlier checkpoint"
-        )

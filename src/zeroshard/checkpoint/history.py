@@ -11,7 +11,9 @@ from zeroshard.checkpoint.index import INDEX, is_checkpoint
 from zeroshard.checkpoint.whole import write_whole
 
 LATEST = "latest"
+RUN = "checkpoints"  # where a run of `zeroshard train` has them
 _DATA = re.compile(r"(model|optimizer|other)-\d{5,}-[0-9a-f]{8}\.safetensors")
+_PARTIAL = re.compile(rf"\.{re.escape(INDEX)}\.partial")
 
 
 def checkpoints(parent: Path) -> list[Path]:
@@ -22,14 +24,16 @@ def checkpoints(parent: Path) -> list[Path]:
 
 def point_latest(checkpoint: Path) -> None:
     """Make ``latest``, a file beside the checkpoint, name it."""
-    write_whole(checkpoint.with_name(LATEST), f"{checkpoint.name}\n".encode())
+    write_whole(checkpoint.with_name(LATEST), f"{checkpoint.name}\n".encode(), writer=_series(checkpoint))
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint a path means: itself, or the latest in a directory (also as ``DIRECTORY/latest``)."""
+    """The checkpoint a path means: itself, or the latest in a directory or a run's (also as ``DIRECTORY/latest``)."""
     if (path / INDEX).is_file():
         return path
     parent = path.parent if path.name == LATEST else path
+    if (parent / RUN).is_dir():
+        parent = parent / RUN
     pointer = parent / LATEST
     if pointer.is_file():
         named = parent / pointer.read_text().strip()
@@ -44,29 +48,32 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def prune(parent: Path, keep: int, newest: Path) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and what killed saves left. ``newest`` stays in any case."""
-    others = [path for path in checkpoints(parent) if path != newest]
+    """Remove all but the newest ``keep`` checkpoints, and what killed saves left. ``newest`` stays in any case.
+
+    Only directories count that are called like the newest but for their last number: others are somebody else's.
+    """
+    alike = [path for path in parent.iterdir() if _series(path) == _series(newest) and not path.is_symlink()]
+    others = [path for path in checkpoints(parent) if path in alike and path != newest]
     for path in others[: max(len(others) - (keep - 1), 0)]:
         (path / INDEX).unlink()  # from this moment on it is no checkpoint
         shutil.rmtree(path)
-    for path in parent.iterdir():
-        if path != newest and path.is_dir() and not is_checkpoint(path) and is_leftover(path, newest):
+    for path in alike:
+        if path != newest and path.is_dir() and not is_checkpoint(path) and is_leftover(path):
             shutil.rmtree(path)
 
 
-def is_leftover(path: Path, newest: Path) -> bool:
-    """Whether a directory holds nothing but what a save that was cut off leaves.
+def _series(path: Path) -> str:
+    """A name without its last number: ``pp0-step-100`` and ``pp0-step-200`` are of one series, ``pp1-step-200`` not."""
+    return re.sub(r"\d+(?=\D*$)", "", path.name)
 
-    One that is empty is taken to be such where it is called like the newest checkpoint but for its numbers.
-    """
-    names = [child.name for child in path.iterdir()]
-    if not names:
-        return re.sub(r"\d+", "#", path.name) == re.sub(r"\d+", "#", newest.name)
-    return all(_DATA.fullmatch(name) or name == f".{INDEX}.partial" for name in names)
+
+def is_leftover(path: Path) -> bool:
+    """Whether a directory holds nothing, or nothing but what a save that was cut off leaves."""
+    return all(_DATA.fullmatch(child.name) or _PARTIAL.fullmatch(child.name) for child in path.iterdir())
 
 
 def sweep(checkpoint: Path, current: set[str]) -> None:
-    """Remove an earlier save's data files from a checkpoint that has been replaced."""
+    """Remove what earlier saves left in a checkpoint's directory."""
     for path in checkpoint.iterdir():
-        if _DATA.fullmatch(path.name) and path.name not in current:
+        if (_DATA.fullmatch(path.name) and path.name not in current) or _PARTIAL.fullmatch(path.name):
             path.unlink()

@@ -59,6 +59,19 @@ class Saved:
         """Its size on disk."""
         return self.numel * self.dtype.itemsize
 
+    def refuse_gaps(self, path: Path, fqn: str) -> None:
+        """Raise where some elements were written by no rank."""
+        at = 0
+        for stretch in sorted(self.stretches, key=lambda stretch: stretch.start):
+            if stretch.start > at:
+                break
+            at = max(at, stretch.start + stretch.numel)
+        if at != self.numel:
+            raise CheckpointError(
+                f"{path} has no values for {fqn} from element {at} on, of {self.numel}: no rank has written them. Take "
+                "an earlier checkpoint"
+            )
+
     def as_json(self) -> dict[str, Any]:
         """What stands in the file."""
         plain = {"shape": list(self.shape), "dtype": DTYPES[self.dtype]}

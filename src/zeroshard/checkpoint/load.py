@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,16 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.pending import wait_for_pending
 from zeroshard.checkpoint.plain import decode, give_state
 from zeroshard.checkpoint.reader import LoadPlans, Reader, TensorReader
-from zeroshard.checkpoint.states import Group, Held, States, engine_of, persistent_buffers, states_of, ties_of
+from zeroshard.checkpoint.states import (
+    Group,
+    Held,
+    States,
+    engine_of,
+    persistent_buffers,
+    states_of,
+    ties_of,
+    unwrapped,
+)
 from zeroshard.optimizer import ShardedOptimizer
 
 
@@ -47,7 +55,8 @@ class Loaded:
     rank_extra: list[Any] = field(default_factory=list)
     """What each rank saved as ``rank_extra``."""
     missing: list[str] = field(default_factory=list)
-    """Parameters, buffers and states of the model and optimizer that are not in the file: they stay as they were."""
+    """Parameters and buffers that are not in the file, which stay as they were, and parameters that the file has no
+    optimizer states for, which begin anew."""
     unexpected: list[str] = field(default_factory=list)
     """Those in the file that the model and optimizer have not."""
 
@@ -60,7 +69,7 @@ def load(
     extra: Mapping[str, Any] | None = None,
     weights: bool = True,
     strict: bool = True,
-    random: bool = True,
+    random: bool | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> Loaded:
     """Fill a model, and its optimizer where one is given, from ``path``. All ranks call it together.
@@ -72,7 +81,7 @@ def load(
     - ``extra``: objects to be given their state back, under the names they were saved with (a scheduler).
     - ``weights=False``: the optimizer's states without the model's.
     - ``strict=False``: leave out what only one side has; :class:`Loaded` lists it. Shapes have to be the same.
-    - ``random=False``: leave the random states of this rank as they are.
+    - ``random``: give this rank its random states back; by default where the optimizer is loaded, to go on from there.
     - ``rename``: maps the names of foreign weights to the model's.
 
     What is wrong with names, shapes or files is found before anything changes. Damage inside a file is found when it is
@@ -86,6 +95,7 @@ def load(
     []
     """
     wait_for_pending()
+    model = unwrapped(model)
     engine = engine_of(model)
     meeting = Meeting.call(engine, "load")
     if engine is not None:
@@ -110,7 +120,7 @@ def load(
     if engine is not None:
         for part in parts:
             del engine.spoilt[part]
-    if random and given.random is not None:
+    if (optimizer is not None if random is None else random) and given.random is not None:
         set_generators(given.random)
     meeting.together("a state of extra was not taken", lambda: give_state(dict(extra or {}), given.extra))
     return Loaded(source.path, given.extra, given.rank_extra, planned.missing, planned.unexpected)
@@ -197,7 +207,7 @@ def _plan(
                     source.reader.aliases[f"model/{name}"] = f"model/{other}"
         known = {*wanted, *ties, *(_other_name(name, found, ties, saved_ties) for name in wanted)}
         unexpected = [name for name in found if name not in known]
-        _refuse_shapes(source.path, targets, tensors)
+        _refuse_unlike(source.path, targets, tensors)
     plan = _Plan(states, targets, tensors, None, None, optimizer, None, missing, unexpected)
     if optimizer is not None:
         _plan_optimizer(plan, source, optimizer, strict)
@@ -216,12 +226,15 @@ def _other_name(
     return next((other for other in names if other in found), None)
 
 
-def _refuse_shapes(path: Path, targets: Mapping[str, Held], tensors: Mapping[str, Saved]) -> None:
-    unlike = [
-        f"{fqn.partition('/')[2]} is {list(tensors[fqn].shape)} there and {list(held.shape)} here"
-        for fqn, held in targets.items()
-        if tuple(tensors[fqn].shape) != tuple(held.shape)
-    ]
+def _refuse_unlike(path: Path, targets: Mapping[str, Held], tensors: Mapping[str, Saved]) -> None:
+    unlike = []
+    for fqn, held in targets.items():
+        saved, name = tensors[fqn], fqn.partition("/")[2]
+        saved.refuse_gaps(path, fqn)
+        if tuple(saved.shape) != tuple(held.shape):
+            unlike.append(f"{name} is {list(saved.shape)} there and {list(held.shape)} here")
+        elif not torch.can_cast(saved.dtype, held.dtype):
+            unlike.append(f"{name} is {saved.dtype} there and {held.dtype} here")
     if unlike:
         raise CheckpointError(f"{path} is of another model: {'; '.join(unlike)}")
 
@@ -233,14 +246,18 @@ def _plan_optimizer(plan: _Plan, source: _Source, optimizer: torch.optim.Optimiz
     if strict and saved["class"] != kind:
         raise CheckpointError(
             f"{source.path} was saved with torch.optim.{saved['class']}, the optimizer is {kind}: load(path, model) "
-            "loads the weights alone, strict=False whatever states have the same names"
+            "loads the weights alone"
         )
+    if saved["class"] != kind and not {saved["class"], kind} <= {"Adam", "AdamW"}:  # states that mean something else
+        plan.unexpected += [f"{name} (optimizer)" for group in saved["groups"] for name in group["names"]]
+        return
     own = plan.states.groups()
-    groups = [Group(group["names"], _decode(source, group["options"])) for group in saved["groups"]]
+    options = _decode(source, [group["options"] for group in saved["groups"]])
+    groups = [Group(group["names"], chosen) for group, chosen in zip(saved["groups"], options, strict=True)]
     mine = [name for group in own for name in group.names]
     theirs = [name for group in groups for name in group.names]
     alike = [set(group.names) for group in groups] == [set(group.names) for group in own]
-    if alike:
+    if alike and saved["class"] == kind:
         plan.groups = groups
     elif strict and set(mine) == set(theirs):
         raise CheckpointError(
@@ -251,13 +268,17 @@ def _plan_optimizer(plan: _Plan, source: _Source, optimizer: torch.optim.Optimiz
     plan.missing += [f"{name} (optimizer)" for name in mine if name not in set(theirs)]
     plan.unexpected += [f"{name} (optimizer)" for name in theirs if name not in set(mine)]
     plan.opened = {name: {} for name in mine}
+    shapes = {name: held.shape for name, held in plan.states.parameters().items()}
+    states: dict[str, Held] = {}
     for name, state in source.index.names("optimizer").items():
         parameter, _, key = name.rpartition("/")
         if parameter in plan.opened:
             plan.opened[parameter][key] = state.dtype
-    for parameter, counters in saved["counters"].items():
-        if parameter in plan.opened:
-            plan.opened[parameter] |= _decode(source, counters)
+            states[f"optimizer/{name}"] = Held(shapes[parameter], state.dtype, state.order)
+    _refuse_unlike(source.path, states, source.tensors)
+    counters = {name: counted for name, counted in saved["counters"].items() if name in plan.opened}
+    for parameter, counted in _decode(source, counters).items():
+        plan.opened[parameter] |= counted
     plan.loss_scale = saved["loss_scale"]
 
 
@@ -276,9 +297,9 @@ class _Given:
         given = cls()
         if source.index is not None:
             own = source.index.own
-            extra = _decode(source, source.index.extra)
-            random = _decode(source, own[rank]["random"]) if rank < len(own) else None
-            given = cls(extra, [_decode(source, one["extra"]) for one in own], random)
+            random = own[rank]["random"] if rank < len(own) else None
+            extra, each, random = _decode(source, [source.index.extra, [one["extra"] for one in own], random])
+            given = cls(extra, each, random)
         lacking = [name for name in wanted or () if name not in extra]
         if lacking:
             raise CheckpointError(
@@ -296,15 +317,13 @@ def _decode(source: _Source, value: Any) -> Any:
 def _read(source: _Source, targets: dict[str, Chunks], meeting: Meeting) -> None:
     """Fill the targets, on all ranks together."""
     try:
-        with warnings.catch_warnings():  # torch warns where there is one rank alone
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_chunks(
-                targets,
-                storage_reader=source.reader,
-                planner=LoadPlans(),
-                process_group=meeting.group,
-                no_dist=meeting.group is None,
-            )
+        load_chunks(
+            targets,
+            storage_reader=source.reader,
+            planner=LoadPlans(),
+            process_group=meeting.group,
+            no_dist=meeting.group is None,
+        )
     except CheckpointException as error:
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         raise CheckpointError.of_ranks(failures, meeting.size) from error

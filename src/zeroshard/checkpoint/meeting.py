@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -13,6 +14,8 @@ from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.engine.engine import Engine
 
 T = TypeVar("T")
+# torch warns where there is one rank alone; a filter around each call would be every thread's
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 _PURPOSE = "zeroshard checkpoints"
 
 
@@ -83,7 +86,7 @@ def _told(what: str, error: BaseException) -> str:
 def _group_of(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """A group of these ranks for checkpoints alone: made once, then found again among the job's groups."""
     for other in dist.distributed_c10d._world.pg_map:
-        if other.group_desc == _PURPOSE and dist.get_process_group_ranks(other) == ranks:
+        if other.group_desc == _PURPOSE and dist.get_process_group_ranks(other) == sorted(ranks):
             return other
     backend = "gloo" if dist.is_gloo_available() and "threaded" not in dist.get_backend_config() else None
     group: dist.ProcessGroup = dist.new_group(

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.optimizer import ShardedOptimizer
+
 Fetch = Callable[[str], torch.Tensor]
 
 
@@ -62,6 +64,8 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], at: st
         number = value.item()
         if isinstance(number, int) or math.isfinite(number):
             return {"$scalar": number, "dtype": str(value.dtype).removeprefix("torch.")}
+    while at in tensors:  # keys may read alike: {"a.b": …} and {"a": {"b": …}}
+        at += "'"
     tensors[at] = value.detach()
     return {"$tensor": at}
 
@@ -125,6 +129,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 def state_of(value: Any) -> Any:
     """What an object that keeps a state gives of it (a scheduler, a data loader, a generator); plain data as it is."""
+    if isinstance(value, ShardedOptimizer) or "_zeroshard" in getattr(value, "__dict__", {}):
+        raise TypeError(f"a sharded {type(value).__name__} is no extra data: save it by a call of its own")
     if callable(state_dict := getattr(value, "state_dict", None)):
         return state_dict()
     if isinstance(value, torch.Generator):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
 import zeroshard
-from zeroshard.checkpoint.blocks import FileRecord
+from zeroshard.checkpoint.blocks import FileRecord, Workers
 from zeroshard.checkpoint.chunks import Chunks
 from zeroshard.checkpoint.contribution import Contribution, collect
 from zeroshard.checkpoint.errors import CheckpointError
@@ -26,7 +25,7 @@ from zeroshard.checkpoint.index import Index, Saved, Stretch, files_of
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.pending import Save, pending, wait_for_pending
 from zeroshard.checkpoint.snapshot import Snapshot, Stage
-from zeroshard.checkpoint.states import engine_of
+from zeroshard.checkpoint.states import engine_of, unwrapped
 from zeroshard.checkpoint.writer import SavePlans, Writer
 from zeroshard.engine.engine import Engine
 
@@ -56,7 +55,8 @@ def save(
     - ``rank_extra``: such data of each rank's own.
     - ``weights=False``: the optimizer's states without the model's. ``frozen=False``: without parameters that are not
       trained, such as the base of LoRA; a load leaves them as they are.
-    - ``keep``: remove all but the newest ``keep`` checkpoints beside this one, once it is whole.
+    - ``keep``: once it is whole, remove all but the newest ``keep`` of it and those beside it that are called like it
+      but for the last number.
     - ``wait=False``: copy the states and write while training goes on. The next save waits for this one and raises what
       went wrong with it, as :meth:`Save.wait` does: call that before the process group is destroyed.
 
@@ -72,29 +72,38 @@ def save(
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is a number of checkpoints from 1 up, or None for all, got {keep!r}")
     directory = Path(path).absolute()
+    model = unwrapped(model)
     engine = engine_of(model)
     wait_for_pending()
     meeting = Meeting.call(engine, "save")
+    workers = Workers(2)  # now: none can be started when the interpreter is ending
 
     def prepare() -> tuple[Contribution, Snapshot | None]:
         if engine is not None:
             _refuse_unfit(engine)
         contents = collect(model, optimizer, extra, rank_extra, weights, frozen, meeting)
-        return contents, None if wait else Snapshot(contents.tensors, _stages)
+        if wait:
+            return contents, None
+        snapshot = Snapshot(contents.tensors, _stages, workers)
+        if engine is None:  # whose next step nobody would hold
+            snapshot.finish()
+        return replace(contents, tensors=snapshot.tensors), snapshot
 
-    contents, snapshot = meeting.together(f"{directory} cannot be saved", prepare)
+    def write() -> None:
+        with workers:
+            before = snapshot.finish if snapshot is not None else lambda: None
+            _write(directory, contents, meeting, workers, before, keep)
+
+    try:
+        contents, snapshot = meeting.together(f"{directory} cannot be saved", prepare)
+    except BaseException:
+        workers.close()
+        raise
     if snapshot is None:
-        _write(directory, contents, meeting, keep)
+        write()
         return Save(directory, done=True)
     if engine is not None:
         engine.readers.append(snapshot.settle)
-    else:
-        snapshot.finish()
-
-    def write() -> None:
-        snapshot.finish()
-        _write(directory, replace(contents, tensors=snapshot.tensors), meeting, keep)
-
     handle = Save(directory)
     pending.append(handle)
     threading.Thread(target=handle.run, args=(write,), name=f"save {directory.name}").start()
@@ -113,8 +122,15 @@ def _refuse_unfit(engine: Engine) -> None:
         )
 
 
-def _write(directory: Path, contents: Contribution, meeting: Meeting, keep: int | None) -> None:
-    """Write this rank's part, and on the first rank make a checkpoint of all parts."""
+def _write(
+    directory: Path,
+    contents: Contribution,
+    meeting: Meeting,
+    workers: Workers,
+    before: Callable[[], None],
+    keep: int | None,
+) -> None:
+    """Write this rank's part, ``before`` which its values have to be there, and make a checkpoint of all parts."""
     lines = {
         fqn: Chunks(torch.Size(held.shape).numel(), held.dtype, held.parts) for fqn, held in contents.tensors.items()
     }
@@ -133,17 +149,15 @@ def _write(directory: Path, contents: Contribution, meeting: Meeting, keep: int 
         if keep is not None:
             prune(directory.parent, keep, directory)
 
-    writer = Writer(directory, planner, commit)
+    writer = Writer(directory, planner, workers, before, commit)
     try:
-        with warnings.catch_warnings():  # torch warns where there is one rank alone
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save_chunks(
-                lines,
-                storage_writer=writer,
-                planner=planner,
-                process_group=meeting.group,
-                no_dist=meeting.group is None,
-            )
+        save_chunks(
+            lines,
+            storage_writer=writer,
+            planner=planner,
+            process_group=meeting.group,
+            no_dist=meeting.group is None,
+        )
     except CheckpointException as error:
         _remove(writer.written)
         for failure, _ in error.failures.values():
@@ -191,6 +205,8 @@ def _commit(
         for fqn, (shape, dtype, order) in described.items():
             if fqn not in tensors:
                 tensors[fqn] = Saved(shape, dtype, order, sorted(stretches.get(fqn, []), key=lambda s: s.start))
+    for fqn, saved in tensors.items():
+        saved.refuse_gaps(directory, fqn)
     optimizer = contents.index["optimizer"]
     index = Index(
         files=files,

@@ -10,12 +10,12 @@ whole, buffers, the states of a plain model) is copied before ``save`` returns, 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from zeroshard.checkpoint.blocks import Workers
 from zeroshard.checkpoint.states import Held
 from zeroshard.layout import round_up
 
@@ -39,7 +39,7 @@ class Stage:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
         return self._memory
 
-    def pin(self) -> None:
+    def pin(self, workers: Workers) -> None:
         """Pin the memory, where that is allowed, so that a GPU copies into it by itself.
 
         Asking for pinned memory has one thread fill it page by page: 4.8 s for 4.9 GB. Filling it with all threads
@@ -48,9 +48,7 @@ class Stage:
         if self._memory.numel() == 0:
             return
         self._memory.zero_()
-        registering = threading.Thread(target=self._register)  # a refusal would be the next kernel's on this thread
-        registering.start()
-        registering.join()
+        workers.submit(self._register).result()  # a refusal would be told by the next kernel on this thread
 
     def _register(self) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -60,37 +58,39 @@ class Stage:
 
 @dataclass
 class Span:
-    """Neighbouring stretches of one allocation, which are copied as one."""
+    """Neighbouring tensors of one allocation, which are copied as one."""
 
+    tensors: list[torch.Tensor]
     source: torch.Tensor  # bytes
     copy: torch.Tensor  # bytes, on the host
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor that lies in the span."""
-        at = tensor.data_ptr() - self.source.data_ptr()
-        return self.copy[at : at + tensor.nbytes].view(tensor.dtype)
+    def copies(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The copy of each tensor, by the tensor's id: several may begin at the same address."""
+        for tensor in self.tensors:
+            at = tensor.data_ptr() - self.source.data_ptr()
+            yield id(tensor), self.copy[at : at + tensor.nbytes].view(tensor.dtype)
 
 
 class Snapshot:
     """The tensors of a checkpoint, copied: some at once, the others when :meth:`finish` is called on another thread."""
 
-    def __init__(self, tensors: Mapping[str, Held], kept: tuple[Stage, Stage]) -> None:
-        self.tensors: dict[str, Held] = {}
-        self._stage = kept[1]
+    def __init__(self, tensors: Mapping[str, Held], kept: tuple[Stage, Stage], workers: Workers) -> None:
+        self._stage, self._workers = kept[1], workers
         self._begun = threading.Event()  # all copies are made, or are on the stream of ``_copied``
         self._copied: torch.cuda.Event | None = None
         now = _spans([held for held in tensors.values() if not held.steady], kept[0])
         self._later = _spans([held for held in tensors.values() if held.steady], kept[1])
         if any(span.source.is_cuda for span in now) and not kept[0].pinned:
-            kept[0].pin()
+            kept[0].pin(workers)
         for span in now:  # on a GPU, in its turn: what changes it later comes after
             span.copy.copy_(span.source, non_blocking=kept[0].pinned)
-        homes = sorted((*now, *self._later), key=_place)
-        places = [_place(span) for span in homes]
-        for name, held in tensors.items():
-            copies = [(stretch, homes[bisect_right(places, _key(t)) - 1].of(t)) for stretch, t in held.parts]
-            self.tensors[name] = replace(held, parts=copies)
-        self._device = next((span.source.device for span in homes if span.source.is_cuda), None)
+        spans = [*now, *self._later]
+        copies = dict(pair for span in spans for pair in span.copies())
+        self.tensors = {
+            name: replace(held, parts=[(stretch, copies[id(tensor)]) for stretch, tensor in held.parts])
+            for name, held in tensors.items()
+        }
+        self._device = next((span.source.device for span in spans if span.source.is_cuda), None)
         if self._device is not None:
             self._present = torch.cuda.current_stream(self._device).record_event()
             if self._stage.pinned:
@@ -119,7 +119,7 @@ class Snapshot:
                 for span in self._later:
                     span.copy.copy_(span.source)
             elif self._copied is None:  # the first time
-                self._stage.pin()
+                self._stage.pin(self._workers)
                 self._copy_on_stream(self._device)
             if self._copied is not None:
                 self._copied.synchronize()
@@ -130,7 +130,7 @@ class Snapshot:
 
 def _spans(held: Sequence[Held], stage: Stage) -> list[Span]:
     """Join what lies side by side, so that there are few copies, however many parameters there are."""
-    parts = sorted((tensor for one in held for _, tensor in one.parts), key=_key)
+    parts = sorted((tensor for one in held for _, tensor in one.parts), key=lambda t: (str(t.device), t.data_ptr()))
     joined: list[list[torch.Tensor]] = []
     for tensor in parts:
         last = joined[-1][-1] if joined else None
@@ -145,8 +145,8 @@ def _spans(held: Sequence[Held], stage: Stage) -> list[Span]:
         sources.append(first.new_empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (nbytes,), (1,)))
     memory = stage.room(sum(round_up(source.numel(), _ALIGN) for source in sources))
     spans, at = [], 0
-    for source in sources:
-        spans.append(Span(source, memory[at : at + source.numel()]))
+    for group, source in zip(joined, sources, strict=True):
+        spans.append(Span(group, source, memory[at : at + source.numel()]))
         at += round_up(source.numel(), _ALIGN)
     return spans
 
@@ -155,11 +155,3 @@ def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors lie in one allocation with no more than alignment between them."""
     gap = right.data_ptr() - left.data_ptr() - left.nbytes
     return 0 <= gap <= _GAP and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-
-
-def _key(tensor: torch.Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.data_ptr()
-
-
-def _place(span: Span) -> tuple[str, int]:
-    return _key(span.source)

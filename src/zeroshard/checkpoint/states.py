@@ -12,6 +12,7 @@ from torch import nn
 from zeroshard.checkpoint.chunks import line_of, order_of
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.parameter import card_of
 from zeroshard.layout import Range
 from zeroshard.optimizer import ShardedOptimizer, opened
 from zeroshard.runs import is_elementwise
@@ -190,6 +191,12 @@ class PlainStates:
         """Nothing: what was written into is what computes."""
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself where ``torch.compile`` has wrapped it."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a sharded model; None of a plain one."""
     sharded = model.__dict__.get("_zeroshard")
@@ -201,6 +208,8 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Stat
     """The states of a model and its optimizer, as they are; refuses a pair that does not belong together."""
     engine = engine_of(model)
     if engine is None:
+        if any(card_of(parameter) is not None for parameter in model.parameters()):
+            raise CheckpointError(f"this {type(model).__name__} is part of a sharded model: give the whole model")
         if isinstance(optimizer, ShardedOptimizer):
             raise CheckpointError("the optimizer is sharded and the model is not: give the model shard() returned")
         return PlainStates(model, optimizer)
@@ -231,5 +240,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _set_options(optimizer: torch.optim.Optimizer, groups: list[Group] | None) -> None:
     for group, saved in zip(optimizer.param_groups, groups or [], strict=False):
         for key, value in saved.options.items():
-            own = group.get(key)  # a learning rate that is a tensor stays on its device
-            group[key] = value.to(own.device) if isinstance(own, torch.Tensor) and torch.is_tensor(value) else value
+            own = group.get(key)  # a learning rate that is a tensor here stays one, on its device; and the reverse
+            if isinstance(own, torch.Tensor):
+                value = torch.as_tensor(value).to(own.device, own.dtype)
+            elif isinstance(value, torch.Tensor) and isinstance(own, (int, float)):
+                value = value.item()
+            group[key] = value

@@ -114,8 +114,10 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
-        if entry.name in table or entry.dtype not in DTYPES:
-            raise ValueError(f"{entry.name!r}, {entry.dtype}, cannot be written: named twice, or of an unknown dtype")
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"{entry.name!r} is {entry.dtype}, which safetensors files cannot hold: cast it")
+        if entry.name in table:
+            raise ValueError(f"{entry.name!r} is written twice: give each tensor a name of its own")
         place = [at, at + entry.nbytes]
         table[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
         at += entry.nbytes

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, writer: str = "") -> None:
     """Write a file so that its name means the old content or all of the new, whatever happens meanwhile.
+
+    Several may write it at once if each says who it is, as ``writer``.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "note"
@@ -15,7 +17,7 @@ def write_whole(path: Path, data: bytes) -> None:
     >>> path.read_bytes()
     b'all of it'
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}{writer and '.'}{writer}.partial")
     try:
         with open(partial, "wb") as file:
             file.write(data)

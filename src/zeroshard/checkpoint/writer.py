@@ -64,16 +64,20 @@ class SavePlans(DefaultSavePlanner):
 class Writer(StorageWriter):
     """Writes this rank's files; on the coordinator ``commit`` then makes a checkpoint of all ranks' files."""
 
-    def __init__(self, directory: Path, planner: SavePlans, commit: Commit) -> None:
+    def __init__(
+        self, directory: Path, planner: SavePlans, workers: Workers, before: Callable[[], None], commit: Commit
+    ) -> None:
         super().__init__()
-        self._directory, self._planner, self._commit = directory, planner, commit
+        self._directory, self._planner, self._workers = directory, planner, workers
+        self._before, self._commit = before, commit
         self.written: list[Path] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one save to the next."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the directory."""
+        """Make the directory; what fails here fails on all ranks, as everything else does that torch calls."""
+        self._before()
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -91,14 +95,13 @@ class Writer(StorageWriter):
         kinds: dict[str, list[WriteItem]] = {}
         for item in plan.items:
             kinds.setdefault(item.index.fqn.partition("/")[0], []).append(item)
-        with Workers(2) as workers:
-            for kind, items in kinds.items():
-                results += self._write_file(f"{kind}-{plan.storage_data}.safetensors", items, workers)
+        for kind, items in kinds.items():
+            results += self._write_file(f"{kind}-{plan.storage_data}.safetensors", items)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _write_file(self, name: str, items: list[WriteItem], workers: Workers) -> list[WriteResult]:
+    def _write_file(self, name: str, items: list[WriteItem]) -> list[WriteResult]:
         planner = self._planner
         pairs = sorted(((planner.entry(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)
         path = self._directory / name
@@ -107,7 +110,7 @@ class Writer(StorageWriter):
         results, at = [], len(head)
         on_gpu = any(_data(planner, item).is_cuda for item in items)
         try:
-            with BlockWriter(path, workers, pinned=on_gpu) as file:
+            with BlockWriter(path, self._workers, pinned=on_gpu) as file:
                 file.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
                 for entry, item in pairs:
                     file.write(_data(planner, item).view(torch.uint8))
