@@ -521,6 +521,10 @@ def at_wrong_moments(rank: int, path: Path) -> None:
         zeroshard.save(path, model, optimizer.inner)
     with pytest.raises(zeroshard.CheckpointError, match=r"extra.f is of type function"):
         zeroshard.save(path, model, extra={"f": at_wrong_moments})
+    with pytest.raises(ValueError, match="saves the optimizer's states alone, and no optimizer was given"):
+        zeroshard.save(path, model, weights=False)
+    with pytest.raises(ValueError, match="loads the optimizer's states alone, and no optimizer was given"):
+        zeroshard.load(path, model, weights=False)
     with pytest.raises(ValueError, match="keep is a number of checkpoints from 1 up"):
         zeroshard.save(path, model, keep=0)
     zeroshard.load(path, model, optimizer)

@@ -71,6 +71,8 @@ def save(
     """
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is a number of checkpoints from 1 up, or None for all, got {keep!r}")
+    if not weights and optimizer is None:
+        raise ValueError("weights=False saves the optimizer's states alone, and no optimizer was given")
     directory = Path(path).absolute()
     model = unwrapped(model)
     engine = engine_of(model)
