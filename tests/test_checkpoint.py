@@ -794,6 +794,16 @@ def copied_late(rank: int, path: Path) -> tuple[bool, Everything, Everything]:
     return waiting, everything(model, optimizer), saved
 
 
+def test_a_step_does_not_wait_for_a_save_that_failed_before_the_copy(tmp_path: Path) -> None:
+    model, optimizer = made(3)
+    steps(model, optimizer, 0, 1, range(1))
+    with unittest.mock.patch("zeroshard.checkpoint.writer.SavePlans.set_up_planner", side_effect=OSError("early")):
+        handle = zeroshard.save(tmp_path, model, optimizer, wait=False)
+        steps(model, optimizer, 0, 1, range(1))
+        with pytest.raises(zeroshard.CheckpointError, match="early"):
+            handle.wait()
+
+
 def test_a_step_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None:
     for waiting, loaded, saved in run_processes(2, copied_late, tmp_path):
         assert waiting

@@ -92,9 +92,13 @@ def save(
         return replace(contents, tensors=snapshot.tensors), snapshot
 
     def write() -> None:
-        with workers:
-            before = snapshot.finish if snapshot is not None else lambda: None
-            _write(directory, contents, meeting, workers, before, keep)
+        try:
+            with workers:
+                before = snapshot.finish if snapshot is not None else lambda: None
+                _write(directory, contents, meeting, workers, before, keep)
+        finally:
+            if snapshot is not None:
+                snapshot.let_go()
 
     try:
         contents, snapshot = meeting.together(f"{directory} cannot be saved", prepare)

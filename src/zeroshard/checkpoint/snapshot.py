@@ -114,18 +114,20 @@ class Snapshot:
 
     def finish(self) -> None:
         """Have everything copied."""
-        try:
-            if self._device is None:
-                for span in self._later:
-                    span.copy.copy_(span.source)
-            elif self._copied is None:  # the first time
-                self._stage.pin(self._workers)
-                self._copy_on_stream(self._device)
-            if self._copied is not None:
-                self._copied.synchronize()
-        finally:
-            self._later = []
-            self._begun.set()
+        if self._device is None:
+            for span in self._later:
+                span.copy.copy_(span.source)
+        elif self._copied is None:  # the first time
+            self._stage.pin(self._workers)
+            self._copy_on_stream(self._device)
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Have nobody wait any more: the save is over, perhaps before it had come to the copy."""
+        self._later = []
+        self._begun.set()
 
 
 def _spans(held: Sequence[Held], stage: Stage) -> list[Span]:
