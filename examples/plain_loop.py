@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/plain_loop.py --stage 3
 
 Change --stage or --precision and nothing else has to change: the stage moves the bytes of the report at the end, and
-leaves the losses alone.
+leaves the losses alone. With --checkpoints DIRECTORY it saves while it trains, and the same line goes on from the
+latest, also on another number of ranks, at another stage and precision.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="letters a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--save", type=Path, help="file for the trained weights, whole")
+    parser.add_argument("--checkpoints", type=Path, help="directory to save to, and to go on from")
     return parser.parse_args()
 
 
@@ -62,8 +63,14 @@ def train(args: argparse.Namespace, device: torch.device) -> nn.Module:
         print(f"stage {args.stage}, {args.precision}, {ranks * args.batch * args.context} letters a step")
 
     generator = torch.Generator().manual_seed(rank)  # every rank reads other pages
-    clock, timed = time.perf_counter(), 0
-    for step in range(1, args.steps + 1):
+    done, saving = 0, None
+    if args.checkpoints is not None and (args.checkpoints / "latest").exists():
+        loaded = zeroshard.load(args.checkpoints, model, optimizer)
+        done = loaded.extra["step"]
+        if rank < len(loaded.rank_extra):
+            generator.set_state(loaded.rank_extra[rank])
+    clock, timed = time.perf_counter(), done
+    for step in range(done + 1, args.steps + 1):
         letters, following = (part.to(device) for part in draw(text, args, generator))
         loss = model(letters, following)
         loss.backward()
@@ -79,19 +86,19 @@ def train(args: argparse.Namespace, device: torch.device) -> nn.Module:
             clock, timed = time.perf_counter(), step
             if rank == 0:
                 print(f"step {step:4d}  loss {shown:.3f}  {took * 1e3:.0f} ms/step")
+        if args.checkpoints is not None and (step % 50 == 0 or step == args.steps):
+            saving = zeroshard.save(  # written beside the next steps
+                args.checkpoints / f"step-{step}",
+                model,
+                optimizer,
+                extra={"step": step},
+                rank_extra=generator,
+                keep=2,
+                wait=False,
+            )
+    if saving is not None:
+        saving.wait()
     return model
-
-
-def save(model: nn.Module, path: Path) -> None:
-    """Write a plain state_dict. One tensor at a time is whole, and rank 0 alone keeps it."""
-    weights = {}
-    for name, _ in model.named_parameters():
-        whole = zeroshard.full_parameter(model, name)  # every rank brings its part; fp32, also under 16 bits
-        if dist.get_rank() == 0:
-            weights[name] = whole.cpu()
-    if dist.get_rank() == 0:
-        torch.save(weights, path)
-        print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB")
 
 
 def main() -> None:
@@ -105,8 +112,6 @@ def main() -> None:
     model = train(args, device)
     if dist.get_rank() == 0:
         print(zeroshard.report(model))
-    if args.save is not None:
-        save(model, args.save)
     dist.destroy_process_group()
 
 

@@ -92,19 +92,21 @@ def load(name: str) -> ModuleType:
 # ------------------------------------------------------------------------------------------------------- in one file
 
 
-def test_the_plain_loop_learns_reports_and_leaves_weights_that_a_plain_model_loads(tmp_path: Path) -> None:
-    path = tmp_path / "gpt.pt"
-    options = "--steps 40 --layers 2 --width 32 --context 32 --save".split()
-    output = run("plain_loop.py", *options, path)
+def test_the_plain_loop_learns_reports_and_leaves_checkpoints_that_it_goes_on_from(tmp_path: Path) -> None:
+    options = f"--layers 2 --width 32 --context 32 --checkpoints {tmp_path / 'kept'} --steps".split()
+    output = run("plain_loop.py", *options, 40)
     losses = series(output, "loss")
     assert losses[-1] < losses[0] - 1
     assert "stage 3, fp32, 512 letters a step" in output  # 2 ranks × 8 sequences × 32
     assert re.search(r"^rank 0 of 2, [\d,]+ parameters$", output, re.M)
 
     model = GPT(GPTConfig(vocab_size=128, context=32, layers=2, heads=1, width=32))
-    model.load_state_dict(torch.load(path))
+    zeroshard.load(tmp_path / "kept", model)
     text = torch.frombuffer(bytearray(shakespeare()[: 33 * 64].encode()), dtype=torch.uint8).long().view(64, 33)
     assert abs(model(text[:, :-1], text[:, 1:]).item() - losses[-1]) < 0.4  # other pages, the same language
+
+    output = run("plain_loop.py", "--stage", 1, *options, 60)
+    assert re.findall(r"^step +(\d+)", output, re.M) == ["60"] and series(output, "loss")[0] < losses[-1] + 0.1
 
 
 def test_the_convnet_learns_to_see() -> None:
