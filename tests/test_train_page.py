@@ -350,7 +350,9 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
         write_page(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "words"), [('{"name": ', "is not JSON"), ("[]", "holds a JSON list")])
+@pytest.mark.parametrize(
+    ("text", "words"), [('{"name": ', "is not JSON"), ("[]", "holds a list where a JSON object is wanted")]
+)
 def test_a_broken_record_is_an_error(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=words):

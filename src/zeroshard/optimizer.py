@@ -233,10 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _write_back(self) -> None:
         """Copy the master's new values into the parameters in computation, and bring each rank's part to all."""
-        pairs = [flat.update_from_master() for flat in self._flats]
-        places = [place for owned, _ in pairs for place in owned]
-        if places:
-            torch._foreach_copy_(places, [source for _, master in pairs for source in master])
+        self._engine.copy_masters()
         self._engine.refresh_parameters()
 
     # -- unused parameters --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from zeroshard.checkpoint.contents import Contents
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.weights import Entry, write_directory
-from zeroshard.checkpoint.whole import sync_directory
+from zeroshard.checkpoint.whole import read_json, sync_directory
 
 CONFIG = "config.json"
 # what belongs to a model beside its config and weights, in the libraries' patterns of names
@@ -158,13 +158,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{directory} holds no {CONFIG}: give the directory of a model that is like this one")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): give the directory of a model") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, wanted a JSON object: give the directory of a model")
-    return config
+    return read_json(path)
 
 
 def _copy_beside(source: Path, directory: Path) -> None:

@@ -1,9 +1,11 @@
-"""Small files that are whole or not there."""
+"""Small files: written so that they are whole or not there, and read with an error that names them."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, data: bytes, writer: str = "") -> None:
@@ -37,3 +39,14 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): it was written by something else, or damaged") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object is wanted")
+    return value

@@ -70,7 +70,7 @@ def generate(options: GenerateOptions) -> str:
 
 def _load(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
     """The model in a directory, as a function, and its context."""
-    from zeroshard.train.directory import read_json
+    from zeroshard.checkpoint.whole import read_json
     from zeroshard.train.models.language_model import FORMAT, ReferenceGPT
 
     if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():

@@ -530,14 +530,17 @@ class Engine:
         for unit in self._resident:
             unit.wait()
 
+    def copy_masters(self) -> None:
+        """Copy the master's values into this rank's part of the parameters in computation."""
+        pairs = [flat.update_from_master() for unit in self.units for flat in unit.flats]
+        places = [place for owned, _ in pairs for place in owned]
+        if places:
+            torch._foreach_copy_(places, [source for _, master in pairs for source in master])
+
     def adopt(self) -> None:
         """Bring the parameters in computation into line with shards and masters that somebody has written into."""
         self.order.begin("take in new values")
-        for unit in self.units:
-            for flat in unit.flats:
-                owned, master = flat.update_from_master()
-                if owned:
-                    torch._foreach_copy_(owned, master)
+        self.copy_masters()
         self.drop_pins()
         for unit in self._resident if self.comm.shard.size > 1 else ():
             self.order.check(unit.gather_event)

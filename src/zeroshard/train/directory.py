@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.whole import write_whole
+from zeroshard.checkpoint.whole import read_json, write_whole
 
 
 class RunDirectory:
@@ -69,14 +69,3 @@ def newest_run(parent: Path) -> Path | None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file that is whole or not there."""
     write_whole(path, json.dumps(value, indent=2).encode())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): it was written by something else, or damaged") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object is wanted")
-    return value

@@ -14,9 +14,10 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.weights import Entry, Weights, write_directory
+from zeroshard.checkpoint.whole import read_json
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.presets import PRESETS
-from zeroshard.train.directory import read_json, write_json
+from zeroshard.train.directory import write_json
 from zeroshard.train.options import DataOptions, ModelOptions
 
 FORMAT = "zeroshard-gpt"  # in config.json, under the key that Hugging Face's models have theirs

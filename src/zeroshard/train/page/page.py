@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from zeroshard.checkpoint.whole import read_json
 from zeroshard.memory.report import size
 from zeroshard.train.page import charts
 from zeroshard.train.page.series import Record, number, series
@@ -77,13 +78,7 @@ def write_page(run: Path) -> Path:
 def _record(path: Path) -> Record:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: give the directory of a run, as `zeroshard train` made it")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): it must be as `zeroshard train` wrote it") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds a JSON {type(record).__name__}, but must hold an object with the run's facts")
-    return record
+    return read_json(path)
 
 
 def read_metrics(path: Path) -> Metrics:
