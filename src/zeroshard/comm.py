@@ -74,15 +74,23 @@ class Communicator:
     """This rank's place in the mesh and the collectives over it.
 
     ``shard`` is the axis states are partitioned over; ``replicas`` are the axes that hold copies, over which gradients
-    are only summed. Plain data parallelism is a mesh whose shard axis has one rank.
+    are only summed. Plain data parallelism is a mesh whose shard axis has one rank. Along ``tensor`` the ranks compute
+    one model together, each with its share of the parameters, on the same data.
     """
 
     def __init__(
-        self, axes: list[Axis], device: torch.device, partitioned: bool, timeout: float, control: Agreement
+        self,
+        axes: list[Axis],
+        device: torch.device,
+        partitioned: bool,
+        timeout: float,
+        control: Agreement,
+        tensor: Axis | None = None,
     ) -> None:
         inner = axes[-1]
         self.shard = inner if partitioned else Axis(None, 1, 0)
         self.replicas = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
+        self.tensor = tensor or Axis(None, 1, 0)
         self.ranks = 1  # that gradients are averaged over
         for axis in axes:
             self.ranks *= axis.size
@@ -121,7 +129,7 @@ class Communicator:
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
         """Reduce ``tensor`` over the whole mesh, one axis after the other, in place."""
-        for axis in self.axes:
+        for axis in (*self.axes, *([self.tensor] if self.tensor.size > 1 else ())):
             self.all_reduce(tensor, axis, what, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
@@ -144,7 +152,7 @@ class Communicator:
 
     @property
     def axes(self) -> list[Axis]:
-        """The axes with more than one rank, outer first."""
+        """The data-parallel axes with more than one rank, outer first."""
         return [*self.replicas, *([self.shard] if self.shard.size > 1 else [])]
 
     def _pending(self, work: Any, what: str) -> Pending:

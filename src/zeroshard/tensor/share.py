@@ -1,0 +1,95 @@
+"""Share: which elements of a parameter each rank of the tensor axis holds.
+
+[Note: shares]
+Tensor parallelism divides a parameter along one of its dimensions. Mostly each rank has one stretch of it. Matrices
+that a model has fused (query, key and value as one) are divided within each of the fused pieces instead, because a
+rank wants its heads' part of all three; its share is then several stretches, laid one behind the other::
+
+    whole, 6 heads' rows     | q0 q1 | k0 k1 | v0 v1 |
+    rank 0 of 2 holds        | q0 k0 v0 |
+    rank 1 of 2 holds        | q1 k1 v1 |
+
+ZeRO never looks at this: to it, what the rank holds is the parameter. Only what leaves the rank does (checkpoints, whole
+parameters, the values a model begins with).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroshard.layout import Range
+
+
+@dataclass(frozen=True)
+class Share:
+    """How one parameter is divided along the tensor axis.
+
+    >>> share = Share.even((4, 2), dim=0, ranks=2, rank=1)
+    >>> share.take(torch.arange(8).view(4, 2))
+    tensor([[4, 5],
+            [6, 7]])
+    >>> fused = Share.even((6, 1), dim=0, ranks=2, rank=0, pieces=3)
+    >>> fused.take(torch.arange(6).view(6, 1)).flatten()
+    tensor([0, 2, 4])
+    """
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    """The dimension that is divided."""
+    spans: tuple[tuple[Range, ...], ...]
+    """Per rank, its stretches along ``dim``, in the order they lie in its part."""
+    rank: int
+    """On the tensor axis."""
+
+    @classmethod
+    def even(cls, shape: Sequence[int], dim: int, ranks: int, rank: int, pieces: int = 1) -> Share:
+        """Divide each of ``pieces`` equal parts of ``dim`` over the ranks as ``torch.chunk`` does: the last get less."""
+        dim %= len(shape)
+        length, rest = divmod(shape[dim], pieces)
+        if rest:
+            raise ValueError(f"a dimension of {shape[dim]} elements is not made of {pieces} equal pieces")
+        most = -(-length // ranks)
+        cuts = [min(number * most, length) for number in range(ranks + 1)]
+        spans = tuple(
+            tuple(Range(piece * length + cuts[r], piece * length + cuts[r + 1]) for piece in range(pieces))
+            for r in range(ranks)
+        )
+        return cls(tuple(shape), dim, spans, rank)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """The shape of this rank's part."""
+        return self.shape_of(self.rank)
+
+    def shape_of(self, rank: int) -> torch.Size:
+        """The shape of a rank's part."""
+        length = sum(span.numel for span in self.spans[rank])
+        return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+
+    @property
+    def in_line(self) -> bool:
+        """Whether the ranks' parts, one behind the other, are the elements of the whole in their order."""
+        outermost = all(length == 1 for length in self.shape[: self.dim])
+        ends = [span for spans in self.spans for span in spans]
+        return outermost and all(a.end == b.start for a, b in zip(ends, ends[1:], strict=False))
+
+    def start_of(self, rank: int) -> int:
+        """How many elements the ranks before this one hold."""
+        return sum(self.shape_of(other).numel() for other in range(rank))
+
+    def take(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """A rank's part of a whole tensor, this one's without ``rank``."""
+        spans = self.spans[self.rank if rank is None else rank]
+        parts = [whole.narrow(self.dim, span.start, span.numel) for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def put(self, part: torch.Tensor, rank: int, whole: torch.Tensor) -> None:
+        """Copy a rank's part to where it belongs in a whole tensor."""
+        at = 0
+        for span in self.spans[rank]:
+            whole.narrow(self.dim, span.start, span.numel).copy_(part.narrow(self.dim, at, span.numel))
+            at += span.numel
