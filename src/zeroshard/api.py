@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from zeroshard.comm import Communicator, Traffic, axes_of
+from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.build import Builder, check_model, open_agreement, verify_same_model
@@ -20,7 +21,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import card_of
+from zeroshard.engine.parameter import card_of, values_of
 from zeroshard.engine.unit import State, Unit
 from zeroshard.engine.units import plan_units
 from zeroshard.memory.ledger import Bytes, Ledger
@@ -29,14 +30,16 @@ from zeroshard.memory.report import Report
 from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
+from zeroshard.tensor.division import Division, divide
 
 
 class _Sharded:
-    """What a sharded model carries: its engine and the handles of its hooks."""
+    """What a sharded model carries: its engine, the handles of its hooks, and how it is divided by a tensor axis."""
 
-    def __init__(self, engine: Engine, handles: list[Any]) -> None:
+    def __init__(self, engine: Engine, handles: list[Any], division: Division | None) -> None:
         self.engine = engine
         self.handles = handles
+        self.division = division
 
 
 def shard(
@@ -44,6 +47,7 @@ def shard(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     mesh: DeviceMesh | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """Partition a model's training states over the data-parallel ranks, in place.
@@ -51,6 +55,11 @@ def shard(
     ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and the rest. ``mesh`` has one
     axis (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model
     and a :class:`ShardedOptimizer` around the given one (None when none was given). All ranks call it together.
+
+    A last axis named "tensor" divides the model's layers by tensor parallelism; ZeRO then partitions what each rank has
+    of them over the data axes. ``tensor_plan`` says how, as ``torch.distributed.tensor.parallel.parallelize_module``
+    takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model has been
+    parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
 
     >>> import zeroshard
     >>> model = nn.Linear(4, 2)
@@ -61,20 +70,21 @@ def shard(
     >>> optimizer.zero_grad()
     """
     config = Config(**options)
-    check_model(model)
+    axes, tensor = axes_of(mesh)
+    check_model(model, divided=tensor.size > 1)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    axes = axes_of(mesh)
     device = _device(model, mesh, config)
     control = open_agreement(mesh, config.timeout)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
     verify_same_model(model, _described(optimizer, names), config, control)
+    division = _divide(model, mesh, tensor, tensor_plan)
     placement = Placement.of_stage(config.stage, axes[-1].size)
-    comm = Communicator(axes, device, placement.optimizer, config.timeout, control)
+    comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
     ledger, order, precision = Ledger(), Order(control), Precision(model, config)
     plans = plan_units(model, config.units, config.bucket_size)
-    units = Builder(model, plans, trained, config, placement, precision, comm, ledger).build()
+    units = Builder(model, plans, trained, config, placement, precision, comm, ledger, division).build()
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
     gradients = Gradients(units, placement, comm, order, ledger, config, reduce_dtypes)
     buffers = Buffers(model, comm, order, config.broadcast_buffers)
@@ -84,7 +94,7 @@ def shard(
         for name in plan.modules:
             homes[name] = (*homes.get(name, ()), unit)
     handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
-    model._zeroshard = _Sharded(engine, handles)  # type: ignore[assignment]
+    model._zeroshard = _Sharded(engine, handles, division)  # type: ignore[assignment]
     comm.counters.roll()  # what building took is no step's
     comm.counters.roll()
     if optimizer is None:
@@ -113,6 +123,8 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     for unit in engine.units:
         engine.order.check(unit.gather_event)
         unit.dissolve()
+    if sharded.division is not None:
+        _undivide(engine, sharded.division)
     for handle in sharded.handles:
         handle.remove()
     del model._zeroshard
@@ -200,7 +212,7 @@ def report(model: nn.Module) -> Report:
     comm = engine.comm
     return Report(
         rank=comm.control.rank,
-        ranks=comm.ranks,
+        ranks=comm.ranks * comm.tensor.size,
         parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
         memory={kind: Bytes(held.now, held.peak) for kind, held in engine.ledger.kinds.items()},
         total=Bytes(engine.ledger.total.now, engine.ledger.total.peak),
@@ -288,6 +300,32 @@ def _sharded(model: nn.Module) -> Any:
     if sharded is None:
         raise ValueError(f"this {type(model).__name__} is not a sharded model: pass what zeroshard.shard() returned")
     return sharded
+
+
+def _divide(
+    model: nn.Module, mesh: DeviceMesh | None, tensor: Axis, plan: Mapping[str, ParallelStyle] | None
+) -> Division | None:
+    name = tensor_axis_name(mesh) if mesh is not None else None
+    if plan is not None and name is None:
+        raise ValueError(
+            "tensor_plan is given, and the mesh has no tensor axis: give a mesh whose last axis is named 'tensor', as in "
+            'init_device_mesh("cuda", (4, 2), mesh_dim_names=("shard", "tensor"))'
+        )
+    if mesh is None or name is None or tensor.size == 1:  # one rank has nothing to divide
+        return None
+    return divide(model, mesh[name], plan)
+
+
+@torch.no_grad()
+def _undivide(engine: Engine, division: Division) -> None:
+    """Give the user's own parameters back, whole."""
+    for unit in engine.units:
+        for flat in unit.flats:
+            for index, (name, parameter) in enumerate(flat.named_parameters):
+                if name in division.originals:
+                    part = values_of(parameter)
+                    division.originals[name].data = engine.undivided(part, flat, index)
+    division.undo()
 
 
 def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:

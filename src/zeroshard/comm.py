@@ -19,6 +19,8 @@ from zeroshard.stopwatch import Stopwatch
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+TENSOR_NAMES = ("tensor", "tp")  # what the mesh's axis of tensor parallelism may be called
+
 
 class Pending(Protocol):
     """A collective under way."""
@@ -142,6 +144,11 @@ class Communicator:
             work = dist.broadcast(tensor, group=axis.group, group_src=source // inner % axis.size, async_op=True)
             self._pending(work, what).wait()
 
+    def broadcast_over(self, axis: Axis, tensor: torch.Tensor, what: str) -> None:
+        """Copy the first rank's ``tensor`` to the others of one axis."""
+        self.counters.add("broadcast", tensor.nbytes)
+        self._pending(dist.broadcast(tensor, group=axis.group, group_src=0, async_op=True), what).wait()
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Collect small plain values of all ranks on the shard axis."""
         if self.shard.size == 1:
@@ -220,12 +227,30 @@ def _twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return twin
 
 
-def axes_of(mesh: DeviceMesh | None) -> list[Axis]:
-    """Return the mesh's axes, outer first: (shard,) or (replicate, shard). No mesh: all ranks of the job."""
+def axes_of(mesh: DeviceMesh | None) -> tuple[list[Axis], Axis]:
+    """Return the data-parallel axes, outer first, (shard,) or (replicate, shard), and the tensor axis.
+
+    No mesh: all ranks of the job share the states. A mesh without an axis named "tensor" (or "tp") divides no tensor.
+    """
+    alone = Axis(None, 1, 0)
     if mesh is None:
-        return [Axis.of(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)]
+        return [Axis.of(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)], alone
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a torch DeviceMesh or None, got {type(mesh).__name__}: see init_device_mesh")
-    if mesh.ndim > 2:
-        raise ValueError(f"mesh has one axis (shard) or two (replicate, shard), got {mesh.ndim} in {mesh}")
-    return [Axis.of(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    name = tensor_axis_name(mesh)
+    axes = [Axis.of(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    data, tensor = (axes, alone) if name is None else (axes[:-1], axes[-1])
+    if len(data) > 2:
+        raise ValueError(
+            f"mesh has one data axis (shard) or two (replicate, shard), and perhaps a last one named 'tensor', got {mesh}"
+        )
+    return data or [alone], tensor
+
+
+def tensor_axis_name(mesh: DeviceMesh) -> str | None:
+    """The name of the mesh's tensor axis, None where it has none."""
+    names = mesh.mesh_dim_names or ()
+    found = [name for name in names if name in TENSOR_NAMES]
+    if found and (len(found) > 1 or names[-1] != found[0]):
+        raise ValueError(f"the tensor axis is the mesh's last, and only one has that name, got {mesh}")
+    return found[0] if found else None

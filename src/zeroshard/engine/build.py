@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zeroshard.agreement import Agreement, RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
-from zeroshard.engine.unit import Flat, Unit
+from zeroshard.engine.unit import Flat, Unit, refill
 from zeroshard.engine.units import Plan
 from zeroshard.layout import FlatLayout
 from zeroshard.memory.arena import Arena
@@ -23,17 +23,21 @@ from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
+from zeroshard.tensor.division import Division
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be sharded, with the parameter's name."""
+def check_model(model: nn.Module, divided: bool) -> None:
+    """Refuse what cannot be sharded, with the parameter's name. ``divided``: there is a tensor axis."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
-        if isinstance(parameter, DTensor):
-            raise ValueError(f"{name!r} is a DTensor: models with tensor parallelism cannot be sharded yet")
+        if isinstance(parameter, DTensor) and not divided:
+            raise ValueError(
+                f"{name!r} is a DTensor: give shard() the mesh it is divided over, with the tensor axis as its last one, "
+                "named 'tensor'"
+            )
         if hasattr(parameter, "_zeroshard"):
             raise ValueError(f"{name!r} is sharded already: call zeroshard.unshard() on its model first")
 
@@ -111,8 +115,11 @@ class Builder:
         precision: Precision,
         comm: Communicator,
         ledger: Ledger,
+        division: Division | None = None,
     ) -> None:
         self._model, self._config = model, config
+        self._division = division
+        self._divided = division.parameters if division is not None else {}
         self._comm, self._ledger, self._precision = comm, ledger, precision
         self._partitioned = placement.parameters
         self._parameters = dict(model.named_parameters())
@@ -155,8 +162,14 @@ class Builder:
         flats = []
         for (dtype, _), names in kinds.items():
             parameters = [self._parameters[name] for name in names]
-            layout = FlatLayout.build([p.numel() for p in parameters], self._config.bucket_size, self._comm.shard.size)
-            flats.append(Flat(names, parameters, layout, dtype, self._comm.device))
+            divided = [self._divided.get(name) for name in names]
+            shares = [d.share if d is not None else None for d in divided]
+            numels = [
+                share.local_shape.numel() if share is not None else p.numel()
+                for p, share in zip(parameters, shares, strict=True)
+            ]
+            layout = FlatLayout.build(numels, self._config.bucket_size, self._comm.shard.size)
+            flats.append(Flat(names, parameters, layout, dtype, self._comm.device, divided))
         return flats
 
     def _has_master(self, flat: Flat) -> bool:
@@ -165,29 +178,78 @@ class Builder:
 
     @torch.no_grad()
     def _fill(self, unit: Unit, plan: Plan) -> None:
-        staged: list[torch.Tensor] = []
-        for flat in unit.flats:
-            dtype = torch.float32 if flat.master is not None else flat.dtype
-            values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
-            self._ledger.add("staging", values.nbytes)
-            staged.append(values)
-            for index, parameter in enumerate(flat.parameters):
-                view = flat.view(values, index)
-                if parameter.is_meta:
-                    _make_real(parameter, view)
-                else:
-                    view.copy_(parameter.data)
-                    parameter.data = view
+        staged = [self._stage(flat) for flat in unit.flats]
         self._initialise(plan)
-        for flat, values in zip(unit.flats, staged, strict=True):
+        for flat, (values, wholes) in zip(unit.flats, staged, strict=True):
+            self._share_out(flat, values, wholes)
             for bucket in flat.layout.buckets:  # rank 0's values count, as under DDP
                 self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
             flat.scatter(values, self._comm.shard.rank)
+            self._replace_divided(flat)
         unit.bind(self._classes)
-        for values in staged:
-            self._ledger.add("staging", -values.nbytes)
+        for values, wholes in staged:
+            self._ledger.add("staging", -values.nbytes - sum(whole.nbytes for whole in wholes.values()))
         if self._partitioned:
             unit.start_released()
+
+    def _stage(self, flat: Flat) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Lay the parameters' values, or room for them, out as the flat does; whole ones that are to be divided apart."""
+        dtype = torch.float32 if flat.master is not None else flat.dtype
+        values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
+        wholes: dict[int, torch.Tensor] = {}
+        for index, parameter in enumerate(flat.parameters):
+            view = flat.view(values, index)
+            if isinstance(parameter, DTensor):  # the user's: divided already
+                self._copy_divided(flat.names[index], parameter, view)
+                continue
+            if flat.shares[index] is not None:
+                view = wholes[index] = torch.empty(parameter.shape, dtype=dtype, device=self._comm.device)
+            if parameter.is_meta:
+                _make_real(parameter, view)
+            else:
+                view.copy_(parameter.data)
+                parameter.data = view
+        self._ledger.add("staging", values.nbytes + sum(whole.nbytes for whole in wholes.values()))
+        return values, wholes
+
+    def _copy_divided(self, name: str, parameter: DTensor, view: torch.Tensor) -> None:
+        if parameter.is_meta:
+            raise ValueError(
+                f"{name!r} is a DTensor on the meta device: build the model on the meta device and leave dividing it to "
+                "shard(), which fills it as it would be undivided"
+            )
+        view.copy_(parameter.to_local())
+        parameter._local_tensor = view
+
+    def _share_out(self, flat: Flat, values: torch.Tensor, wholes: dict[int, torch.Tensor]) -> None:
+        """Bring the first tensor rank's values to all ranks of its axis, and keep this rank's share of what is divided."""
+        if self._comm.tensor.size == 1:
+            return
+        for index, share in enumerate(flat.shares):
+            what = f"share {flat.names[index]!r} over the tensor axis"
+            if share is None:
+                place = flat.layout.parameter(index)
+                self._comm.broadcast_over(self._comm.tensor, values[place.start : place.end], what)
+            elif index in wholes:
+                self._comm.broadcast_over(self._comm.tensor, wholes[index], what)
+                flat.view(values, index).copy_(share.take(wholes[index]))
+
+    def _replace_divided(self, flat: Flat) -> None:
+        """Put DTensors in the place of plain parameters that are divided: see [Note: divided parameters]."""
+        parameters = list(flat.parameters)
+        for index, (name, parameter) in enumerate(flat.named_parameters):
+            divided = flat.divided[index]
+            if divided is None or self._division is None:
+                continue
+            if isinstance(parameter, DTensor):
+                refill(parameter, flat.views[index], divided)  # its dtype may be another in computation
+                continue
+            new = nn.Parameter(divided.wrap(flat.views[index]), requires_grad=parameter.requires_grad)
+            self._classes[id(new)] = type(new)
+            self._division.replace(name, new)
+            parameter.data = flat.stand_in(parameter.shape)
+            parameters[index] = new
+        flat.parameters = tuple(parameters)
 
     def _initialise(self, plan: Plan) -> None:
         """Run the initialisation of the unit's modules that were built on the meta device."""

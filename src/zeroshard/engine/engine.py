@@ -442,10 +442,20 @@ class Engine:
         raise KeyError(f"no parameter {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
 
     def assemble(self, line: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
-        """Make a parameter-shaped tensor of flattened parts that each rank filled where it owns them."""
+        """Make a whole tensor of one parameter's, of flattened parts that each rank filled where it owns them."""
         if self.comm.shard.size > 1:
             self.comm.all_reduce(line, self.comm.shard, f"assemble {flat.names[index]!r}").wait()
-        return line.as_strided(flat.shapes[index], flat.strides[index])
+        return self.undivided(line.as_strided(flat.shapes[index], flat.strides[index]), flat, index)
+
+    def undivided(self, part: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
+        """Make a whole tensor of what each rank of the tensor axis has of it."""
+        share = flat.shares[index]
+        if share is None:
+            return part
+        whole = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
+        share.put(part, share.rank, whole)
+        self.comm.all_reduce(whole, self.comm.tensor, f"assemble {flat.names[index]!r}").wait()
+        return whole
 
     def full_parameter(self, name: str) -> torch.Tensor:
         """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
@@ -454,7 +464,7 @@ class Engine:
         exact = flat.shard if flat.master is None else flat.master
         if exact is None:  # every rank has all of it
             self.wait_resident()
-            return flat.view(flat.full, index).clone()
+            return self.undivided(flat.view(flat.full, index).clone(), flat, index)
         line = torch.zeros(flat.layout.numels[index], dtype=exact.dtype, device=flat.device)
         for piece in flat.segments:
             if piece.parameter == index:
@@ -504,7 +514,8 @@ class Engine:
         self.gradients.apply_coefficient()
         if not gradient.used[card.index] or gradient.shard is None:
             return None
-        return flat.view(gradient.shard, card.index)
+        part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
+        return part if divided is None else divided.wrap(part)
 
     def clear_gradient(self, card: Card) -> None:
         """Forget the gradient of one parameter."""

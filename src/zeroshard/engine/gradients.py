@@ -159,6 +159,17 @@ class Gradients:
         """The reduced gradients this rank holds."""
         return [g.shard for g in self.of_flat.values() if g.has_shard and g.shard is not None and g.shard.numel()]
 
+    def counted(self) -> list[torch.Tensor]:
+        """The reduced gradients that this rank has to count in a norm.
+
+        What every rank of the tensor axis holds alike is counted by the first of them alone.
+        """
+        if self._comm.tensor.rank == 0:
+            return self.shards()
+        held = [g for g in self.of_flat.values() if g.has_shard and g.shard is not None]
+        stretches = [(g.shard, stretch) for g in held for stretch in g.flat.divided_stretches()]
+        return [shard[stretch.start : stretch.end] for shard, stretch in stretches if shard is not None]
+
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
         self.coefficient = None

@@ -9,6 +9,12 @@ the parameter's name and the remedy, when the unit cannot. Swapping ``__class__`
 
 A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) never ask the class. So at rest, between passes, ``data``
 is also pointed at a single NaN stretched over the shape: they read NaN, not memory that is gone.
+
+[Note: divided parameters]
+A parameter that is divided along a tensor axis is a DTensor. What ZeRO partitions is the part this rank has of it, its
+``_local_tensor``: that is pointed at the flat's memory, as ``data`` of a plain parameter is, while the DTensor around it,
+and with it what autograd knows of the parameter, stays. A class of its own (``AbsentDTensor``) takes the place of
+``DTensor``, because Python swaps only classes of one layout.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
@@ -69,24 +77,50 @@ def take_autograd_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         if gradient is None:
             return None
         _autograd_gradient.__set__(parameter, None)
+        if isinstance(gradient, DTensor):
+            gradient = _local_gradient(gradient, parameter)
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-class RestingParameter(nn.Parameter):
+@torch.no_grad()
+def _local_gradient(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a gradient, divided as the parameter is: sums over the tensor axis are made here."""
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    local = gradient._local_tensor
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def point(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Make ``values`` the parameter's, or of a DTensor this rank's part."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = values
+    else:
+        parameter.data = values
+
+
+def values_of(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter's values, or of a DTensor this rank's part."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
+class _Resting:
     """A parameter between backward and the next forward: values as usual, but ``grad`` is the reduced gradient.
 
     Its gradient is kept elsewhere, so the plain attribute would be None, and ``torch.nn.utils.clip_grad_norm_`` would
     silently find nothing to clip. ``grad`` is the reduced gradient where this rank holds all of it, else an error.
     """
 
+    __slots__ = ()  # as all classes here: swapped classes must have one layout
+
     @property
-    def grad(self) -> torch.Tensor | None:
+    def grad(self: Any) -> torch.Tensor | None:
         card = card_of(self)
         engine = card.engine if card is not None else None
         return engine.resting_gradient(card) if engine is not None and card is not None else None
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
+    def grad(self: Any, value: torch.Tensor | None) -> None:
         card = card_of(self)
         engine = card.engine if card is not None else None
         if engine is None or card is None:
@@ -132,8 +166,10 @@ _METADATA = {
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # answered as of the values, see ``_twin``
 
 
-class AbsentParameter(RestingParameter):
+class _Absent(_Resting):
     """A parameter whose values are not in place: see [Note: absent parameters]."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -152,25 +188,55 @@ class AbsentParameter(RestingParameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
+    def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse: torch's own does not ask the class."""
         raise RuntimeError(_complaint(self, torch.Tensor.set_))
 
 
-def _twin(parameter: AbsentParameter) -> torch.Tensor:
+class RestingParameter(_Resting, nn.Parameter):
+    """A parameter between backward and the next forward."""
+
+
+class AbsentParameter(_Absent, nn.Parameter):
+    """A parameter whose values are not in place."""
+
+
+class RestingDTensor(_Resting, DTensor):
+    """The first of the two for a divided parameter: see [Note: divided parameters]."""
+
+    __slots__ = ()
+
+
+class AbsentDTensor(_Absent, DTensor):
+    """The second of the two for a divided parameter."""
+
+    __slots__ = ()
+
+
+def dress(parameter: nn.Parameter, absent: bool) -> None:
+    """Make the parameter an absent one, or else a resting one."""
+    if isinstance(parameter, DTensor):
+        parameter.__class__ = AbsentDTensor if absent else RestingDTensor
+    else:
+        parameter.__class__ = AbsentParameter if absent else RestingParameter
+
+
+def _twin(parameter: Any) -> torch.Tensor:
     """A tensor without memory, laid out as the parameter's values are when they are there."""
     card = card_of(parameter)
     flat = card.flat() if card is not None else None
     with torch._C.DisableTorchFunctionSubclass():
         if card is None or flat is None:
             return torch.empty_like(parameter, device="meta")
+        if flat.shares[card.index] is not None:  # a DTensor: it knows
+            return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         return torch.empty_strided(parameter.shape, flat.strides[card.index], dtype=parameter.dtype, device="meta")
 
 
-def _absent(*values: Any) -> list[AbsentParameter]:
-    found: list[AbsentParameter] = []
+def _absent(*values: Any) -> list[Any]:
+    found: list[Any] = []
     for value in values:
-        if isinstance(value, AbsentParameter):
+        if isinstance(value, _Absent):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             found += _absent(*value)
@@ -179,13 +245,13 @@ def _absent(*values: Any) -> list[AbsentParameter]:
     return found
 
 
-def _describe(parameter: AbsentParameter) -> str:
+def _describe(parameter: Any) -> str:
     card = card_of(parameter)
     name = card.name if card is not None else "?"
     return f"Parameter {name!r} (partitioned, {tuple(parameter.shape)}, {parameter.dtype}, {parameter.device})"
 
 
-def _complaint(parameter: AbsentParameter, func: Callable[..., Any]) -> str:
+def _complaint(parameter: Any, func: Callable[..., Any]) -> str:
     card = card_of(parameter)
     name = card.name if card is not None else "a parameter"
     action = getattr(func, "__name__", str(func)).strip("_")

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator, Pending
-from zeroshard.engine.parameter import AbsentParameter, Card, RestingParameter, card_of
+from zeroshard.engine.parameter import Card, card_of, dress, point, values_of
 from zeroshard.layout import FlatLayout, Piece, Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.tensor.division import Divided
+from zeroshard.tensor.share import Share
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
@@ -44,6 +46,7 @@ class Flat:
         layout: FlatLayout,
         dtype: torch.dtype,
         device: torch.device,
+        divided: Sequence[Divided | None],
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
@@ -51,8 +54,17 @@ class Flat:
         self.dtype = dtype
         self.trainable = parameters[0].requires_grad
         self.original_dtypes = tuple(p.dtype for p in parameters)
-        self.strides = tuple(_dense_stride(p) for p in parameters)
-        self.shapes = tuple(p.shape for p in parameters)
+        self.divided = tuple(divided)  # which parameters are DTensors over the tensor axis, and how
+        self.shares: tuple[Share | None, ...] = tuple(d.share if d is not None else None for d in divided)
+        self.wholes = tuple(p.shape for p in parameters)  # shapes of the undivided parameters
+        # from here on, "parameter" is what this rank of the tensor axis has of it
+        self.shapes = tuple(
+            share.local_shape if share is not None else p.shape for p, share in zip(parameters, self.shares, strict=True)
+        )
+        self.strides = tuple(
+            _dense_stride(p) if d is None else torch.empty(shape, device="meta").stride()
+            for p, d, shape in zip(parameters, divided, self.shapes, strict=True)
+        )
         self.device = device
         self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned
@@ -87,8 +99,10 @@ class Flat:
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self.shard = shard
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
-        nan = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device)
-        self.stand_ins = [nan.expand(shape) for shape in self.shapes]
+        self._nothing = torch.full(
+            (), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
+        )
+        self.stand_ins = [self.stand_in(shape) for shape in self.shapes]
         self.rank = comm.shard.rank
         self.segments = self.layout.segments(self.rank)
         self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
@@ -99,6 +113,10 @@ class Flat:
         else:
             parts = [self.layout.owned(bucket, comm.shard.rank) for bucket in self.layout.buckets]
             self.owned = [self.full[part.start : part.end] for part in parts]
+
+    def stand_in(self, shape: torch.Size) -> torch.Tensor:
+        """A value of no use, for a parameter of ``shape`` to point at: see [Note: absent parameters]."""
+        return self._nothing.expand(shape)
 
     def scatter(self, values: torch.Tensor, rank: int) -> None:
         """Keep this rank's part of ``values``, a full tensor laid out like this flat."""
@@ -117,6 +135,19 @@ class Flat:
         for bucket, part in zip(self.layout.buckets, parts, strict=True):
             for piece in self.layout.owned_pieces(bucket, self.rank):
                 yield piece.parameter, piece.within, part[piece.at : piece.at + piece.within.numel]
+
+    def divided_stretches(self) -> list[Range]:
+        """Where, in this rank's shard, the values are that no other rank of the tensor axis has too."""
+        stretches: list[Range] = []
+        for piece in self.segments:
+            if self.shares[piece.parameter] is None:
+                continue
+            here = Range(piece.at, piece.at + piece.within.numel)
+            if stretches and stretches[-1].end == here.start:
+                stretches[-1] = Range(stretches[-1].start, here.end)
+            else:
+                stretches.append(here)
+        return stretches
 
     def update_from_master(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's parts and the master's parts they are to be copied from."""
@@ -168,13 +199,13 @@ class Unit:
         """Point every parameter at its place in the flat, and give it its card."""
         for flat in self.flats:
             for index, parameter in enumerate(flat.parameters):
-                parameter.data = flat.views[index]
+                point(parameter, flat.views[index])
                 card = Card(flat.names[index], self, flat, index, original_classes[id(parameter)])
                 parameter._zeroshard = card  # type: ignore[attr-defined]
 
     def start_released(self) -> None:
         """A partitioned unit begins its life with only its shard in memory."""
-        self._dress(AbsentParameter)
+        self._dress(absent=True)
         self.state = State.RELEASED
         self.park()
 
@@ -188,7 +219,7 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             for flat in self.flats:
                 for parameter, view in zip(flat.parameters, getattr(flat, views), strict=True):
-                    parameter.data = view
+                    point(parameter, view)
 
     def gather(self, frozen: bool = False) -> None:
         """Start to bring the full parameters. They are usable after :meth:`wait`.
@@ -203,7 +234,7 @@ class Unit:
                 flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
             self._ledger.add("gathered", self.full_bytes)
         elif not self.partitioned:
-            self._dress(AbsentParameter)  # until the new values are in
+            self._dress(absent=True)  # until the new values are in
         with self._lane:
             changed = [flat for flat in self.flats if self.partitioned or flat.trainable or frozen]
             self._pending = self._all_gather(changed)
@@ -215,15 +246,15 @@ class Unit:
         if self.state is State.GATHERING:
             self._finish()
             self.state = State.READY
-            self._dress(RestingParameter if self._resting else None)
+            self._dress(absent=False) if self._resting else self._undress()
         elif self.veiled:
-            self._dress(None)
+            self._undress()
         self.veiled = False
 
     def veil(self) -> None:
         """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular."""
         if self.partitioned and self.state is State.READY:
-            self._dress(AbsentParameter)
+            self._dress(absent=True)
             self.veiled = True
 
     def release(self) -> None:
@@ -231,7 +262,7 @@ class Unit:
         if not self.partitioned or self.state is State.RELEASED:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
-        self._dress(AbsentParameter)
+        self._dress(absent=True)
         for flat in self.flats:
             flat.full.untyped_storage().resize_(0)
         self._ledger.add("gathered", -self.full_bytes)
@@ -248,13 +279,13 @@ class Unit:
         """Make ``grad`` of a resident unit's parameters the reduced gradient."""
         self._resting = True
         if self.state is State.READY:
-            self._dress(RestingParameter)
+            self._dress(absent=False)
 
     def wake(self) -> None:
         """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
         self._resting = False
         if self.state is State.READY:
-            self._dress(None)
+            self._undress()
 
     @torch.no_grad()
     def gather_copy(self) -> None:
@@ -266,14 +297,14 @@ class Unit:
                 self._comm.all_gather(fresh[bucket.start : bucket.end], owned, self.gather_event).wait()
             for index, parameter in enumerate(flat.parameters):
                 parameter.__class__ = _original(parameter)
-                parameter.data = flat.view(fresh, index)
+                point(parameter, flat.view(fresh, index))
 
     def drop_copy(self) -> None:
         """Let go of what :meth:`gather_copy` made."""
         self.copied = False
         self._point("stand_ins")
         self.parked = True
-        self._dress(AbsentParameter)
+        self._dress(absent=True)
 
     def copy_resident(self) -> list[torch.Tensor]:
         """Copy a resident unit's values, to undo changes with."""
@@ -306,7 +337,7 @@ class Unit:
                 plain = torch.empty_strided(
                     view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
                 )
-                parameter.data = plain.copy_(view)
+                refill(parameter, plain.copy_(view), flat.divided[index])
                 parameter.grad = None
                 del parameter._zeroshard  # type: ignore[attr-defined]
 
@@ -317,7 +348,7 @@ class Unit:
             for bucket in flat.layout.buckets:
                 values = torch.zeros(bucket.numel, dtype=flat.dtype, device=flat.device)
                 for piece in flat.layout.pieces(bucket):
-                    line = flat.line(flat.parameters[piece.parameter].data, piece.parameter)
+                    line = flat.line(values_of(flat.parameters[piece.parameter]), piece.parameter)
                     end = piece.at + piece.within.numel
                     values[piece.at : end] = line[piece.within.start : piece.within.end]
                 if source is not None:
@@ -347,9 +378,20 @@ class Unit:
             for full, owned in zip(flat.buckets, flat.owned, strict=True)
         ]
 
-    def _dress(self, dress: type[nn.Parameter] | None) -> None:
+    def _dress(self, absent: bool) -> None:
         for parameter in self.parameters:
-            parameter.__class__ = dress or _original(parameter)
+            dress(parameter, absent)
+
+    def _undress(self) -> None:
+        for parameter in self.parameters:
+            parameter.__class__ = _original(parameter)
+
+
+def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
+    """Give a parameter values of another dtype; a DTensor's own dtype has to follow."""
+    if divided is not None:
+        parameter.data = divided.wrap(values)
+    point(parameter, values)
 
 
 def _original(parameter: nn.Parameter) -> type[nn.Parameter]:

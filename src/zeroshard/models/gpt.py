@@ -89,12 +89,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, residual_std: float) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = Linear(config.width, 3 * config.width, bias=config.bias)
         self.out = Linear(config.width, config.width, bias=config.bias, init_std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, width), as are all below
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        parts = self.qkv(x).chunk(3, -1)  # of all heads, or of those this rank of a tensor axis has
+        query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (batch, heads, sequence, -1)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return y
