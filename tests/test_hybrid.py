@@ -137,7 +137,7 @@ def test_two_meshes_of_one_axis_train_two_models_side_by_side() -> None:
 
 def test_a_mesh_of_three_axes_is_refused_with_what_is_wanted() -> None:
     def body(rank: int):
-        with pytest.raises(ValueError, match=r"one axis \(shard\) or two \(replicate, shard\)"):
+        with pytest.raises(ValueError, match=r"one axis \(shard\) or two \(replicate, shard\) for data"):
             zeroshard.shard(make_net(), mesh=init_device_mesh("cpu", (1, 2, 2)))
 
     run_threads(4, body)

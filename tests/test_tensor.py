@@ -9,7 +9,7 @@ import pytest
 import torch
 from against_plain import adamw, built, part, sgd, tokens, train_plainly
 from plain import assert_close
-from ranks import RanksFailed, run_processes, run_threads
+from ranks import run_processes, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -151,3 +151,255 @@ def gpt2() -> nn.Module:
 @pytest.mark.parametrize(("shape", "stage"), [((1, 2), 0), ((2, 2), 3), ((2, 1, 2), 2), ((2, 2), 1)])
 def test_a_divided_hugging_face_model_trains_as_on_one_rank(make: Any, shape: tuple[int, ...], stage: int) -> None:
     compare(built(make), hf_step, shape, stage=stage, clip=(0.05, 2.0), relative=3e-5)
+
+
+# -- what is divided, how much of it is held, and how it is undone ---------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """A block whose norm works on a part of the sequence, as sequence parallelism has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Sequence(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+SEQUENCE_PLAN: dict[str, Any] = {
+    "blocks.*": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
+    "blocks.*.norm": SequenceParallel(use_local_output=False),
+    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*.down": RowwiseParallel(),
+}
+
+
+def sequence_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_each_tensor_rank_has_a_part_of_are_summed(stage: int) -> None:
+    compare(built(Sequence), sequence_step, (2, 2), stage=stage, clip=(0.05, 2.0), tensor_plan=SEQUENCE_PLAN)
+
+
+def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
+    model = built(Sequence)
+    batch = tokens(1, VOCABULARY, rows=4)[0]
+    losses, parameters, _ = train_plainly(model, sequence_step, [batch], sgd, 1)
+
+    def body(rank: int) -> Any:
+        ours, mesh = copy.deepcopy(model), mesh_of((2, 2))
+        parallelize_module(ours, mesh["tensor"], SEQUENCE_PLAN)
+        before = list(ours.parameters())
+        ours, optimizer = zeroshard.shard(ours, sgd(ours), mesh=mesh, precision="fp32", timeout=20)
+        assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
+        loss = sequence_step(ours, data_part(batch, rank, (2, 2))).item()
+        optimizer.step()
+        whole = wholes(ours)
+        zeroshard.unshard(ours)
+        assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
+        for name, parameter in ours.named_parameters():
+            there = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            assert torch.equal(there, whole[name])
+        ours(batch)
+        return loss, whole
+
+    results = run_threads(4, body)
+    assert sum(loss for loss, _ in results) / 4 == pytest.approx(losses[0], rel=1e-5)
+    for _, whole in results:
+        assert_close(whole, parameters, 1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_unshard_gives_the_undivided_model_back(stage: int) -> None:
+    model = built(lambda: gpt(tied=True))
+    batch = tokens(1, VOCABULARY, rows=4)[0]
+
+    def body(rank: int) -> None:
+        ours = copy.deepcopy(model)
+        before = dict(ours.named_parameters())
+        ours, optimizer = zeroshard.shard(
+            ours, adamw(ours), mesh=mesh_of((2, 2)), stage=stage, precision="bf16", timeout=20
+        )
+        assert isinstance(ours.blocks[0].mlp.up.weight, DTensor)
+        assert ours.head.weight is ours.tokens.weight
+        assert bool(before["blocks.0.mlp.up.weight"].isnan().all())  # nobody trains the user's old parameter unnoticed
+        gpt_step(ours, data_part(batch, rank, (2, 2)))
+        optimizer.step()
+        whole, state = wholes(ours), zeroshard.full_state(optimizer, "blocks.1.attention.qkv.weight")
+        ours, inner = zeroshard.unshard(ours, optimizer)
+        for name, parameter in ours.named_parameters():
+            assert parameter is before[name]
+            assert torch.equal(parameter, whole[name])
+        qkv = ours.blocks[1].attention.qkv.weight
+        assert torch.equal(inner.state[qkv]["exp_avg"], state["exp_avg"])
+        plain = copy.deepcopy(model)
+        plain.load_state_dict(ours.state_dict())
+        assert torch.equal(ours(batch), plain(batch))
+        zeroshard.shard(ours, mesh=mesh_of((2, 2)), timeout=20)  # and once more
+
+    run_threads(4, body)
+
+
+def test_a_divided_model_begins_as_the_undivided_one_from_the_meta_device() -> None:
+    undivided = run_processes(1, _values_from_meta, None)[0]
+    for shape in ((1, 2), (2, 2)):
+        for ours in run_processes(torch.Size(shape).numel(), _values_from_meta, shape):
+            assert all(torch.equal(ours[name], value) for name, value in undivided.items())
+
+
+def _values_from_meta(rank: int, shape: tuple[int, ...] | None) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = gpt(tied=True)
+    torch.manual_seed(3)
+    zeroshard.shard(model, mesh=None if shape is None else mesh_of(shape), timeout=20)
+    return wholes(model)
+
+
+def test_each_rank_holds_its_part_of_its_part() -> None:
+    model = built(lambda: gpt(width=64, vocab_size=128))
+    whole = sum(p.numel() for p in model.parameters())
+    alike = sum(p.numel() for n, p in model.named_parameters() if "norm" in n or "positions" in n)
+    alike += sum(p.numel() for n, p in model.named_parameters() if n.endswith(("out.bias", "down.bias")))
+
+    def body(rank: int) -> int:
+        ours, _ = zeroshard.shard(copy.deepcopy(model), mesh=mesh_of((2, 2)), timeout=20)
+        return zeroshard.report(ours).states
+
+    for states in run_threads(4, body):
+        assert states == pytest.approx(4 * (alike + (whole - alike) / 2) / 2, rel=0.02)  # fp32; alignment
+
+
+def test_an_absent_part_is_refused_by_name_and_comes_with_gathered() -> None:
+    model = built(gpt)
+
+    def body(rank: int) -> None:
+        ours, _ = zeroshard.shard(copy.deepcopy(model), mesh=mesh_of((2, 2)), timeout=20)
+        weight = ours.blocks[0].mlp.up.weight
+        assert weight.shape == (64, 16)
+        assert isinstance(weight, nn.Parameter)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.mlp\.up\.weight.*gathered"):
+            weight.sum()
+        for method in (weight.to_local, weight.full_tensor):
+            with pytest.raises(RuntimeError, match=r"blocks\.0\.mlp\.up\.weight.*gathered"):
+                method()
+        assert "partitioned" in repr(weight)
+        with zeroshard.gathered(ours):
+            assert torch.equal(weight.full_tensor(), model.blocks[0].mlp.up.weight)
+        with zeroshard.gathered(ours, write_rank=0), torch.no_grad():
+            weight.to_local().fill_(rank // 2 + 1.0)
+        assert zeroshard.full_parameter(ours, "blocks.0.mlp.up.weight").eq(1.0).all()
+
+    run_threads(4, body)
+
+
+def test_accumulation_and_frozen_parameters() -> None:
+    model = built(gpt)
+    model.tokens.requires_grad_(False)
+    model.blocks[0].mlp.requires_grad_(False)
+
+    def twice(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            loss = gpt_step(model, ids)
+        return loss
+
+    for stage in (1, 3):
+        compare(model, twice, (2, 2), stage=stage, clip=(0.05, 2.0))
+
+
+def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
+    model = built(gpt)
+    batch = tokens(1, VOCABULARY, rows=4)[0]
+
+    def body(rank: int) -> Any:
+        ours = copy.deepcopy(model)
+        ours, optimizer = zeroshard.shard(ours, sgd(ours), mesh=mesh_of((2, 2)), precision="fp16", timeout=20)
+        before = wholes(ours)
+        optimizer.scale(ours(data_part(batch, rank, (2, 2))).float().sum()).backward()
+        engine = ours._zeroshard.engine
+        if rank == 1:  # a part of a divided parameter, on one rank of four
+            next(iter(engine.gradients.of_flat.values())).shard.view(-1)[:1] = float("inf")
+        optimizer.step()
+        after = wholes(ours)
+        return optimizer.loss_scale.item(), all(torch.equal(after[name], value) for name, value in before.items())
+
+    assert run_threads(4, body) == [(2.0**15, True)] * 4
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "complaint"),
+    [
+        (Sequence, {}, r"no plan is known for Sequence: give shard\(tensor_plan="),
+        (lambda: gpt(heads=1), {}, "2 ranks, which do not divide the model's 1 heads"),
+        (Sequence, {"tensor_plan": {"blocks.*.upp": ColwiseParallel()}}, "'blocks.*.upp'] matches no module"),
+        (Sequence, {"tensor_plan": {"blocks.*.up": "colwise"}}, "got str"),
+        (lambda: gpt(tied=True), {"tensor_plan": {"head": ColwiseParallel()}}, "divides it in one and not"),
+        (Sequence, {"tensor_plan": {}}, "divides no parameter"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_and_left_as_it_was(make: Any, options: Any, complaint: str) -> None:
+    model = built(make)
+
+    def body(rank: int) -> None:
+        ours = copy.deepcopy(model)
+        before = dict(ours.named_parameters())
+        with pytest.raises((ValueError, TypeError)) as refused:
+            zeroshard.shard(ours, mesh=mesh_of((1, 2)), timeout=20, **options)
+        assert complaint.replace("\\", "") in str(refused.value)
+        assert all(parameter is before[name] for name, parameter in ours.named_parameters())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in ours.modules())
+
+    run_threads(2, body)
+
+
+def test_meshes_and_models_that_do_not_go_together_are_refused() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+        with pytest.raises(ValueError, match="last axis is named 'tensor'"):
+            zeroshard.shard(built(Sequence), tensor_plan=SEQUENCE_PLAN)
+        ours = built(Sequence)
+        parallelize_module(ours, mesh, SEQUENCE_PLAN)
+        with pytest.raises(ValueError, match="is a DTensor: give shard"):
+            zeroshard.shard(ours)
+        with pytest.raises(ValueError, match="leave tensor_plan out"):
+            zeroshard.shard(ours, mesh=mesh, tensor_plan=SEQUENCE_PLAN)
+        with pytest.raises(ValueError, match="the mesh's last"):
+            zeroshard.shard(built(gpt), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "shard")))
+        unnamed = init_device_mesh("cpu", (2, 1, 1))
+        with pytest.raises(ValueError, match="perhaps a last one named 'tensor'"):
+            zeroshard.shard(built(gpt), mesh=unnamed)
+
+    run_threads(2, body)
+
+
+def test_a_tensor_axis_of_one_rank_divides_nothing() -> None:
+    def body(rank: int) -> None:
+        ours, _ = zeroshard.shard(built(Sequence), mesh=mesh_of((2, 1)), timeout=20)
+        assert not any(isinstance(parameter, DTensor) for parameter in ours.parameters())
+
+    run_threads(2, body)

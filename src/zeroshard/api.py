@@ -25,6 +25,7 @@ from zeroshard.engine.parameter import card_of, values_of
 from zeroshard.engine.unit import State, Unit
 from zeroshard.engine.units import plan_units
 from zeroshard.memory.ledger import Bytes, Ledger
+from zeroshard.memory.pool import Pool
 from zeroshard.memory.profile import Moment, Profile
 from zeroshard.memory.report import Report
 from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
@@ -58,7 +59,7 @@ def shard(
 
     A last axis named "tensor" divides the model's layers by tensor parallelism; ZeRO then partitions what each rank has
     of them over the data axes. ``tensor_plan`` says how, as ``torch.distributed.tensor.parallel.parallelize_module``
-    takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model has been
+    takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model is
     parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
 
     >>> import zeroshard
@@ -82,13 +83,13 @@ def shard(
     division = _divide(model, mesh, tensor, tensor_plan)
     placement = Placement.of_stage(config.stage, axes[-1].size)
     comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
-    ledger, order, precision = Ledger(), Order(control), Precision(model, config)
+    ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     plans = plan_units(model, config.units, config.bucket_size)
-    units = Builder(model, plans, trained, config, placement, precision, comm, ledger, division).build()
+    units = Builder(model, plans, trained, config, placement, precision, comm, ledger, pool, division).build()
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
-    gradients = Gradients(units, placement, comm, order, ledger, config, reduce_dtypes)
+    gradients = Gradients(units, placement, comm, order, ledger, pool, config, reduce_dtypes)
     buffers = Buffers(model, comm, order, config.broadcast_buffers)
-    engine = Engine(units, gradients, buffers, placement, comm, order, ledger, config, precision)
+    engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):
         for name in plan.modules:
@@ -308,7 +309,7 @@ def _divide(
     name = tensor_axis_name(mesh) if mesh is not None else None
     if plan is not None and name is None:
         raise ValueError(
-            "tensor_plan is given, and the mesh has no tensor axis: give a mesh whose last axis is named 'tensor', as in "
+            "tensor_plan is given, and the mesh has no tensor axis: give one whose last axis is named 'tensor', as in "
             'init_device_mesh("cuda", (4, 2), mesh_dim_names=("shard", "tensor"))'
         )
     if mesh is None or name is None or tensor.size == 1:  # one rank has nothing to divide

@@ -56,16 +56,17 @@ class Traffic:
 
 @dataclass
 class Counters:
-    """What was communicated since the last step ended, and in the step before."""
+    """What was communicated since the last step ended, in the step before, and in all."""
 
     now: dict[str, Traffic] = field(default_factory=dict)
     last_step: dict[str, Traffic] = field(default_factory=dict)
+    ever: dict[str, Traffic] = field(default_factory=dict)
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count one collective."""
-        traffic = self.now.setdefault(kind, Traffic())
-        traffic.count += 1
-        traffic.bytes += nbytes
+        for traffic in (self.now.setdefault(kind, Traffic()), self.ever.setdefault(kind, Traffic())):
+            traffic.count += 1
+            traffic.bytes += nbytes
 
     def roll(self) -> None:
         """End the step."""
@@ -110,6 +111,11 @@ class Communicator:
         """Collect every rank's ``shard`` into ``output``, in rank order."""
         self.counters.add("all-gather", output.nbytes)
         return self._pending(_all_gather(output, shard, group=self.shard.group, async_op=True), what)
+
+    def gather_activation(self, output: torch.Tensor, part: torch.Tensor, axis: Axis, what: str) -> Pending:
+        """Collect every rank's ``part`` of an activation, which is the same on all ranks of ``axis``."""
+        self.counters.add("activation all-gather", output.nbytes)
+        return self._pending(_all_gather(output, part, group=axis.group, async_op=True), what)
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
         """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``. ``packed`` may be overwritten."""
@@ -207,6 +213,11 @@ class _Watched:
             self._then()
 
 
+def gather(output: torch.Tensor, part: torch.Tensor, axis: Axis) -> None:
+    """Collect every rank's ``part`` over an axis, without a communicator, and wait for it."""
+    _all_gather(output, part, group=axis.group)
+
+
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The backend that serves tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
     if group is None:
@@ -242,7 +253,8 @@ def axes_of(mesh: DeviceMesh | None) -> tuple[list[Axis], Axis]:
     data, tensor = (axes, alone) if name is None else (axes[:-1], axes[-1])
     if len(data) > 2:
         raise ValueError(
-            f"mesh has one data axis (shard) or two (replicate, shard), and perhaps a last one named 'tensor', got {mesh}"
+            "mesh has one axis (shard) or two (replicate, shard) for data, and perhaps a last one named 'tensor', got "
+            f"{mesh}"
         )
     return data or [alone], tensor
 

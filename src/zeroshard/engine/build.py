@@ -21,6 +21,7 @@ from zeroshard.layout import FlatLayout
 from zeroshard.memory.arena import Arena
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.pool import Pool
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
 from zeroshard.tensor.division import Division
@@ -35,8 +36,7 @@ def check_model(model: nn.Module, divided: bool) -> None:
             raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
         if isinstance(parameter, DTensor) and not divided:
             raise ValueError(
-                f"{name!r} is a DTensor: give shard() the mesh it is divided over, with the tensor axis as its last one, "
-                "named 'tensor'"
+                f"{name!r} is a DTensor: give shard() the mesh it is divided over, whose last axis is named 'tensor'"
             )
         if hasattr(parameter, "_zeroshard"):
             raise ValueError(f"{name!r} is sharded already: call zeroshard.unshard() on its model first")
@@ -115,12 +115,13 @@ class Builder:
         precision: Precision,
         comm: Communicator,
         ledger: Ledger,
+        pool: Pool,
         division: Division | None = None,
     ) -> None:
         self._model, self._config = model, config
         self._division = division
         self._divided = division.parameters if division is not None else {}
-        self._comm, self._ledger, self._precision = comm, ledger, precision
+        self._comm, self._ledger, self._precision, self._pool = comm, ledger, precision, pool
         self._partitioned = placement.parameters
         self._parameters = dict(model.named_parameters())
         self._classes = {id(p): type(p) for p in self._parameters.values()}
@@ -128,7 +129,7 @@ class Builder:
         self._trained = trained  # ids of the parameters an optimizer updates
         self._plans = plans
         lane = Lane(comm.device, comm.stopwatch)
-        self.units = [Unit(p.name, self._flats(p), comm, ledger, lane, self._partitioned) for p in plans]
+        self.units = [Unit(p.name, self._flats(p), comm, ledger, pool, lane, self._partitioned) for p in plans]
 
     def build(self) -> list[Unit]:
         """Place shards in arenas, then fill them unit by unit: never more than the shards and one whole unit."""
@@ -136,17 +137,18 @@ class Builder:
         masters = [flat for flat in flats if self._has_master(flat)]
         if masters:
             numel = sum(flat.layout.shard_numel for flat in masters)
-            arena = Arena("master weights", numel, torch.float32, self._comm.device, self._ledger)
+            arena = Arena("master weights", numel, torch.float32, self._pool, self._ledger)
             for flat in masters:
                 flat.master = arena.take(flat.layout.shard_numel)
         shards: dict[torch.dtype, Arena] = {}
         for dtype in dict.fromkeys(flat.dtype for flat in flats) if self._partitioned else ():
             numel = sum(flat.layout.shard_numel for flat in flats if flat.dtype == dtype)
-            shards[dtype] = Arena("parameters", numel, dtype, self._comm.device, self._ledger)
+            shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._ledger)
         for unit, plan in zip(self.units, self._plans, strict=True):
             for flat in unit.flats:
                 arena_part = shards[flat.dtype].take(flat.layout.shard_numel) if self._partitioned else None
-                flat.place(self._comm, arena_part)
+                with self._pool:
+                    flat.place(self._comm, arena_part)
                 if arena_part is None:
                     self._ledger.add("parameters", flat.full.nbytes)
             self._fill(unit, plan)
@@ -193,7 +195,7 @@ class Builder:
             unit.start_released()
 
     def _stage(self, flat: Flat) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Lay the parameters' values, or room for them, out as the flat does; whole ones that are to be divided apart."""
+        """Lay the parameters' values, or room for them, out as the flat does; apart, whole what is to be divided."""
         dtype = torch.float32 if flat.master is not None else flat.dtype
         values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
         wholes: dict[int, torch.Tensor] = {}
@@ -215,14 +217,13 @@ class Builder:
     def _copy_divided(self, name: str, parameter: DTensor, view: torch.Tensor) -> None:
         if parameter.is_meta:
             raise ValueError(
-                f"{name!r} is a DTensor on the meta device: build the model on the meta device and leave dividing it to "
-                "shard(), which fills it as it would be undivided"
+                f"{name!r} is a DTensor on the meta device: leave it to shard() to divide a model that was built there"
             )
         view.copy_(parameter.to_local())
         parameter._local_tensor = view
 
     def _share_out(self, flat: Flat, values: torch.Tensor, wholes: dict[int, torch.Tensor]) -> None:
-        """Bring the first tensor rank's values to all ranks of its axis, and keep this rank's share of what is divided."""
+        """Bring the first tensor rank's values to all of its axis, and keep this rank's share of what is divided."""
         if self._comm.tensor.size == 1:
             return
         for index, share in enumerate(flat.shares):

@@ -42,6 +42,7 @@ from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import Card
 from zeroshard.engine.unit import Flat, State, Unit
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.pool import Pool
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 
@@ -83,6 +84,7 @@ class Engine:
         comm: Communicator,
         order: Order,
         ledger: Ledger,
+        pool: Pool,
         config: Config,
         precision: Precision,
     ) -> None:
@@ -93,6 +95,7 @@ class Engine:
         self.comm = comm
         self.order = order
         self.ledger = ledger
+        self.pool = pool
         self.config = config
         self.spoilt: dict[str, str] = {}  # states that are of no use → why
         self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change

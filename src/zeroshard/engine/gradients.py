@@ -17,6 +17,7 @@ from zeroshard.layout import Piece, Range
 from zeroshard.memory.arena import Arena
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.pool import Pool
 from zeroshard.memory.ring import Ring
 from zeroshard.placement import Placement
 
@@ -71,6 +72,7 @@ class Gradients:
         comm: Communicator,
         order: Order,
         ledger: Ledger,
+        pool: Pool,
         config: Config,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
     ) -> None:
@@ -81,7 +83,7 @@ class Gradients:
         self.queue: list[Unit] | None = None  # the fixed order of reductions, once agreed
         self.coefficient: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
         self.unreduced = False  # some backward has only summed locally
-        self._comm, self._order, self._ledger, self._config = comm, order, ledger, config
+        self._comm, self._order, self._ledger, self._pool, self._config = comm, order, ledger, pool, config
         self._lane = Lane(comm.device, comm.stopwatch)
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -208,7 +210,8 @@ class Gradients:
     def _open_local(self, gradient: FlatGradient) -> torch.Tensor:
         flat = gradient.flat
         if gradient.local is None:
-            gradient.local = torch.zeros(flat.layout.numel, dtype=gradient.dtype, device=flat.device)
+            with self._pool:
+                gradient.local = torch.zeros(flat.layout.numel, dtype=gradient.dtype, device=flat.device)
             gradient.local_views = [flat.view(gradient.local, index) for index in range(len(flat.parameters))]
             self._ledger.add("gradients", gradient.local.nbytes)
         elif gradient.shard is not None and gradient.has_shard and not gradient.has_local and not self.partitioned:
@@ -360,7 +363,7 @@ class Gradients:
             return
         group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype]
         numel = sum(other.flat.layout.shard_numel for other in group)
-        arena = Arena("gradients", numel, gradient.dtype, self._comm.device, self._ledger)
+        arena = Arena("gradients", numel, gradient.dtype, self._pool, self._ledger)
         for other in group:
             other.shard = arena.take(other.flat.layout.shard_numel)
 

@@ -12,8 +12,8 @@ is also pointed at a single NaN stretched over the shape: they read NaN, not mem
 
 [Note: divided parameters]
 A parameter that is divided along a tensor axis is a DTensor. What ZeRO partitions is the part this rank has of it, its
-``_local_tensor``: that is pointed at the flat's memory, as ``data`` of a plain parameter is, while the DTensor around it,
-and with it what autograd knows of the parameter, stays. A class of its own (``AbsentDTensor``) takes the place of
+``_local_tensor``: that is pointed at the flat's memory, as ``data`` of a plain parameter is, while the DTensor around
+it, and with it what autograd knows of the parameter, stays. A class of its own (``AbsentDTensor``) takes the place of
 ``DTensor``, because Python swaps only classes of one layout.
 """
 
@@ -212,13 +212,38 @@ class AbsentDTensor(_Absent, DTensor):
 
     __slots__ = ()
 
+    # methods of DTensor's own, which do not ask __torch_function__
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe it."""
+        return _describe(self)
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """This rank's part, where it may be brought now."""
+        return _brought(self, DTensor.to_local).to_local(**options)
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """The whole parameter, where this rank's part may be brought now."""
+        return _brought(self, DTensor.full_tensor).full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """The parameter divided otherwise, where this rank's part may be brought now."""
+        return _brought(self, DTensor.redistribute).redistribute(*args, **options)
+
+
+def _brought(parameter: AbsentDTensor, func: Callable[..., Any]) -> DTensor:
+    card = card_of(parameter)
+    if card is None or not card.fetch():
+        raise RuntimeError(_complaint(parameter, func))
+    return parameter  # a plain DTensor by now
+
 
 def dress(parameter: nn.Parameter, absent: bool) -> None:
     """Make the parameter an absent one, or else a resting one."""
+    kind: Any = (AbsentParameter, RestingParameter)
     if isinstance(parameter, DTensor):
-        parameter.__class__ = AbsentDTensor if absent else RestingDTensor
-    else:
-        parameter.__class__ = AbsentParameter if absent else RestingParameter
+        kind = (AbsentDTensor, RestingDTensor)
+    parameter.__class__ = kind[0 if absent else 1]
 
 
 def _twin(parameter: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from zeroshard.engine.parameter import Card, card_of, dress, point, values_of
 from zeroshard.layout import FlatLayout, Piece, Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.pool import Pool
 from zeroshard.tensor.division import Divided
 from zeroshard.tensor.share import Share
 
@@ -59,7 +60,7 @@ class Flat:
         self.wholes = tuple(p.shape for p in parameters)  # shapes of the undivided parameters
         # from here on, "parameter" is what this rank of the tensor axis has of it
         self.shapes = tuple(
-            share.local_shape if share is not None else p.shape for p, share in zip(parameters, self.shares, strict=True)
+            whole if share is None else share.local_shape for whole, share in zip(self.wholes, self.shares, strict=True)
         )
         self.strides = tuple(
             _dense_stride(p) if d is None else torch.empty(shape, device="meta").stride()
@@ -161,7 +162,14 @@ class Unit:
     """The life of a unit: gather → (wait) → use → release. ``partitioned`` units breathe, others stay."""
 
     def __init__(
-        self, name: str, flats: list[Flat], comm: Communicator, ledger: Ledger, lane: Lane, partitioned: bool
+        self,
+        name: str,
+        flats: list[Flat],
+        comm: Communicator,
+        ledger: Ledger,
+        pool: Pool,
+        lane: Lane,
+        partitioned: bool,
     ) -> None:
         self.name = name
         self.flats = flats
@@ -175,7 +183,7 @@ class Unit:
         self.reduce_event = f"reduce unit {name!r}"
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
         self._comm = comm
-        self._ledger = ledger
+        self._ledger, self._pool = ledger, pool
         self._lane = lane  # that gathers run on
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
@@ -230,8 +238,9 @@ class Unit:
             self._point("views")
             self.parked = False
         if self.partitioned and self.state is State.RELEASED:
-            for flat in self.flats:
-                flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
+            with self._pool:
+                for flat in self.flats:
+                    flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
             self._ledger.add("gathered", self.full_bytes)
         elif not self.partitioned:
             self._dress(absent=True)  # until the new values are in

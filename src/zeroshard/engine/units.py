@@ -45,7 +45,7 @@ def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | N
     """
     names = {module: name for name, module in model.named_modules()}
     if patterns is None:
-        blocks = set(_repeated(model))
+        blocks = set(repeated(model))
     else:
         blocks = {module for module, name in names.items() if name and matches(name, module, patterns)}
         if not blocks:
@@ -69,7 +69,7 @@ def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | N
     return _merged(plans, bucket_size)
 
 
-def _repeated(model: nn.Module) -> Iterator[nn.Module]:
+def repeated(model: nn.Module) -> Iterator[nn.Module]:
     """Find the outermost containers' children of one class: transformer layers, residual blocks, stages."""
     for child in model.children():
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) else []
@@ -77,7 +77,7 @@ def _repeated(model: nn.Module) -> Iterator[nn.Module]:
         found = [m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None]
         yield from found
         for grandchild in [child] if not members else [m for m in members if m not in found]:
-            yield from _repeated(grandchild)
+            yield from repeated(grandchild)
     if isinstance(model, (nn.ModuleList, nn.Sequential)):  # the model itself is the container
         members = list(model.children())
         counts = Counter(type(m) for m in members if next(m.children(), None) is not None)

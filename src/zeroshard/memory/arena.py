@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.pool import Pool
 
 
 class Arena:
@@ -13,14 +14,15 @@ class Arena:
     Neighbours can be joined again into one view, so that an optimizer step over the shards of many units is one fused
     kernel.
 
-    >>> arena = Arena("parameters", 8, torch.float32, torch.device("cpu"), Ledger())
+    >>> arena = Arena("parameters", 8, torch.float32, Pool(torch.device("cpu")), Ledger())
     >>> a, b = arena.take(3), arena.take(5)
     >>> arena.tensor.numel() == a.numel() + b.numel()
     True
     """
 
-    def __init__(self, kind: str, numel: int, dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
-        self.tensor = torch.zeros(numel, dtype=dtype, device=device)  # zeros: alignment must hold no NaN
+    def __init__(self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, ledger: Ledger) -> None:
+        with pool:
+            self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: alignment must hold no NaN
         self._taken = 0
         ledger.add(kind, self.tensor.nbytes)
 

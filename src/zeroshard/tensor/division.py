@@ -42,8 +42,8 @@ class Divided:
         """A DTensor of this rank's part."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride
-        ).detach()
+            local.detach(), self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride
+        )
 
 
 class Division:
@@ -114,7 +114,7 @@ class Division:
 
 
 def divide(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle] | None) -> Division:
-    """Divide a model along ``mesh``, the tensor axis: by ``styles``, or as it is, or by the plan that is known for it."""
+    """Divide a model along ``mesh``, the tensor axis: by ``styles``, as it is already, or by the plan known for it."""
     found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     if found and styles is not None:
         raise ValueError(

@@ -7,8 +7,9 @@ on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -26,7 +27,7 @@ class Plan:
     """By pattern of module names, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them."""
     counts: dict[str, int] = field(default_factory=dict)
     """What must be a multiple of the number of ranks: what it is → how many there are."""
-    narrowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    narrowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By pattern of module names, attributes that are a width and shrink with it."""
 
     def check(self, ranks: int) -> None:
@@ -99,13 +100,13 @@ def _llama(model: nn.Module, inner: nn.Module, prefix: str) -> Plan:
         f"{layer}mlp.up_proj": ColwiseParallel(),
         f"{layer}mlp.down_proj": RowwiseParallel(),
     }
-    config = inner.config
+    config: Any = inner.config
     counts = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
         "units of the MLP": config.intermediate_size,
     }
-    return Plan(styles | dict(_vocabulary(f"{prefix}embed_tokens", _head(model))), counts)  # type: ignore[arg-type]
+    return Plan(styles | dict(_vocabulary(f"{prefix}embed_tokens", _head(model))), counts)
 
 
 def _gpt2(model: nn.Module, inner: nn.Module, prefix: str) -> Plan:
@@ -116,10 +117,10 @@ def _gpt2(model: nn.Module, inner: nn.Module, prefix: str) -> Plan:
         f"{layer}mlp.c_fc": Columns(),
         f"{layer}mlp.c_proj": Rows(),
     }
-    config = inner.config
+    config: Any = inner.config
     counts = {"attention heads": config.n_head, "units of the MLP": config.n_inner or 4 * config.n_embd}
     narrowed = {f"{layer}attn": ("split_size",)}
-    return Plan(styles | dict(_vocabulary(f"{prefix}wte", _head(model))), counts, narrowed)  # type: ignore[arg-type]
+    return Plan(styles | dict(_vocabulary(f"{prefix}wte", _head(model))), counts, narrowed)
 
 
 def _head(model: nn.Module) -> str:

@@ -9,7 +9,7 @@ rank wants its heads' part of all three; its share is then several stretches, la
     rank 0 of 2 holds        | q0 k0 v0 |
     rank 1 of 2 holds        | q1 k1 v1 |
 
-ZeRO never looks at this: to it, what the rank holds is the parameter. Only what leaves the rank does (checkpoints, whole
+ZeRO never looks at this: to it, what the rank holds is the parameter. What leaves the rank does (checkpoints, whole
 parameters, the values a model begins with).
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -47,7 +48,7 @@ class Share:
 
     @classmethod
     def even(cls, shape: Sequence[int], dim: int, ranks: int, rank: int, pieces: int = 1) -> Share:
-        """Divide each of ``pieces`` equal parts of ``dim`` over the ranks as ``torch.chunk`` does: the last get less."""
+        """Divide each of ``pieces`` equal parts of ``dim`` as ``torch.chunk`` does: the last ranks may get less."""
         dim %= len(shape)
         length, rest = divmod(shape[dim], pieces)
         if rest:
@@ -75,7 +76,7 @@ class Share:
         """Whether the ranks' parts, one behind the other, are the elements of the whole in their order."""
         outermost = all(length == 1 for length in self.shape[: self.dim])
         ends = [span for spans in self.spans for span in spans]
-        return outermost and all(a.end == b.start for a, b in zip(ends, ends[1:], strict=False))
+        return outermost and all(a.end == b.start for a, b in pairwise(ends))
 
     def start_of(self, rank: int) -> int:
         """How many elements the ranks before this one hold."""

@@ -1,8 +1,8 @@
 """Styles: how a module is divided, for the layers that torch's own styles do not know.
 
-torch's ``ColwiseParallel`` and ``RowwiseParallel`` take ``nn.Linear`` and ``nn.Embedding``, and divide a dimension in one
-piece a rank. ``Columns`` also divides fused matrices (see [Note: shares]) and Hugging Face's ``Conv1D``, a linear layer
-whose weight is transposed; ``Rows`` is its counterpart.
+torch's ``ColwiseParallel`` and ``RowwiseParallel`` take ``nn.Linear`` and ``nn.Embedding``, and give each rank one
+stretch of a dimension. ``Columns`` also divides fused matrices (see [Note: shares]) and Hugging Face's ``Conv1D``, a
+linear layer whose weight is transposed; ``Rows`` is its counterpart.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Rows(ParallelStyle):
         return distribute_module(module, device_mesh, partition, _divided, _summed)
 
 
-def _replicated(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+def _replicated(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
     return (_distributed(inputs[0], mesh, Replicate()), *inputs[1:])
 
 
-def _divided(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+def _divided(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
     return (_distributed(inputs[0], mesh, Shard(-1)), *inputs[1:])
 
 
