@@ -162,21 +162,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
-        comm, shards = self._engine.comm, self._engine.gradients.shards()
-        infinite = norm_type == math.inf
-        if shards:
-            wide = [shard for shard in shards if shard.dtype == torch.float64]  # torch refuses to narrow these
-            rest = [shard for shard in shards if shard.dtype != torch.float64]
-            found = [norm.float() for norm in torch._foreach_norm(wide, norm_type)] if wide else []
-            found += torch._foreach_norm(rest, norm_type, dtype=torch.float32) if rest else []
-            norms = torch.stack(found)
-            total = norms.max() if infinite else norms.square().sum()
-        else:
-            total = torch.zeros((), device=comm.device)
-        if comm.shard.size > 1:  # along the other axes, every rank has the same
-            what = "sum the gradients' norm"
-            self._engine.order.check(what)
-            comm.all_reduce(total, comm.shard, what, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM).wait()
+        comm, infinite = self._engine.comm, norm_type == math.inf
+        total = _power_sum(self._engine.gradients.counted(), norm_type, comm.device)
+        op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        for axis in (comm.shard, comm.tensor):  # along the other axes, every rank has the same
+            if axis.size > 1:
+                what = "sum the gradients' norm"
+                self._engine.order.check(what)
+                comm.all_reduce(total, axis, what, op).wait()
         norm = total if infinite else total.sqrt()
         if self._engine.gradients.coefficient is not None:
             norm = norm * self._engine.gradients.coefficient
@@ -383,7 +376,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Fill the runs' states from whole states by name."""
         if not states:
             return
-        shapes = {name: shape for flat in self._flats for name, shape in zip(flat.names, flat.shapes, strict=True)}
+        shapes = {name: shape for flat in self._flats for name, shape in zip(flat.names, flat.wholes, strict=True)}
         self.open_states(
             {
                 name: {k: v.dtype if is_elementwise(k, v, shapes[name]) else v for k, v in state.items()}
@@ -393,8 +386,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for run in self._all_runs():
             for flat, parameter, within, at in run.places():
                 for key, value in states.get(flat.names[parameter], {}).items():
-                    if is_elementwise(key, value, flat.shapes[parameter]):
-                        line = flat.line(value.to(flat.device), parameter)
+                    if is_elementwise(key, value, flat.wholes[parameter]):
+                        share = flat.shares[parameter]
+                        part = value if share is None else share.take(value)
+                        line = flat.line(part.to(flat.device), parameter)
                         self.state[run.parameter][key][at : at + within.numel] = line[within.start : within.end]
 
     def open_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -445,6 +440,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return all(
             one.keys() == seen[0].keys() and all(_same(one[key], seen[0][key]) for key in one) for one in seen[1:]
         )
+
+
+def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The sum of all squares, or for the infinity norm the largest magnitude."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    wide = [tensor for tensor in tensors if tensor.dtype == torch.float64]  # torch refuses to narrow these
+    rest = [tensor for tensor in tensors if tensor.dtype != torch.float64]
+    found = [norm.float() for norm in torch._foreach_norm(wide, norm_type)] if wide else []
+    found += torch._foreach_norm(rest, norm_type, dtype=torch.float32) if rest else []
+    norms = torch.stack(found)
+    return norms.max() if norm_type == math.inf else norms.square().sum()
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -7,8 +7,9 @@ for its chunks by a protocol of three methods (``torch/distributed/_checkpointab
 stretches meet which wanted ones, whatever the ranks, stages and buckets were then and are now.
 
 The elements of a tensor lie in the order of its strides. A convolution in channels-last format has another *order* of
-dimensions than a plain one: the index keeps it, and a tensor that is wanted in another order than it was saved in is
-read whole and turned (:class:`Turned`), one at a time.
+dimensions than a plain one, and what is divided along a tensor axis lies part by part (see [Note: lines of divided
+tensors]). The index keeps the order, and a tensor that is wanted in another one than it was saved in is read whole and
+turned (:class:`Turned`), one at a time, by the ranks that hold something of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from zeroshard.checkpoint.order import Order
 from zeroshard.layout import Range
 
 Parts = Sequence[tuple[Range, torch.Tensor]]  # elements of the line, and their values: 1-D, contiguous
@@ -80,27 +82,20 @@ class Chunks(torch.Tensor):
 
 
 class Turned(Chunks):
-    """A tensor that was saved in another order of dimensions: read whole, then turned into its parts."""
+    """A tensor that was saved in another order than it is wanted in: read whole, then turned into its parts."""
 
     target: Parts  # what is wanted
-    shape_then: tuple[int, ...]  # of the line as it was saved
-    turn: list[int]  # how that shape is turned
+    whole_shape: tuple[int, ...]
+    saved: Order
+    wanted: Order
     missing: int  # elements
 
     @classmethod
-    def make(
-        cls,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        saved: tuple[int, ...],
-        wanted: tuple[int, ...],
-        parts: Parts,
-    ) -> Turned:
-        """``saved`` and ``wanted`` are orders of dimensions, outermost first; ``parts`` are stretches as wanted."""
+    def make(cls, shape: tuple[int, ...], dtype: torch.dtype, saved: Order, wanted: Order, parts: Parts) -> Turned:
+        """``parts`` are stretches of the line as it is wanted."""
         turned: Turned = Chunks.__new__(cls, torch.Size(shape).numel(), dtype, [])  # type: ignore[assignment]
         turned.target, turned.missing = parts, turned.numel()
-        turned.shape_then = tuple(shape[dimension] for dimension in saved)
-        turned.turn = [saved.index(dimension) for dimension in wanted]
+        turned.whole_shape, turned.saved, turned.wanted = shape, saved, wanted
         return turned
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -115,27 +110,13 @@ class Turned(Chunks):
         """Turn the whole tensor when all of it is there, and let it go."""
         self.missing -= numel
         if self.missing == 0:
-            line = self.parts.pop(0).view(self.shape_then).permute(self.turn).contiguous().view(-1)
+            whole = self.saved.whole(self.parts.pop(0), self.whole_shape)
+            first, last = min(s.start for s, _ in self.target), max(s.end for s, _ in self.target)
+            line = self.wanted.line(whole, Range(first, last))  # of a divided tensor, this rank's part alone
             for stretch, tensor in self.target:
-                tensor.copy_(line[stretch.start : stretch.end])
+                tensor.copy_(line[stretch.start - first : stretch.end - first])
 
     def let_go(self) -> None:
         """Forget the values."""
         super().let_go()
         self.target = []
-
-
-def order_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The order of a dense tensor's dimensions in memory, outermost first.
-
-    >>> order_of(torch.empty(2, 3)), order_of(torch.empty(2, 3).t())
-    ((0, 1), (1, 0))
-    """
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    return tuple(sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride()[dimension]))
-
-
-def line_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory; a view."""
-    return tensor.permute(order_of(tensor)).view(-1)

@@ -46,7 +46,7 @@ class Contents:
         """Read a tensor, ``model/NAME`` for one, and check each block of it.
 
         Elements are cast as they are read, where ``dtype`` is not the saved one. ``memory``, bytes, is where the tensor
-        is put, if it is to be put anywhere: only a tensor whose dimensions were saved in another order is beside it.
+        is put, if it is to be put anywhere: only a tensor whose elements were saved in another order is beside it.
         """
         saved = self.index.tensors[fqn]
         saved.refuse_gaps(self.path, fqn)
@@ -61,8 +61,7 @@ class Contents:
             reads.setdefault(stretch.file, []).append(Read(stretch.offset, end, saved.dtype, to))
         for number, wanted in sorted(reads.items()):
             deliver(self._file(number), wanted, self._workers)
-        in_memory = line.view([saved.shape[dimension] for dimension in saved.order])
-        return in_memory.permute([saved.order.index(dimension) for dimension in range(len(saved.shape))]).contiguous()
+        return saved.order.whole(line, saved.shape).contiguous()
 
     def _file(self, number: int) -> _KeepingReader:
         """Open a file, or take it as it was left: see [Note: reading tensor after tensor]."""

@@ -46,7 +46,10 @@ def collect(
         found = states.parameters()
         tensors |= {f"model/{name}": held for name, held in found.items() if frozen or name in trained}
     tensors |= {f"optimizer/{name}": held for name, held in states.states().items()}
-    number, replicas = _replica(engine_of(model), meeting)
+    engine = engine_of(model)
+    number, replicas = _replica(engine, meeting)
+    if engine is not None:
+        _leave_to_tensor_ranks(tensors, engine)
     _share(tensors, number, replicas)
     if weights and meeting.rank == 0:  # its buffers count, as they do in training
         tensors |= {f"model/{name}": Held.whole(name, buffer) for name, buffer in persistent_buffers(model)}
@@ -61,13 +64,40 @@ def collect(
 
 
 def _replica(engine: Engine | None, meeting: Meeting) -> tuple[int, int]:
-    """How many ranks hold just what this one holds, and which of them it is."""
+    """How many data-parallel ranks hold just what this one holds, and which of them it is."""
     if engine is None:
         return meeting.rank, meeting.size
     number, replicas = 0, 1
     for axis in engine.comm.replicas:
         number, replicas = number * axis.size + axis.rank, replicas * axis.size
     return number, replicas
+
+
+def _leave_to_tensor_ranks(tensors: dict[str, Held], engine: Engine) -> None:
+    """Leave to this rank what it writes of the parameters that all ranks of the tensor axis have.
+
+    Such a parameter is written by the data-parallel ranks of one tensor rank, with its states: where shares differ in
+    length, layouts differ too, and what this rank's shard has of the parameter another tensor rank's may not have. All
+    ranks of the mesh come to the same division, by bytes; frozen parameters, which have no states, by themselves.
+    """
+    axis = engine.comm.tensor
+    loads = {True: [0] * axis.size, False: [0] * axis.size}
+    others: set[str] = set()  # parameters that another tensor rank writes
+    members = [(flat, index) for unit in engine.units for flat in unit.flats for index in range(len(flat.names))]
+    for flat, index in sorted(members, key=lambda member: member[0].shares[member[1]] is None):  # divided ones first
+        load, share = loads[flat.trainable], flat.shares[index]
+        if share is not None:
+            for rank in range(axis.size):
+                load[rank] += share.shape_of(rank).numel() * flat.dtype.itemsize
+            continue
+        writer = load.index(min(load))
+        load[writer] += flat.layout.numels[index] * flat.dtype.itemsize
+        if writer != axis.rank:
+            others.add(flat.names[index])
+    for fqn, held in tensors.items():
+        kind, _, name = fqn.partition("/")
+        if (name.rpartition("/")[0] if kind == "optimizer" else name) in others:
+            tensors[fqn] = replace(held, parts=[])
 
 
 def _share(tensors: dict[str, Held], number: int, replicas: int) -> None:
@@ -83,9 +113,8 @@ def _share(tensors: dict[str, Held], number: int, replicas: int) -> None:
 def _described(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Any], others: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    engine = engine_of(model)
     described: dict[str, Any] = {
-        "sharding": engine and {"stage": engine.config.stage, "precision": engine.config.precision},
+        "sharding": _sharding(engine_of(model)),
         "parameters": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
         "ties": ties_of(model),
         "config": _huggingface_config(model),
@@ -103,6 +132,13 @@ def _described(
             "loss_scale": scale,
         }
     return described
+
+
+def _sharding(engine: Engine | None) -> dict[str, Any] | None:
+    if engine is None:
+        return None
+    tensor = {"tensor": engine.comm.tensor.size} if engine.comm.tensor.size > 1 else {}
+    return {"stage": engine.config.stage, "precision": engine.config.precision, **tensor}
 
 
 def _huggingface_config(model: nn.Module) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.index import Saved, Stretch
+from zeroshard.checkpoint.order import Order
 from zeroshard.checkpoint.reader import LoadPlans, TensorReader
 from zeroshard.checkpoint.weights import INDEX, SINGLE, Weights
 
@@ -73,7 +74,7 @@ def saved_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Saved]:
     """Describe foreign weights as a checkpoint's: each tensor is one stretch, in the order of its dimensions."""
     described = {}
     for name, tensor in tensors.items():
-        order = tuple(range(tensor.dim()))
+        order = Order(tuple(range(tensor.dim())))
         stretches = [Stretch(0, tensor.numel(), 0, 0)] if tensor.numel() else []
         described[f"model/{name}"] = Saved(tuple(tensor.shape), tensor.dtype, order, stretches)
     return described

@@ -20,11 +20,13 @@ import torch
 
 from zeroshard.checkpoint.blocks import FileRecord
 from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.order import Order
 from zeroshard.checkpoint.weights import DTYPES
 from zeroshard.checkpoint.whole import write_whole
 
 INDEX = "index.json"
-FORMAT, VERSION = "zeroshard checkpoint", 1
+FORMAT = "zeroshard checkpoint"
+VERSIONS = (1, 2)  # 2: the line of a tensor may be that of its parts, see [Note: lines of divided tensors]
 _BEGINNING = f'{{"format": "{FORMAT}", '.encode()  # of every index
 _END = ', "crc32": "%08x"}'  # the last field: a checksum of the text before it
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -46,7 +48,7 @@ class Saved:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...]  # of dimensions: see [Note: one-dimensional chunks]
+    order: Order  # of its line: see [Note: one-dimensional chunks]
     stretches: list[Stretch] = field(default_factory=list)
 
     @property
@@ -74,16 +76,16 @@ class Saved:
 
     def as_json(self) -> dict[str, Any]:
         """What stands in the file."""
-        plain = {"shape": list(self.shape), "dtype": DTYPES[self.dtype]}
-        if self.order != tuple(range(len(self.shape))):
-            plain["order"] = list(self.order)
+        plain: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPES[self.dtype]}
+        if not self.order.plain:
+            plain["order"] = self.order.as_json()
         return {**plain, "stretches": [[s.start, s.numel, s.file, s.offset] for s in self.stretches]}
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> Saved:
         """Read what :meth:`as_json` gave."""
         shape = tuple(plain["shape"])
-        order = tuple(plain.get("order", range(len(shape))))
+        order = Order.of_json(plain.get("order", list(range(len(shape)))), shape)
         return cls(shape, _DTYPES[plain["dtype"]], order, [Stretch(*stretch) for stretch in plain["stretches"]])
 
 
@@ -98,7 +100,7 @@ class Index:
     written: str
     versions: dict[str, str]
     sharding: dict[str, Any] | None
-    """Stage and precision; None for a model that was not sharded."""
+    """Stage, precision and, where it is above 1, tensor degree; None for a model that was not sharded."""
     parameters: dict[str, bool]
     """Names of the model's parameters, and whether each was trained."""
     ties: dict[str, str]
@@ -119,7 +121,8 @@ class Index:
 
     def write(self, directory: Path) -> None:
         """Put the index in its place: from that moment on the directory holds this checkpoint."""
-        plain: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        divided = any(saved.order.divided is not None for saved in self.tensors.values())
+        plain: dict[str, Any] = {"format": FORMAT, "version": VERSIONS[divided]}  # the oldest that says it all
         plain |= {entry.name: getattr(self, entry.name) for entry in fields(self)}
         plain["files"] = [asdict(record) for record in self.files]
         plain["tensors"] = {name: saved.as_json() for name, saved in self.tensors.items()}
@@ -141,10 +144,17 @@ class Index:
         try:
             values = {entry.name: plain[entry.name] for entry in fields(cls)}
             values["files"] = [FileRecord(f["name"], f["nbytes"], tuple(f["sums"])) for f in plain["files"]]
-            values["tensors"] = {name: Saved.of_json(saved) for name, saved in plain["tensors"].items()}
+            values["tensors"] = {name: _saved(path, name, saved) for name, saved in plain["tensors"].items()}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{path} misses a field, or has it in another form: {error!r}") from error
         return cls(**values)
+
+
+def _saved(path: Path, name: str, plain: Mapping[str, Any]) -> Saved:
+    try:
+        return Saved.of_json(plain)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {name} has {error}. Load an earlier checkpoint") from error
 
 
 def files_of(directory: Path) -> set[str]:
@@ -172,10 +182,10 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged or foreign: it is not JSON ({error})") from error
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by zeroshard: its field 'format' is not {FORMAT!r}")
-    if plain.get("version") != VERSION:
+    if plain.get("version") not in VERSIONS:
         raise CheckpointError(
-            f"{path} has version {plain.get('version')!r} of the format, this zeroshard reads {VERSION}: use the "
-            f"zeroshard that wrote it ({plain.get('versions')})"
+            f"{path} has version {plain.get('version')!r} of the format, this zeroshard reads "
+            f"{' and '.join(map(str, VERSIONS))}: use the zeroshard that wrote it ({plain.get('versions')})"
         )
     if end != (_END % zlib.crc32(body)).encode():
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")

@@ -62,9 +62,9 @@ def load(
 ) -> Loaded:
     """Fill a model, and its optimizer where one is given, from ``path``. All ranks call it together.
 
-    ``path`` is a checkpoint of :func:`save`, written on any number of ranks at any stage and precision; a directory of
-    such, for the latest; or weights alone: a safetensors file, a Hugging Face directory of them, or a state dict of
-    ``torch.save``. Each rank reads what it holds, straight into place.
+    ``path`` is a checkpoint of :func:`save`, written on any number of ranks at any stage, precision and tensor degree;
+    a directory of such, for the latest; or weights alone: a safetensors file, a Hugging Face directory of them, or a
+    state dict of ``torch.save``. Each rank reads what it holds, straight into place.
 
     - ``extra``: objects to be given their state back, under the names they were saved with (a scheduler).
     - ``weights=False``: the optimizer's states without the model's.

@@ -46,10 +46,10 @@ def save(
 ) -> Save:
     """Write a checkpoint into the directory ``path``. All ranks call it together; every rank writes what it holds.
 
-    It loads on any number of ranks, at any stage and precision, and without zeroshard's sharding: :func:`load`. The
-    model and optimizer may be plain ones, too. It holds parameters and buffers, optimizer states, fp16's loss scale and
-    each rank's random states; all in safetensors and one JSON file, which is written last, so that a checkpoint is
-    whole or not there. ``latest``, a file beside it, then names it.
+    It loads on any number of ranks, at any stage, precision and tensor degree, and without zeroshard's sharding:
+    :func:`load`. The model and optimizer may be plain ones, too. It holds parameters and buffers, optimizer states,
+    fp16's loss scale and each rank's random states; all in safetensors and one JSON file, which is written last, so
+    that a checkpoint is whole or not there. ``latest``, a file beside it, then names it.
 
     - ``extra``: plain data of the first rank (a step, a data position), and objects with ``state_dict()`` (schedulers).
     - ``rank_extra``: such data of each rank's own.
@@ -140,9 +140,7 @@ def _write(
     lines = {
         fqn: Chunks(torch.Size(held.shape).numel(), held.dtype, held.parts) for fqn, held in contents.tensors.items()
     }
-    plain_order = {
-        fqn: held.shape for fqn, held in contents.tensors.items() if held.order == tuple(range(len(held.shape)))
-    }
+    plain_order = {fqn: held.shape for fqn, held in contents.tensors.items() if held.order.plain}
     described = {  # by the rank that holds some of it; the first knows every parameter, also the empty ones
         fqn: (held.shape, held.dtype, held.order)
         for fqn, held in contents.tensors.items()

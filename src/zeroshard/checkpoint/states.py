@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
-from zeroshard.checkpoint.chunks import line_of, order_of
 from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.order import Order
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.parameter import card_of
+from zeroshard.engine.unit import Flat
 from zeroshard.layout import Range
 from zeroshard.optimizer import ShardedOptimizer, opened
 from zeroshard.runs import is_elementwise
@@ -27,7 +29,7 @@ class Held:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    order: tuple[int, ...]
+    order: Order
     parts: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     steady: bool = False
     """Whether it changes by a step alone, so that it can be read until the next one."""
@@ -36,12 +38,13 @@ class Held:
     def whole(cls, name: str, tensor: torch.Tensor) -> Held:
         """A tensor that this rank holds all of."""
         tensor = tensor.detach()
+        order = Order.of(tensor)
         try:
-            line = line_of(tensor)
+            line = tensor.permute(order.dims).view(-1)  # never a copy: a load writes into it
         except RuntimeError as error:
             raise CheckpointError(f"{name!r} is a view with gaps or overlaps: make it contiguous") from error
         parts = [(Range(0, line.numel()), line)] if line.numel() else []
-        return cls(tuple(tensor.shape), tensor.dtype, order_of(tensor), parts)
+        return cls(tuple(tensor.shape), tensor.dtype, order, parts)
 
 
 @dataclass
@@ -74,17 +77,29 @@ class States(Protocol):
         """Make what was written into the parameters' values count."""
 
 
+@dataclass(frozen=True)
+class _Line:
+    """The line of a sharded parameter, and where in it begins what this rank of the tensor axis has."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    order: Order
+    start: int
+
+    @classmethod
+    def of(cls, flat: Flat, index: int) -> _Line:
+        """Of a flat's parameter."""
+        part, share = torch.empty_strided(flat.shapes[index], flat.strides[index], device="meta"), flat.shares[index]
+        start = share.start_of(share.rank) if share is not None else 0
+        return cls(tuple(part.shape if share is None else share.shape), Order.of(part, share), start)
+
+
 class ShardedStates:
     """Those of a sharded model."""
 
     def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._flats = [flat for unit in engine.units for flat in unit.flats]
-        self._orders = {
-            name: order_of(torch.empty_strided(shape, stride, device="meta"))
-            for flat in self._flats
-            for name, shape, stride in zip(flat.names, flat.shapes, flat.strides, strict=True)
-        }
+        self._lines = {name: _Line.of(flat, index) for flat in self._flats for index, name in enumerate(flat.names)}
 
     def parameters(self) -> dict[str, Held]:
         """Every parameter: the master's values where there are any."""
@@ -93,22 +108,21 @@ class ShardedStates:
         for flat in self._flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
             steady = flat.master is not None or flat.shard is not None  # else the user may write into it
-            for name, shape in zip(flat.names, flat.shapes, strict=True):
-                found[name] = Held(tuple(shape), dtype, self._orders[name], steady=steady)
+            for name in flat.names:
+                found[name] = Held(self._lines[name].shape, dtype, self._lines[name].order, steady=steady)
             for index, within, values in flat.held():
-                found[flat.names[index]].parts.append((within, values))
+                name = flat.names[index]
+                found[name].parts.append((within.moved(self._lines[name].start), values))
         return found
 
     def states(self) -> dict[str, Held]:
         """The optimizer's elementwise states."""
         found: dict[str, Held] = {}
-        shapes = {name: shape for flat in self._flats for name, shape in zip(flat.names, flat.shapes, strict=True)}
         for name, key, within, values in self._optimizer.held_states() if self._optimizer is not None else ():
-            held = found.setdefault(
-                f"{name}/{key}", Held(tuple(shapes[name]), values.dtype, self._orders[name], steady=True)
-            )
+            line = self._lines[name]
+            held = found.setdefault(f"{name}/{key}", Held(line.shape, values.dtype, line.order, steady=True))
             if within.numel:
-                held.parts.append((within, values))
+                held.parts.append((within.moved(line.start), values))
         return found
 
     def counters(self) -> dict[str, dict[str, Any]]:
@@ -212,6 +226,12 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Stat
             raise CheckpointError(f"this {type(model).__name__} is part of a sharded model: give the whole model")
         if isinstance(optimizer, ShardedOptimizer):
             raise CheckpointError("the optimizer is sharded and the model is not: give the model shard() returned")
+        divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+        if divided:
+            raise CheckpointError(
+                f"{divided[0]!r} is a DTensor, and this {type(model).__name__} is not sharded by zeroshard: give it to "
+                "shard(), with a mesh whose last axis is the tensor axis, and then save and load what shard() returns"
+            )
         return PlainStates(model, optimizer)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise CheckpointError("the model is sharded and the optimizer is not: give the optimizer shard() returned")
@@ -223,7 +243,19 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for key, buffer in module.named_buffers(prefix, recurse=False):
             if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield key, buffer
+                yield key, _undivided(key, buffer)
+
+
+def _undivided(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer itself, of which torch makes a DTensor where it divides the module's parameters."""
+    if not isinstance(buffer, DTensor):
+        return buffer
+    if any(not isinstance(placement, Replicate) for placement in buffer.placements):
+        raise CheckpointError(
+            f"the buffer {name!r} is a DTensor placed as {buffer.placements}: a checkpoint keeps the first rank's "
+            "buffers, so each rank has to have all of it. Make it a parameter, or register it with persistent=False"
+        )
+    return buffer.to_local()
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

@@ -71,6 +71,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "ranks": index.ranks,
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
+        "tensor": index.sharding and index.sharding.get("tensor", 1),  # the degree
         "step": _step(contents),
         "files": {record.name: record.nbytes for record in index.files},
         "bytes": sum(record.nbytes for record in index.files),
@@ -189,7 +190,8 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "written", f"{told['written']} by {', '.join(f'{name} {v}' for name, v in told['versions'].items())}"
     sharded = told["stage"] is not None
     how = f"stage {told['stage']}, precision {told['precision']}" if sharded else "not sharded"
-    yield "ranks", f"{told['ranks']}, {how}"
+    tensor = f", tensor parallel over {told['tensor']}" if sharded and told["tensor"] > 1 else ""
+    yield "ranks", f"{told['ranks']}, {how}{tensor}"
     yield "step", "unknown" if told["step"] is None else str(told["step"])
     kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in told["bytes_by_kind"].items())
     yield "size", f"{size(told['bytes'])} in {len(told['files'])} files: {kinds}"
