@@ -157,7 +157,7 @@ def test_a_divided_hugging_face_model_trains_as_on_one_rank(make: Any, shape: tu
 
 
 class Mlp(nn.Module):
-    """A block whose norm works on a part of the sequence, as sequence parallelism has it."""
+    """A block whose norm works on a part of its rows, as sequence parallelism has it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,9 +186,9 @@ class Sequence(nn.Module):
 
 
 SEQUENCE_PLAN: dict[str, Any] = {
-    "blocks.*": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
-    "blocks.*.norm": SequenceParallel(use_local_output=False),
-    "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.*": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),)),
+    "blocks.*.norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+    "blocks.*.up": ColwiseParallel(input_layouts=Shard(0)),
     "blocks.*.down": RowwiseParallel(),
 }
 

@@ -61,6 +61,10 @@ class Config:
     broadcast_buffers: bool = True
     """Copy rank 0's buffers (running statistics) to all ranks before a forward in which they have changed, as DDP."""
 
+    defragment: bool = True
+    """On a GPU, keep what outlives an operation in memory apart, and find out in the first steps in which order the
+    model's own temporaries take least (the paper's M_D). Off: the second is left alone; the cache is never emptied."""
+
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
 
@@ -88,7 +92,7 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
-        for name in ("cast_inputs", "prefetch", "broadcast_buffers"):
+        for name in ("cast_inputs", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.init_fn is not None and not callable(self.init_fn):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zeroshard.agreement import Agreement, RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
-from zeroshard.engine.unit import Flat, Unit, refill
+from zeroshard.engine.unit import Flat, Unit, refill, share_rooms
 from zeroshard.engine.units import Plan
 from zeroshard.layout import FlatLayout
 from zeroshard.memory.arena import Arena
@@ -130,6 +130,7 @@ class Builder:
         self._plans = plans
         lane = Lane(comm.device, comm.stopwatch)
         self.units = [Unit(p.name, self._flats(p), comm, ledger, pool, lane, self._partitioned) for p in plans]
+        share_rooms([flat for unit in self.units for flat in unit.flats])
 
     def build(self) -> list[Unit]:
         """Place shards in arenas, then fill them unit by unit: never more than the shards and one whole unit."""

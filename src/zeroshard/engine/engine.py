@@ -43,6 +43,7 @@ from zeroshard.engine.parameter import Card
 from zeroshard.engine.unit import Flat, State, Unit
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
+from zeroshard.memory.segments import Segments
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 
@@ -101,6 +102,8 @@ class Engine:
         self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
+        on_gpu = comm.device.type == "cuda"
+        self._segments = Segments(comm.device) if on_gpu and config.defragment else None
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
         self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
         self._resident = [unit for unit in units if not unit.partitioned]
@@ -239,6 +242,8 @@ class Engine:
         self._brought.clear()
         self._trace = Trace()
         self._traces.add(self._trace)
+        if self._segments is not None and torch.is_grad_enabled():
+            self._segments.begin()
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
         self._wake()

@@ -76,6 +76,7 @@ class Flat:
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
         self.rank = 0  # on the axis that the flat is partitioned over
         self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
+        self.room = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``share_rooms``
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -200,8 +201,8 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full parameters."""
-        return sum(flat.layout.numel * flat.dtype.itemsize for flat in self.flats)
+        """Bytes of the full parameters' memory."""
+        return sum(flat.room for flat in self.flats)
 
     def bind(self, original_classes: dict[int, type[nn.Parameter]]) -> None:
         """Point every parameter at its place in the flat, and give it its card."""
@@ -240,7 +241,7 @@ class Unit:
         if self.partitioned and self.state is State.RELEASED:
             with self._pool:
                 for flat in self.flats:
-                    flat.full.untyped_storage().resize_(flat.layout.numel * flat.dtype.itemsize)
+                    flat.full.untyped_storage().resize_(flat.room)
             self._ledger.add("gathered", self.full_bytes)
         elif not self.partitioned:
             self._dress(absent=True)  # until the new values are in
@@ -394,6 +395,15 @@ class Unit:
     def _undress(self) -> None:
         for parameter in self.parameters:
             parameter.__class__ = _original(parameter)
+
+
+def share_rooms(flats: list[Flat]) -> None:
+    """Let flats of nearly one size take memory of one size, so that each fits where another was."""
+    room = 0
+    for flat in sorted(flats, key=lambda flat: flat.room, reverse=True):
+        if flat.room <= room * 7 // 8 or not room:
+            room = flat.room
+        flat.room = room
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
