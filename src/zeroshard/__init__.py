@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroshard.activations.checkpoint import checkpoint_activations
     from zeroshard.agreement import RanksDisagreeError
     from zeroshard.api import (
         full_gradient,
@@ -36,6 +37,7 @@ __all__ = [
     "Report",
     "Save",
     "ShardedOptimizer",
+    "checkpoint_activations",
     "full_gradient",
     "full_parameter",
     "full_state",
@@ -58,6 +60,7 @@ _HOMES = {
     "Report": "memory.report",
     "Save": "checkpoint.pending",
     "ShardedOptimizer": "optimizer",
+    "checkpoint_activations": "activations.checkpoint",
     "load": "checkpoint.load",
     "save": "checkpoint.save",
 }  # all others are in api

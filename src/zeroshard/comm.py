@@ -114,7 +114,7 @@ class Communicator:
 
     def gather_activation(self, output: torch.Tensor, part: torch.Tensor, axis: Axis, what: str) -> Pending:
         """Collect every rank's ``part`` of an activation, which is the same on all ranks of ``axis``."""
-        self.counters.add("activation all-gather", output.nbytes)
+        self.counters.add("activation gather", output.nbytes)
         return self._pending(_all_gather(output, part, group=axis.group, async_op=True), what)
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:

@@ -31,13 +31,15 @@ class Ledger:
     """
 
     kinds: dict[tuple[str, str], Bytes] = field(default_factory=dict)  # (kind of state, tier)
-    total: Bytes = field(default_factory=Bytes)
-    watch: Callable[[str, int], None] | None = None  # told of every change: (kind of state, its bytes now)
+    total: Bytes = field(default_factory=Bytes)  # on the device
+    watch: Callable[[str, int], None] | None = None  # told of every change there: (kind of state, its bytes now)
 
     def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count ``nbytes`` allocated, or freed when negative."""
         held = self.kinds.setdefault((kind, tier), Bytes())
         held.add(nbytes)
+        if tier != "device":
+            return
         self.total.add(nbytes)
         if self.watch is not None and nbytes:
             self.watch(kind, held.now)

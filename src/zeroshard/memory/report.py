@@ -31,10 +31,15 @@ class Report:
     """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
     "gradients": what was summed or reduced; "master weights", "optimizer states"; "buckets": the ring gradients travel
     through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32 during a step;
-    "staging": one unit while it is being partitioned."""
+    "staging": one unit while it is being partitioned; "activations": what checkpoint_activations() keeps."""
     total: Bytes = field(default_factory=Bytes)
+    """On the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
     """Of the last finished step, by kind."""
+    tensor_traffic: Traffic | None = None
+    """What tensor parallelism communicated along its axis in the last profile."""
+    activation_traffic: Traffic | None = None
+    """What P_a communicated in the same profile."""
 
     @property
     def states(self) -> int:
@@ -46,6 +51,13 @@ class Report:
     def communicated(self) -> int:
         """Bytes of all collectives of the last step."""
         return sum(traffic.bytes for traffic in self.collectives.values())
+
+    @property
+    def activation_share(self) -> float | None:
+        """The bytes P_a gathers as a part of those of tensor parallelism itself; the paper's blocks have 1/12."""
+        if self.tensor_traffic is None or self.activation_traffic is None or not self.activation_traffic.bytes:
+            return None
+        return self.activation_traffic.bytes / max(1, self.tensor_traffic.bytes)
 
     def __str__(self) -> str:
         """Print as a table."""
@@ -59,6 +71,8 @@ class Report:
         lines.append(f"{'last step':<18}{'count':<10}{'bytes':>9}")
         for kind, traffic in self.collectives.items():
             lines.append(f"{kind:<18}{traffic.count:<10}{size(traffic.bytes):>9}")
+        if (share := self.activation_share) is not None:
+            lines.append(f"activation gathers are 1/{1 / share:.1f} of tensor parallelism's traffic (the paper: 1/12)")
         return "\n".join(lines)
 
 

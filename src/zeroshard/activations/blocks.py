@@ -1,0 +1,77 @@
+"""Blocks: which modules of a model are checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from zeroshard.engine.units import repeated
+from zeroshard.precision import matches
+
+Blocks = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
+
+
+def choose(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    """Find the modules that ``blocks`` means, by name, in the order the model defines them.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = nn.Linear(2, 2)
+    ...     def forward(self, x):
+    ...         return self.linear(x)
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(*[Block() for _ in range(4)]))
+    >>> list(choose(model, None)), list(choose(model, 2)), list(choose(model, ["1.[01]"]))
+    (['1.0', '1.1', '1.2', '1.3'], ['1.0', '1.2'], ['1.0', '1.1'])
+    """
+    names = {module: name for name, module in model.named_modules()}
+    if blocks is None or isinstance(blocks, int):
+        found = _every(model, 1 if blocks is None else blocks)
+    elif isinstance(blocks, (str, type)) or (isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable)):
+        raise TypeError(f"blocks={blocks!r} is one block: give a list of them, [{blocks!r}]")
+    elif isinstance(blocks, Iterable):
+        found = {module for entry in blocks for module in _meant(entry, names)}
+    elif callable(blocks):
+        found = {module for module, name in names.items() if name and blocks(name, module)}
+        if not found:
+            raise ValueError(f"blocks={blocks!r} says no to every module; {_known(model)}")
+    else:
+        raise TypeError(f"blocks is None, an int, a list or a function (name, module) -> bool, got {blocks!r}")
+    chosen = {name: module for module, name in names.items() if module in found}
+    for name, module in chosen.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(f"{name!r} is a {type(module).__name__}, which is never called: name what is in it")
+    return chosen
+
+
+def _every(model: nn.Module, step: int) -> set[nn.Module]:
+    if isinstance(step, bool) or step < 1:
+        raise ValueError(f"blocks={step!r} means every so many-th block: give an int of at least 1, or a list")
+    found = set(repeated(model))
+    in_order = [module for module in model.modules() if module in found]
+    if not in_order:
+        raise ValueError(f"this {type(model).__name__} has no repeated blocks: name some; {_known(model)}")
+    return set(in_order[::step])  # the last ones, which backward needs first, gain least
+
+
+def _meant(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
+    """The modules that one entry of a list means."""
+    if isinstance(entry, nn.Module):
+        found = [module for module in names if module is entry]
+    elif isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module)):
+        found = [module for module, name in names.items() if name and matches(name, module, (entry,))]
+    else:
+        raise TypeError(f"blocks holds patterns of names, classes of modules or modules, got {entry!r}")
+    if not found:
+        what = f"the {type(entry).__name__} given" if isinstance(entry, nn.Module) else repr(entry)
+        raise ValueError(f"blocks: {what} matches no module of the model; {_known(next(iter(names)))}")
+    return found
+
+
+def _known(model: nn.Module) -> str:
+    """What there is to choose from."""
+    names = [name for name, module in model.named_modules() if name and next(module.children(), None) is not None]
+    names = names or [name for name, _ in model.named_modules() if name]
+    return f"its modules are named like {names[:6]}"

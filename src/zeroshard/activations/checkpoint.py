@@ -1,0 +1,213 @@
+"""checkpoint_activations: run a model's blocks again in backward, and keep only what that takes.
+
+[Note: the wrapped forward]
+A block's ``forward`` is replaced on the instance, so that names, ``state_dict``, classes and hooks stay. It calls
+torch's own checkpointing, without reentrance, which saves the inputs through autograd: hooks around it pack them
+(``call.py``). The block's module hooks, the engine's among them, are outside, so they run once, in forward; hooks of
+modules inside run again in backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.py``).
+
+A block inside another is checkpointed plainly: what it saves is dropped by the outer checkpoint until that has been
+recomputed, which is the point of nesting them.
+
+A compiler sees plain checkpointing: what a compiled block saves is the compiler's decision, and nothing is divided or
+offloaded there. A block that calls compiled code has both.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from zeroshard.activations.blocks import Blocks, choose
+from zeroshard.activations.call import Call
+from zeroshard.activations.keeper import Keeper
+from zeroshard.comm import Axis
+from zeroshard.engine.hooks import tensors_in
+
+Policy = Callable[..., Any] | list[Any]
+
+_contexts: Callable[..., Any] = create_selective_checkpoint_contexts
+_place = threading.local()  # .inside: whether a checkpointed block is running on this thread
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    blocks: Blocks = None,
+    *,
+    partition: bool | DeviceMesh | None = None,
+    offload: bool = False,
+    policy: Policy | None = None,
+) -> nn.Module:
+    """Keep of a model's blocks only their inputs from forward to backward, and compute the rest again.
+
+    ``blocks`` are all repeated blocks of the model, or every so many-th of them (an int), or those that a list of names
+    (shell patterns), classes and modules, or a function of name and module, chooses. An empty list undoes it; another
+    call replaces the one before. Works before and after :func:`zeroshard.shard`, and on a plain model.
+
+    ``partition``: each rank keeps its part of the inputs, and they are gathered when they are needed (P_a). By default
+    over the sharded model's tensor axis, where it has one; or over a ``DeviceMesh`` of one axis, whose ranks compute on
+    the same data; ``False``: never. ``offload``: what is kept goes to host memory and comes back ahead of need
+    (P_a+cpu). ``policy`` says what is not computed again, as
+    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
+
+    Returns the same model. In a block that ``torch.compile`` compiles, inputs are neither divided nor offloaded.
+
+    >>> import zeroshard
+    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    >>> model = zeroshard.checkpoint_activations(model, offload=True)
+    >>> model(torch.ones(2, 4)).sum().backward()
+    >>> model = zeroshard.checkpoint_activations(model, ())  # a plain model again
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload is a bool, got {offload!r}")
+    _check_partition(partition)
+    _check_policy(policy)
+    chosen = choose(model, blocks)
+    for module in model.modules():
+        wrapped = module.__dict__.get("forward")
+        if isinstance(wrapped, Recomputed):
+            wrapped.undo()
+    keeper = Keeper(partition, offload)
+    for name, block in chosen.items():
+        block.__dict__["forward"] = Recomputed(block, name, keeper, policy, block.__dict__.get("forward"))
+    return model
+
+
+def _check_partition(partition: bool | DeviceMesh | None) -> None:
+    if isinstance(partition, DeviceMesh):
+        if partition.ndim != 1:
+            raise ValueError(
+                f"partition is a DeviceMesh of one axis, got {partition.ndim} in {partition}: choose one, as in "
+                'mesh["tensor"]'
+            )
+    elif partition is not None and not isinstance(partition, bool):
+        raise TypeError(f"partition is None, a bool or a DeviceMesh, got {partition!r}")
+
+
+def _check_policy(policy: Policy | None) -> None:
+    if policy is None:
+        return
+    try:
+        _contexts(policy)
+    except (TypeError, ValueError) as error:
+        what = "policy is a function or a list of operators, such as torch.ops.aten.mm.default"
+        raise TypeError(f"{what}, got {policy!r}: {error}") from error
+
+
+class Recomputed:
+    """The forward of a checkpointed block: see [Note: the wrapped forward]."""
+
+    def __init__(
+        self, block: nn.Module, name: str, keeper: Keeper, policy: Policy | None, forward: Callable[..., Any] | None
+    ) -> None:
+        self._weak_block = weakref.ref(block)  # which holds this
+        self._name = name
+        self._keeper = keeper
+        self._policy = policy
+        self._forward = forward  # that the instance had, not its class
+        self._verified: Axis | None = None  # the axis that its inputs are known to be the same on
+
+    def __reduce__(self) -> Any:
+        """For copies and pickles of the block, which come with a block of their own."""
+        return Recomputed, (self._block, self._name, self._keeper, self._policy, self._forward)
+
+    @property
+    def _block(self) -> nn.Module:
+        block = self._weak_block()
+        if block is None:
+            raise ReferenceError(f"block {self._name!r} is gone, and its forward with it")
+        return block
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The block's own forward, for whoever asks for its signature."""
+        return self._forward if self._forward is not None else partial(type(self._block).forward, self._block)
+
+    def undo(self) -> None:
+        """Give the block its own forward back."""
+        if self._forward is None:
+            del self._block.__dict__["forward"]
+        else:
+            self._block.__dict__["forward"] = self._forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        forward = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self._policy is not None:
+            options["context_fn"] = partial(_contexts, self._policy)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, **options, **kwargs)
+        return self._run(forward, args, kwargs, options)
+
+    @_disable_dynamo  # it may be called from code that a compiler has given up on
+    def _run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> Any:
+        tensors, run = _flattened(forward, args, kwargs)
+        if getattr(_place, "inside", False):
+            return checkpoint(run, *tensors, **options)
+        call = Call(self._name, self._keeper, self._block)
+        if self._verified != call.axis and call.verify(tensors):
+            self._verified = call.axis
+        versions = call.versions(tensors)
+        with saved_tensors_hooks(call.pack, call.unpack):
+            output = checkpoint(run, *tensors, **options)
+        call.check_unchanged(versions)
+        return output
+
+
+def _flattened(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+    """The tensors among the arguments, each once, and what runs the block on them.
+
+    torch's checkpointing packs only tensors that are arguments themselves, not those in containers and keywords.
+    """
+    leaves, shape = tree_flatten((args, kwargs))
+    leaves = [None if _is_new_cache(leaf) else leaf for leaf in leaves]
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    places = [numbers.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves]
+    rest = [None if place >= 0 else leaf for leaf, place in zip(leaves, places, strict=True)]
+
+    def run(*given: torch.Tensor) -> Any:
+        filled = [given[place] if place >= 0 else leaf for leaf, place in zip(rest, places, strict=True)]
+        args, kwargs = tree_unflatten(filled, shape)
+        before, _place.inside = getattr(_place, "inside", False), True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _place.inside = before
+
+    return tensors, run
+
+
+def _is_new_cache(value: Any) -> bool:
+    """Whether an argument is an empty cache of a decoder's keys and values, as Hugging Face's models make by default.
+
+    A block writes into it, and would again when it is recomputed. It serves nothing in training: the block gets none.
+    """
+    if isinstance(value, nn.Module) or not (hasattr(value, "update") and hasattr(value, "get_seq_length")):
+        return False
+    if next(tensors_in(value, depth=8), None) is not None:
+        raise ValueError(
+            f"a checkpointed block was given a {type(value).__name__} with keys and values in it, and would write into "
+            "it once more when it runs again: call the model with use_cache=False"
+        )
+    return True

@@ -1,0 +1,53 @@
+"""Room: one allocation that a stack places activations in."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from zeroshard.memory.pool import Pool
+
+
+class Room:
+    """Memory on a device, in a pool of its own: [Note: memory apart]. All device memory for activations is taken here.
+
+    The pool goes with the memory: a pool that stays would keep it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        pool = Pool(device)
+        with pool:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._pool = pool  # named last, so that it goes last
+
+
+class PinnedRoom(Room):
+    """Host memory that a GPU copies into and from by itself, where the system allows to pin it.
+
+    Pinned memory from torch is rounded up to a power of two and filled page by page by one thread. Filling it with all
+    threads first and pinning it where it is takes a seventh of the time.
+    """
+
+    def __init__(self, nbytes: int, serves: torch.device) -> None:
+        super().__init__(nbytes, torch.device("cpu"))
+        self._serves = serves
+        self.pinned = False
+        self.tensor.zero_()
+        thread = threading.Thread(target=self._pin)  # a refusal would be told by the next kernel on this thread
+        thread.start()
+        thread.join()
+
+    def _pin(self) -> None:
+        with torch.cuda.device(self._serves):  # a thread begins on the first GPU, and would open a context there
+            outcome = _runtime().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
+        self.pinned = int(outcome) == 0
+
+    def __del__(self) -> None:
+        if getattr(self, "pinned", False):
+            _runtime().cudaHostUnregister(self.tensor.data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,215 @@
+"""What checkpoint_activations refuses, and how it says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from against_plain import built
+from plain import batches, make_net, net_loss
+from ranks import run_threads
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kind", "words"),
+    [
+        (0, ValueError, "an int of at least 1"),
+        (-2, ValueError, "an int of at least 1"),
+        (True, ValueError, "blocks=True"),
+        (1.5, TypeError, "None, an int, a list or a function"),
+        ("blocks.*", TypeError, r"is one block: give a list of them, \['blocks\.\*'\]"),
+        (nn.Linear, TypeError, "is one block: give a list"),
+        (nn.Linear(1, 1), TypeError, "is one block: give a list"),
+        (["block.*"], ValueError, r"'block\.\*' matches no module .*named like \['blocks', 'blocks\.0'"),
+        (["blocks.0", "blocks.7"], ValueError, r"'blocks\.7' matches no module"),
+        ([nn.Conv2d], ValueError, "Conv2d'> matches no module"),
+        ([nn.Linear(1, 1)], ValueError, "the Linear given matches no module"),
+        ([3], TypeError, "patterns of names, classes of modules or modules, got 3"),
+        ([int], TypeError, "classes of modules or modules, got <class 'int'>"),
+        (lambda name, module: False, ValueError, "says no to every module"),
+        (["blocks"], ValueError, "'blocks' is a ModuleList, which is never called"),
+    ],
+)
+def test_blocks_that_mean_nothing_are_refused(blocks: Any, kind: type[Exception], words: str) -> None:
+    model = make_net()
+    with pytest.raises(kind, match=words):
+        zeroshard.checkpoint_activations(model, blocks)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_without_repeated_blocks_is_told_what_there_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"no repeated blocks: name some; its modules are named like \['0', '1'\]"):
+        zeroshard.checkpoint_activations(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": "tensor"}, "partition is None, a bool or a DeviceMesh, got 'tensor'"),
+        ({"partition": 2}, "partition is None, a bool or a DeviceMesh, got 2"),
+        ({"offload": 1}, "offload is a bool, got 1"),
+        ({"policy": 3}, "policy is a function or a list of operators.*got 3"),
+        ({"policy": [torch.ops.aten.mm]}, "policy is a function or a list of operators.*OpOverload"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        zeroshard.checkpoint_activations(make_net(), **options)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model is an nn\.Module, got function"):
+        zeroshard.checkpoint_activations(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_a_refused_call_leaves_the_one_before_in_place() -> None:
+    model = make_net()
+    zeroshard.checkpoint_activations(model, 2)
+    with pytest.raises(ValueError):
+        zeroshard.checkpoint_activations(model, ["nothing"])
+    assert ["forward" in block.__dict__ for block in model.blocks] == [True, False, True]
+
+
+def test_partition_needs_an_axis() -> None:
+    model = make_net()
+    zeroshard.checkpoint_activations(model, partition=True)
+    with pytest.raises(
+        RuntimeError, match="this model has none: shard it with a mesh whose last axis is named 'tensor'"
+    ):
+        net_loss(model, batches(1)[0])
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        with pytest.raises(ValueError, match=r'one axis, got 2 .*mesh\["tensor"\]'):
+            zeroshard.checkpoint_activations(make_net(), partition=mesh)
+        divided = zeroshard.checkpoint_activations(make_net(), partition=mesh["b"])
+        with pytest.raises(TypeError, match="cannot be pickled: undo it first"):
+            pickle.dumps(divided)
+        copy.deepcopy(divided)
+
+    run_threads(2, body)
+
+
+# ------------------------------------------------------------------------------------------- changed in place
+
+
+class Writing(nn.Module):
+    """Writes into its input, or has it written into later."""
+
+    class Layer(nn.Module):
+        def __init__(self, writes: bool) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.writes = writes
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.inner(x)) * mask
+            if self.writes:
+                x += y
+                return x
+            return x + y
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(writes and index == 1) for index in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x.sum()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_block_that_writes_into_its_input_is_refused(offload: bool) -> None:
+    model = built(lambda: Writing(True))
+    zeroshard.checkpoint_activations(model, offload=offload)
+    with pytest.raises(RuntimeError, match=r"an input of block 'layers\.1' .*changed in place.* by the block itself"):
+        model(torch.randn(2, 4, requires_grad=True), torch.ones(4))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_input_kept_by_reference_that_was_written_into_is_refused(offload: bool) -> None:
+    model, mask = built(lambda: Writing(False)), torch.ones(4)
+    zeroshard.checkpoint_activations(model, offload=offload)
+    loss = model(torch.randn(2, 4, requires_grad=True), mask)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match=r"an input of block 'layers\.2' .*changed in place.* before backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_input_that_was_copied_may_be_written_into_later(offload: bool) -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    model = nn.Sequential(layer, copy.deepcopy(layer))
+    start = torch.randn(2, 4, requires_grad=True)
+
+    def gradient(write: bool) -> torch.Tensor:
+        x = start * 1
+        y = model(x)
+        if write:
+            with torch.no_grad():
+                x.zero_()
+        return torch.autograd.grad(y.sum(), start)[0]
+
+    plain = gradient(False)
+    zeroshard.checkpoint_activations(model, offload=offload)
+    assert torch.equal(gradient(True), plain)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_tensor_that_changes_between_two_blocks_is_kept_twice(offload: bool) -> None:
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    model = nn.ModuleList([layer, copy.deepcopy(layer)])
+    start = torch.randn(2, 4, requires_grad=True)
+
+    def gradient(in_place: bool) -> torch.Tensor:
+        x = start * 1
+        y = model[0](x)
+        x = x.mul_(2) if in_place else x * 2
+        return torch.autograd.grad((y * model[1](x)).sum(), start)[0]
+
+    plain = gradient(False)
+    zeroshard.checkpoint_activations(model, offload=offload)
+    assert torch.equal(gradient(True), plain)
+
+
+def test_a_cache_with_something_in_it_is_refused() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[torch.Tensor] = []
+
+        def update(self, key: torch.Tensor) -> None:
+            self.keys.append(key)
+
+        def get_seq_length(self) -> int:
+            return len(self.keys)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+            if cache is not None:
+                cache.update(x)
+            return self.inner(x)
+
+    model, cache = nn.ModuleList([Layer(), Layer()]), Cache()
+    zeroshard.checkpoint_activations(model, ["1"])
+    x = torch.randn(1, 2)
+    model[1](x, cache).sum().backward()
+    assert cache.keys == []  # a new one is of no use in training
+    with torch.no_grad():
+        model[1](x, cache)
+    assert len(cache.keys) == 1
+    with pytest.raises(ValueError, match=r"a Cache with keys and values in it.*use_cache=False"):
+        model[1](x, cache)
