@@ -15,6 +15,7 @@ from zeroshard.engine.unit import Flat
 from zeroshard.layout import Range
 from zeroshard.precision import LossScale
 from zeroshard.runs import Run, is_elementwise, place_runs
+from zeroshard.update import Update
 
 # These look at whole rows, whole matrices or all parameters at once: on a shard their result would be another one.
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -39,6 +40,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._engine = engine
         self._scale = engine.loss_scale = loss_scale
+        self._update = Update(inner, engine, loss_scale)
         self._flats = list(engine.gradients.of_flat)
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
@@ -50,7 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._runs: list[list[Run]] = [[] for _ in plain]
         self.state.clear()
         for index, group in enumerate(plain):
-            self._set_runs(index, place_runs(self._flats, set(group)))
+            self._set_runs(index, place_runs(self._flats, set(group), self._update.longest))
         self._load_states(states)
 
     # -- the user's side ----------------------------------------------------------------------------------------
@@ -105,14 +107,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.gradients.reduce_rest()
             self._find_unused()
             self._engine.settle()
-            copied = self._set_gradients()
-            self._engine.ledger.add("step", copied)
-            if self._update():
-                self._write_back()
-                self._clip_shards()
-            for run in self._all_runs():
-                run.parameter.grad = None
-            self._engine.ledger.add("step", -copied)
+            if self._update.run([run for run in self._all_runs() if self._has_gradient(run)]):
+                self._engine.copy_masters()
+                self._engine.refresh_parameters()
             self._engine.gradients.coefficient = None
         self._engine.drop_pins()
         self._engine.ledger.set("optimizer states", self.state_bytes())
@@ -150,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups[-1]["param_names"] = titles
         self.names.append(names)
         self._runs.append([])
-        self._set_runs(len(self.names) - 1, place_runs(self._flats, set(names)))
+        self._set_runs(len(self.names) - 1, place_runs(self._flats, set(names), self._update.longest))
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's states on this rank, the master copy not counted."""
@@ -163,7 +160,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         comm, infinite = self._engine.comm, norm_type == math.inf
-        total = _power_sum(self._engine.gradients.counted(), norm_type, comm.device)
+        most = self._engine.config.bucket_size  # elements: on a CPU torch makes copies of 16-bit tensors
+        counted = [part for shard in self._engine.gradients.counted() for part in torch.split(shard, most)]
+        total = _power_sum(counted, norm_type, comm.device)
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         for axis in (comm.shard, comm.tensor):  # along the other axes, every rank has the same
             if axis.size > 1:
@@ -174,60 +173,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._engine.gradients.coefficient is not None:
             norm = norm * self._engine.gradients.coefficient
         return norm if self._scale is None else norm * self._scale.inverse
-
-    def _set_gradients(self) -> int:
-        """Give each run its gradient, unscaled and clipped. Returns the bytes of those that had to be copied."""
-        gradients = self._engine.gradients
-        found = []
-        for run in self._all_runs():
-            if self._has_gradient(run):
-                run.parameter.grad = run.gradient(gradients.of_flat)
-                found.append(run.parameter.grad)
-        if self._scale is not None:
-            if found:
-                self._scale.unscale(found)
-            what = "look for overflow"
-            self._engine.order.check(what)
-            self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
-        if gradients.coefficient is not None and found:
-            torch._foreach_mul_(found, gradients.coefficient)
-        return sum(gradient.nbytes for gradient in found if not gradient._is_view())
-
-    def _update(self) -> bool:
-        """Run the inner optimizer, unless a gradient overflowed on any rank."""
-        if self._scale is None:
-            self.inner.step()
-            return True
-        skips_on_device = getattr(self.inner, "_step_supports_amp_scaling", False) and self.inner.defaults.get("fused")
-        inner: Any = self.inner
-        if isinstance(inner, torch.optim.SGD) and any(not self.state.get(run.parameter) for run in self._all_runs()):
-            skips_on_device = False  # its fused kernel would leave a momentum that it has just made uninitialised
-        updated = True
-        if skips_on_device:  # the kernel itself leaves everything as it is: no host sync
-            inner.found_inf, inner.grad_scale = self._scale.overflow, None
-            inner.step()
-            del inner.found_inf, inner.grad_scale
-        elif bool(self._scale.overflow):
-            updated = False
-        else:
-            inner.step()
-        self._scale.update()
-        return updated
-
-    def _clip_shards(self) -> None:
-        """Clip what only a copy of was clipped: a loop may go on without zero_grad()."""
-        coefficient, gradients = self._engine.gradients.coefficient, self._engine.gradients.of_flat
-        if coefficient is None:
-            return
-        for run in self._all_runs():
-            if run.parameter.grad is not None and not run.parameter.grad._is_view():
-                shards = [(part, gradients[part.flat].shard) for part in run.parts]
-                torch._foreach_mul_([part.of(shard) for part, shard in shards if shard is not None], coefficient)
-
-    def _write_back(self) -> None:
-        """Copy the master's new values into the parameters in computation, and bring each rank's part to all."""
-        self._engine.copy_masters()
-        self._engine.refresh_parameters()
 
     # -- unused parameters --------------------------------------------------------------------------------------
 

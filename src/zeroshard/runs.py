@@ -6,6 +6,9 @@ stretches of the shards (of the fp32 master copy under 16-bit precision) whose p
 units lie side by side in one arena, so that with one group a step is one fused kernel over one tensor, however many
 parameters the model has. That is right for every optimizer whose update of an element looks at that element alone.
 
+No run is longer than a bucket, so that a model of any size can be updated through buffers of one size: see
+[Note: the update in batches].
+
 A parameter that got no gradient on any rank must be skipped, as torch does: no weight decay, no momentum, no step
 count. The run that holds it is then cut, for good, into one run per parameter, its states with it.
 """
@@ -22,7 +25,7 @@ from torch import nn
 
 from zeroshard.engine.gradients import FlatGradient
 from zeroshard.engine.unit import Flat
-from zeroshard.layout import Range
+from zeroshard.layout import ALIGN, Range
 
 
 @dataclass
@@ -52,15 +55,13 @@ class Run:
         self.hollow = hollow  # index of a parameter without elements: it has states, too, and no place in any shard
         self.parameter = nn.Parameter(tensor)  # [numel], the master's or the parameters' own dtype
 
-    def gradient(self, gradients: dict[Flat, FlatGradient]) -> torch.Tensor:
-        """The gradient in the run's dtype: the shards themselves where they can be viewed as one, else a copy."""
+    def reduced(self, gradients: dict[Flat, FlatGradient]) -> list[torch.Tensor]:
+        """The reduced gradient where it lies, in its own dtype: one view where the shards are neighbours."""
         shards = [(part, gradients[part.flat].shard) for part in self.parts]
         views = [part.of(shard) for part, shard in shards if shard is not None]
-        if views[0].dtype == self.parameter.dtype and all(_adjoin(a, b) for a, b in pairwise(views)):
-            return views[0].as_strided(self.parameter.shape, (1,))
-        fresh = torch.empty_like(self.parameter)
-        torch._foreach_copy_(list(torch.split(fresh, [view.numel() for view in views])), views)
-        return fresh
+        if len(views) > 1 and all(_adjoin(a, b) for a, b in pairwise(views)):
+            return [views[0].as_strided(self.parameter.shape, (1,))]
+        return views
 
     def places(self) -> Iterator[tuple[Flat, int, Range, int]]:
         """Yield (flat, parameter, its elements, where they begin in the run)."""
@@ -100,8 +101,19 @@ def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
 
 
-def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:
-    """Make runs over this rank's part of the named parameters."""
+def longest_run(bucket_size: int) -> int:
+    """Elements that a run has at most, for a given ``bucket_size``.
+
+    Cuts fall between vectors, because the fused kernels of a CPU round what is left at the end in another way.
+
+    >>> longest_run(1000), longest_run(1)
+    (960, 64)
+    """
+    return max(bucket_size // ALIGN, 1) * ALIGN
+
+
+def place_runs(flats: list[Flat], names: set[str], most: int | None = None) -> list[Run]:
+    """Make runs over this rank's part of the named parameters, each of at most ``most`` elements."""
     joined: list[tuple[list[Part], list[torch.Tensor]]] = []
     for flat in flats:
         members = {index for index, name in enumerate(flat.names) if name in names}
@@ -117,10 +129,13 @@ def place_runs(flats: list[Flat], names: set[str]) -> list[Run]:
                     joined[-1][1].append(tensor)
                 else:
                     joined.append(([Part(flat, span)], [tensor]))
-    runs = [
-        Run(_merged(parts), tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,)))
-        for parts, tensors in joined
-    ]
+    runs = []
+    for parts, tensors in joined:
+        numel = sum(tensor.numel() for tensor in tensors)
+        line, merged = tensors[0].as_strided((numel,), (1,)), _merged(parts)
+        for start in range(0, numel, most or numel):
+            stretch = Range(start, min(start + (most or numel), numel))
+            runs.append(Run(_within(merged, stretch), line[stretch.start : stretch.end]))
     for flat in flats:
         for index, name in enumerate(flat.names):
             if name in names and flat.layout.numels[index] == 0:
@@ -134,6 +149,18 @@ def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two stretches are neighbours in one allocation."""
     same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return same and left.storage_offset() + left.numel() == right.storage_offset()
+
+
+def _within(parts: list[Part], stretch: Range) -> list[Part]:
+    """What of the parts lies in a stretch of them all, laid end to end."""
+    found, offset = [], 0
+    for part in parts:
+        to_run = offset - part.span.start
+        common = part.span.moved(to_run).meet(stretch)
+        if common is not None:
+            found.append(Part(part.flat, common.moved(-to_run)))
+        offset += part.span.numel
+    return found
 
 
 def _merged(parts: list[Part]) -> list[Part]:

@@ -10,17 +10,24 @@ from torch import nn
 from zeroshard.comm import Communicator
 from zeroshard.engine.order import Order
 
+PACKED = 2**20  # elements of a broadcast, beyond which one more costs less than a longer one and its copies
+
 
 class Buffers:
     """Copies rank 0's buffers to all ranks before a forward, when they may have changed since the last time.
 
     They may have after a forward in training mode (batch norm changes its statistics without a trace in the version
     counter), or when the user has changed or replaced one. So generating or evaluating costs nothing.
+
+    Small ones travel together, packed into at most ``bucket_size`` elements; a larger one travels where it lies.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, order: Order, enabled: bool) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, order: Order, enabled: bool, bucket_size: int = PACKED
+    ) -> None:
         self._comm = comm
         self._order = order
+        self._most = min(bucket_size, PACKED)
         modules = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
         self._modules = [weakref.ref(module) for module in modules] if enabled and comm.ranks > 1 else []
         self._seen: list[tuple[int, int]] = []  # (id, version) of each buffer after the last copy
@@ -45,12 +52,26 @@ class Buffers:
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
         what = "broadcast buffers"
         self._order.check(what)
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in buffers:
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for group in by_dtype.values():
-            packed = torch.cat([buffer.reshape(-1) for buffer in group])
-            self._comm.broadcast(packed, 0, what)
-            for buffer, part in zip(group, torch.split(packed, [b.numel() for b in group]), strict=True):
+        for pack in self._packs(buffers):
+            first = pack[0]
+            if len(pack) == 1 and first.is_contiguous() and not first.is_inference():
                 # .data: a graph of an earlier forward may hold the statistics, though in training it does not read them
+                self._comm.broadcast(first.data, 0, what)
+                continue
+            packed = torch.cat([buffer.reshape(-1) for buffer in pack])
+            self._comm.broadcast(packed, 0, what)
+            for buffer, part in zip(pack, torch.split(packed, [b.numel() for b in pack]), strict=True):
                 buffer.data.copy_(part.view_as(buffer))
+
+    def _packs(self, buffers: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Group buffers of one dtype into packs that fit, on every rank alike; a larger one is a pack of its own."""
+        packs: list[list[torch.Tensor]] = []
+        filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+        for buffer in buffers:
+            pack, taken = filling.get(buffer.dtype, ([], 0))
+            if not pack or taken + buffer.numel() > self._most:
+                pack, taken = [], 0
+                packs.append(pack)
+            pack.append(buffer)
+            filling[buffer.dtype] = pack, taken + buffer.numel()
+        return packs

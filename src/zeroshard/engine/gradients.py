@@ -51,10 +51,11 @@ class FlatGradient:
         self.used[index] = False
         if self.has_local:
             self.local_views[index].zero_()
-        if self.has_shard and self.shard is not None:
+        reduced = self.shard if self.carried is None else self.carried
+        if self.has_shard and reduced is not None:
             for piece in self.flat.segments:
                 if piece.parameter == index:
-                    self.shard[piece.at : piece.at + piece.within.numel].zero_()
+                    reduced[piece.at : piece.at + piece.within.numel].zero_()
 
 
 class Gradients:
@@ -176,7 +177,7 @@ class Gradients:
         """Forget all gradients, or make them zero."""
         self.coefficient = None
         for gradient in self.of_flat.values():
-            gradient.carried = None
+            self._drop_carried(gradient)
             if set_to_none:
                 gradient.take()
                 gradient.used = [False] * len(gradient.used)
@@ -217,7 +218,13 @@ class Gradients:
         elif gradient.shard is not None and gradient.has_shard and not gradient.has_local and not self.partitioned:
             # A backward after the reduction and before zero_grad(): the reduced part lies in ``local``, save it.
             gradient.carried = gradient.shard.clone()
+            self._ledger.add("gradients", gradient.carried.nbytes)
         return gradient.local
+
+    def _drop_carried(self, gradient: FlatGradient) -> None:
+        if gradient.carried is not None:
+            self._ledger.add("gradients", -gradient.carried.nbytes)
+            gradient.carried = None
 
     def _drop_local(self, gradient: FlatGradient) -> None:
         if gradient.local is not None:
@@ -252,7 +259,7 @@ class Gradients:
         gradient.shard = shard
         if gradient.carried is not None:
             shard.add_(gradient.carried)
-            gradient.carried = None
+            self._drop_carried(gradient)
         gradient.has_local, gradient.has_shard = False, True
 
     # -- packing and reducing -----------------------------------------------------------------------------------

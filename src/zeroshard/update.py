@@ -1,0 +1,193 @@
+"""Update: one step of the user's optimizer over this rank's runs, through one buffer of constant size.
+
+[Note: the update in batches]
+torch's optimizers want a gradient in the dtype of its parameter. Under bf16 and fp16 gradients are kept in 16 bits and
+the master is in fp32, so each run needs a copy: of this rank's whole part it would take 4Ψ/N bytes. Instead the runs,
+none longer than ``bucket_size`` elements, are updated in batches of at most as many: fill the buffer with the batch's
+gradients, step the optimizer, which leaves parameters without gradient alone, take the gradients away again, and go on
+to the next batch. Where no copy is needed this bounds the scratch of the optimizer's own kernels. A part that fits one
+batch is updated by one call.
+
+Every element is updated once, from its own gradient and with a step count of its run's own, so the result is the same
+to the bit. That holds for torch's own elementwise optimizers. One that is not torch's may count its own calls, and a
+hook on the step, or a step that was replaced, is to see all gradients and one call: there the batch is everything.
+
+Under fp16 nothing may be updated when one gradient overflowed on any rank, so that is looked for first, in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from zeroshard.engine.engine import Engine
+from zeroshard.layout import ALIGN, round_up
+from zeroshard.precision import LossScale
+from zeroshard.runs import Run, longest_run
+
+# Their step() looks at nothing but the parameters with a gradient, and counts for each of them apart.
+COUNT_BY_PARAMETER = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+@dataclass(frozen=True)
+class Due:
+    """A run that is to be updated, and its reduced gradient."""
+
+    run: Run
+    reduced: list[torch.Tensor]  # where the gradient lies, in the dtype it was reduced in
+
+    @property
+    def copied(self) -> bool:
+        """Whether the optimizer needs a copy: the gradient lies in several places, or has another dtype."""
+        return len(self.reduced) > 1 or self.reduced[0].dtype != self.run.parameter.dtype
+
+    @property
+    def room(self) -> int:
+        """Bytes of the buffer that the copy takes."""
+        parameter = self.run.parameter
+        return round_up(parameter.numel(), ALIGN) * parameter.element_size() if self.copied else 0
+
+
+class Update:
+    """Steps one optimizer: see [Note: the update in batches]."""
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, scale: LossScale | None) -> None:
+        self._inner: Any = inner
+        self._engine, self._scale = engine, scale
+        self._most = longest_run(engine.config.bucket_size)  # elements of a batch
+
+    @property
+    def longest(self) -> int | None:
+        """Elements of a run; None: as many as there are, since all are updated by one call anyway."""
+        return self._most if type(self._inner) in COUNT_BY_PARAMETER else None
+
+    def _in_one_call(self) -> bool:
+        if type(self._inner) not in COUNT_BY_PARAMETER:
+            return True
+        # A learning rate scheduler's replacement only notes that there was a call; of any other nothing is known.
+        replaced = vars(self._inner).get("step")
+        noted = hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(self._inner).step
+        hooks = (
+            self._inner._optimizer_step_pre_hooks,
+            self._inner._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        return any(hooks) or not (replaced is None or noted)
+
+    def run(self, runs: list[Run]) -> bool:
+        """Update the runs, which all have a gradient. False: one overflowed on some rank, and nothing was updated."""
+        gradients = self._engine.gradients
+        due = [Due(run, run.reduced(gradients.of_flat)) for run in runs]
+        if self._scale is None:
+            self._step(due)
+            return True
+        self._scale.look([view for one in due for view in one.reduced])
+        what = "look for overflow"
+        self._engine.order.check(what)
+        self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
+        updated = True
+        if self._skips_on_device():  # the kernel itself leaves everything as it is: no host sync
+            self._inner.found_inf, self._inner.grad_scale = self._scale.overflow, None
+            self._step(due)
+            del self._inner.found_inf, self._inner.grad_scale
+        elif bool(self._scale.overflow):
+            updated = False
+        else:
+            self._step(due)
+        self._scale.update()
+        return updated
+
+    def _skips_on_device(self) -> bool:
+        if not (getattr(self._inner, "_step_supports_amp_scaling", False) and self._inner.defaults.get("fused")):
+            return False
+        if not isinstance(self._inner, torch.optim.SGD):
+            return True
+        # Its fused kernel would leave a momentum that it has just made uninitialised.
+        parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        return all(self._inner.state.get(parameter) for parameter in parameters)
+
+    def _step(self, due: list[Due]) -> None:
+        batches = self._batches(due)
+        nbytes = max(sum(one.room for one in batch) for batch in batches)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._engine.comm.device)
+        self._engine.ledger.add("step", nbytes)
+        try:
+            for batch in batches:
+                self._step_batch(batch, buffer)
+        finally:
+            self._engine.ledger.add("step", -nbytes)
+
+    def _step_batch(self, batch: list[Due], buffer: torch.Tensor) -> None:
+        new = [one.run.parameter for one in batch if not self._inner.state.get(one.run.parameter)]
+        try:
+            self._set_gradients(batch, buffer)
+            self._inner.step()
+            self._house(new)
+        finally:  # after an error, too: another batch's step must not find them
+            for one in batch:
+                one.run.parameter.grad = None
+        coefficient = self._engine.gradients.coefficient
+        copied = [view for one in batch if one.copied for view in one.reduced]
+        if coefficient is not None and copied:  # only the copy was clipped, and a loop may go on without zero_grad()
+            torch._foreach_mul_(copied, coefficient)
+
+    def _house(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Move states that were just made, among the step's temporaries, to memory apart: [Note: memory apart]."""
+        if self._engine.comm.device.type == "cpu":
+            return
+        for parameter in parameters:
+            state = self._inner.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    with self._engine.pool:
+                        state[key] = value.clone()
+
+    def _batches(self, due: list[Due]) -> list[list[Due]]:
+        """Cut the list into batches; into one at least, since the optimizer is stepped in any case."""
+        if self._in_one_call():
+            return [due]
+        batches: list[list[Due]] = [[]]
+        left = self._most
+        for one in due:
+            numel = round_up(one.run.parameter.numel(), ALIGN)
+            if numel > left:
+                batches.append([])
+                left = self._most
+            batches[-1].append(one)
+            left -= numel
+        return batches
+
+    def _set_gradients(self, batch: list[Due], buffer: torch.Tensor) -> None:
+        """Give each run its gradient, unscaled and clipped: the reduced one itself or a copy in the buffer."""
+        taken, found = 0, []
+        for one in batch:
+            parameter, gradient = one.run.parameter, one.reduced[0]
+            if one.copied:
+                gradient = buffer[taken : taken + parameter.nbytes].view(parameter.dtype)
+                places = list(torch.split(gradient, [view.numel() for view in one.reduced]))
+                torch._foreach_copy_(places, one.reduced)
+                taken += one.room
+            parameter.grad = gradient
+            found.append(gradient)
+        coefficient = self._engine.gradients.coefficient
+        if self._scale is not None and found:
+            self._scale.unscale(found)
+        if coefficient is not None and found:
+            torch._foreach_mul_(found, coefficient)
