@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from zeroshard.activations.traffic import compared
 from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
@@ -41,6 +42,7 @@ class _Sharded:
         self.engine = engine
         self.handles = handles
         self.division = division
+        self.profiled: tuple[Traffic, Traffic] | None = None  # of tensor parallelism, of P_a, in the last profile
 
 
 def shard(
@@ -88,7 +90,7 @@ def shard(
     units = Builder(model, plans, trained, config, placement, precision, comm, ledger, pool, division).build()
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
     gradients = Gradients(units, placement, comm, order, ledger, pool, config, reduce_dtypes)
-    buffers = Buffers(model, comm, order, config.broadcast_buffers)
+    buffers = Buffers(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):
@@ -209,8 +211,10 @@ def report(model: nn.Module) -> Report:
     >>> zeroshard.report(model).states
     16384
     """
-    engine = _sharded(model).engine
+    sharded = _sharded(model)
+    engine = sharded.engine
     comm = engine.comm
+    tensor, activations = sharded.profiled or (None, None)
     return Report(
         rank=comm.control.rank,
         ranks=comm.ranks * comm.tensor.size,
@@ -218,6 +222,8 @@ def report(model: nn.Module) -> Report:
         memory={kind: Bytes(held.now, held.peak) for kind, held in engine.ledger.kinds.items()},
         total=Bytes(engine.ledger.total.now, engine.ledger.total.peak),
         collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
+        tensor_traffic=tensor,
+        activation_traffic=activations,
     )
 
 
@@ -225,7 +231,8 @@ def report(model: nn.Module) -> Report:
 def profile(model: nn.Module) -> Iterator[Profile]:
     """Take down what this rank holds at every moment inside, and how long it waits for communication.
 
-    Made for a step now and then, not for all: on a GPU it waits for the device before and after.
+    Made for a step now and then, not for all: on a GPU it waits for the device before and after. Along a tensor axis it
+    also counts the collectives of tensor parallelism, which :func:`report` then compares with those of P_a.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
@@ -234,18 +241,20 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     >>> profile.moments[0].held["parameters"]
     16384
     """
-    engine: Engine = _sharded(model).engine
+    sharded = _sharded(model)
+    engine: Engine = sharded.engine
     ledger, stopwatch, device = engine.ledger, engine.comm.stopwatch, engine.comm.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    held = {kind: nbytes.now for (kind, _), nbytes in ledger.kinds.items()}
+    held = {kind: nbytes.now for (kind, tier), nbytes in ledger.kinds.items() if tier == "device"}
     result = Profile(held=held, device=device)
     result.moments.append(Moment(0.0, dict(held), None))
     ledger.watch = result.note
     engine.comm.counters.now = {}  # what came since the last step (an evaluation, say) is no part of this one
     stopwatch.start()
     try:
-        yield result
+        with compared(engine.comm) as sharded.profiled:
+            yield result
     finally:
         ledger.watch = None
         stopwatch.stop()

@@ -50,7 +50,10 @@ class Config:
     the model are found by themselves."""
 
     bucket_size: int = 2**27
-    """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B)."""
+    """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B). A step
+    also updates that many elements at a time: torch's elementwise optimizers are stepped several times where a rank's
+    part is larger. An optimizer of another class, or one with hooks on its ``step`` or a ``step`` of its own, is called
+    once, with all of its part's gradients: where these need a copy in fp32, that takes 4Ψ/N bytes."""
 
     ring: int = 2
     """How many gradient buckets may be on their way at once. Each takes ``bucket_size`` elements."""
@@ -62,8 +65,8 @@ class Config:
     """Copy rank 0's buffers (running statistics) to all ranks before a forward in which they have changed, as DDP."""
 
     defragment: bool = True
-    """On a GPU, keep what outlives an operation in memory apart, and find out in the first steps in which order the
-    model's own temporaries take least (the paper's M_D). Off: the second is left alone; the cache is never emptied."""
+    """On a GPU, find out in the first steps which segments PyTorch's allocator is best given beforehand, so that the
+    model's own temporaries take least memory (the paper's M_D); its cache is emptied for that. Off: it is left alone."""
 
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""

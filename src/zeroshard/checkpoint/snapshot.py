@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -48,11 +49,13 @@ class Stage:
         if self._memory.numel() == 0:
             return
         self._memory.zero_()
-        workers.submit(self._register).result()  # a refusal would be told by the next kernel on this thread
+        # a refusal would be told by the next kernel on this thread
+        workers.submit(partial(self._register, torch.cuda.current_device())).result()
 
-    def _register(self) -> None:
+    def _register(self, device: int) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        outcome = cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+        with torch.cuda.device(device):  # a thread begins on the first GPU, and would open a context there
+            outcome = cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
         self.pinned = int(outcome) == 0
 
 

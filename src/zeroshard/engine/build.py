@@ -129,7 +129,7 @@ class Builder:
         self._trained = trained  # ids of the parameters an optimizer updates
         self._plans = plans
         lane = Lane(comm.device, comm.stopwatch)
-        self.units = [Unit(p.name, self._flats(p), comm, ledger, pool, lane, self._partitioned) for p in plans]
+        self.units = [Unit(p.name, self._flats(p), comm, ledger, lane, self._partitioned) for p in plans]
         share_rooms([flat for unit in self.units for flat in unit.flats])
 
     def build(self) -> list[Unit]:
@@ -154,6 +154,9 @@ class Builder:
                     self._ledger.add("parameters", flat.full.nbytes)
             self._fill(unit, plan)
         self._buffers()
+        if self._comm.device.type == "cuda" and self._config.defragment:
+            torch.cuda.empty_cache()  # what units were staged in is as large as they are whole, and of no use any more
+            self._pool.take_workspaces()
         return self.units
 
     def _flats(self, plan: Plan) -> list[Flat]:

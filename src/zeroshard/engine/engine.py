@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -233,6 +233,11 @@ class Engine:
     def _in_use(self, unit: Unit) -> bool:
         return unit in self._pinned or any(unit in frame.units for frame in self._frames)
 
+    def about_to_run(self, inputs: Iterable[torch.Tensor]) -> None:
+        """The whole model is about to be given these inputs."""
+        if self._segments is not None and torch.is_grad_enabled() and not self.running:
+            self._segments.begin(sum(tensor.numel() for tensor in inputs))
+
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
@@ -242,8 +247,6 @@ class Engine:
         self._brought.clear()
         self._trace = Trace()
         self._traces.add(self._trace)
-        if self._segments is not None and torch.is_grad_enabled():
-            self._segments.begin()
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
         self._wake()
@@ -358,9 +361,14 @@ class Engine:
     def _reach_again(self, unit: Unit) -> None:
         """A module runs again inside backward: see [Note: recomputation]."""
         number = self._backward if self._backward_on else self._backward + 1
-        ahead = [(trace, use) for trace in self._traces for use in trace.uses.get(unit, ()) if use.reached_in != number]
-        if unit not in self._open and ahead:
-            trace, frame = max(ahead, key=lambda pair: pair[1].left)
+        hidden = [  # where no hook will tell
+            (trace, use)
+            for trace in self._traces
+            for use in trace.uses.get(unit, ())
+            if use.reached_in != number and not use.hooked
+        ]
+        if unit not in self._open and hidden:
+            trace, frame = max(hidden, key=lambda pair: pair[1].left)
             self.reach(frame, trace)
         self._bring(unit)
 

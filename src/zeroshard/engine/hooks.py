@@ -61,7 +61,9 @@ class _Before:
         self._engine, self._units, self._name, self._outermost = engine, units, name, outermost
 
     @_eager
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._outermost:
+            self._engine.about_to_run(tensors_in((args, kwargs)))
         self._engine.enter(self._units, self._name, self._outermost)
 
 
@@ -136,7 +138,7 @@ def install(
     for name, units in ({"": ()} | homes).items():
         module = model.get_submodule(name)
         before = _Before(engine, units, name, outermost=module is model)
-        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(_After(engine), always_call=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))

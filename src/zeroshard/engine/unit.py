@@ -14,7 +14,6 @@ from zeroshard.engine.parameter import Card, card_of, dress, point, values_of
 from zeroshard.layout import FlatLayout, Piece, Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.pool import Pool
 from zeroshard.tensor.division import Divided
 from zeroshard.tensor.share import Share
 
@@ -168,7 +167,6 @@ class Unit:
         flats: list[Flat],
         comm: Communicator,
         ledger: Ledger,
-        pool: Pool,
         lane: Lane,
         partitioned: bool,
     ) -> None:
@@ -184,7 +182,7 @@ class Unit:
         self.reduce_event = f"reduce unit {name!r}"
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
         self._comm = comm
-        self._ledger, self._pool = ledger, pool
+        self._ledger = ledger
         self._lane = lane  # that gathers run on
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
@@ -239,9 +237,8 @@ class Unit:
             self._point("views")
             self.parked = False
         if self.partitioned and self.state is State.RELEASED:
-            with self._pool:
-                for flat in self.flats:
-                    flat.full.untyped_storage().resize_(flat.room)
+            for flat in self.flats:
+                flat.full.untyped_storage().resize_(flat.room)
             self._ledger.add("gathered", self.full_bytes)
         elif not self.partitioned:
             self._dress(absent=True)  # until the new values are in

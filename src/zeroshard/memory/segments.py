@@ -1,88 +1,130 @@
 """Segments: which pieces of device memory the model's temporaries are carved from (the paper's M_D).
 
-[Note: the largest first]
+[Note: large segments first]
 PyTorch's allocator takes memory from the device in segments, each as large as the request that needed it, and carves
 later, smaller requests from segments that are free. A step asks for its small temporaries first (a block's) and for its
 largest last (the loss's): each of these then gets a segment of its own, beside all the small ones, which are free and
-of no use by then. Were the large ones there first, the small ones would be carved from them.
+of no use by then. Were some large ones there first, the small ones would be carved from them.
 
-So once a few steps have shown which segments the model needs, the cache is emptied and the largest are made before the
-others. How many of them is best depends on which are in use together, which the allocator does not tell; so a few sets
-of them are tried, for one step each, and the one that took least memory is kept. This rearranges memory that the model
-has used anyway: it never asks for more.
+So after a few steps the allocator is asked to note a step's requests, and these are rehearsed with one or two segments
+of various sizes made beforehand (``rehearsal.py``). The sizes with which least memory was reserved in the end are made,
+once, from an empty cache. Passes on larger inputs begin it anew; those on smaller ones fit into what is there.
+
+Where memory is so full that the allocator had to give segments back in the middle of a step, each pass begins with an
+empty cache instead: nothing of the last one may then stand in the way of the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from itertools import product
+from typing import Any
 
 import torch
 
-LARGE = 20 << 20  # bytes; smaller requests share segments of this size
-TRIALS = 12  # steps that are spent on finding the best order, at most
-WARM_UP = 2  # steps before the model's needs are looked at: optimizer states are made in the first
+from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
+
+WARM_UP = 2  # passes before the model's needs are looked at: optimizer states are made in the first step
+SMALL = 1 << 20  # bytes: smaller requests have segments of their own
+NOTED = 200_000  # requests and frees of a step; a longer one is left alone
+SECONDS = 3.0  # that rehearsals may take
+FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
+SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 1.0, 1.125, 1.25)
 
 
 class Segments:
-    """Watches the segments of one model's temporaries, one training forward after the other."""
+    """Watches the segments of one model's temporaries, one training pass after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._course: Iterator[None] | None = self._learn()
-        self._first: list[int] = []  # sizes of the segments that are made first
-        self._reserved = 0  # bytes the allocator had when this was last looked at
+        self._passes = 0
+        self._inputs = -1  # elements of the largest inputs so far
+        self._noting = False
+        self._made: list[int] = []  # bytes of the segments that are made first
+        self._reserved = self._retries = 0  # when this was last looked at
 
-    def begin(self) -> None:
-        """A training forward begins: what the one before has used is known."""
-        if self._course is not None:
-            if next(self._course, self) is self:  # learnt
-                self._course = None
-        elif self._now() < 0.9 * self._reserved:  # somebody has emptied the cache
-            self._lay(self._first)
-        self._reserved = self._now()
+    def begin(self, inputs: int) -> None:
+        """A training forward begins, on inputs of so many elements: what the pass before has asked for is known."""
+        self._passes += 1
+        if self._passes <= WARM_UP:
+            return
+        reserved, retries = self._now()
+        if self._noting:
+            self._made = self._best(self._noted())
+            self._make()
+        elif retries > self._retries:  # memory is full
+            self._made = []
+            self._make()
+        elif reserved < 0.9 * self._reserved:  # somebody has emptied the cache
+            self._make()
+        if inputs > self._inputs and not _others_note():
+            self._inputs, self._made = inputs, []
+            self._make()
+            _note(NOTED)
+            self._noting = True
+            self._retries = retries
+        self._reserved = self._now()[0]
 
-    def _learn(self) -> Iterator[None]:
-        """See [Note: the largest first]. Between two yields lie a forward and its backward."""
-        for _ in range(WARM_UP):
-            yield
-        self._lay([])
-        yield
-        least = self._now()
-        for sizes in self._choices():
-            laid = self._lay(sizes)
-            if laid >= least:  # and so are all that follow
+    def _noted(self) -> list[Request]:
+        """The requests of the pass before for large tensors, and when they were freed."""
+        number = self._device.index or 0
+        events = torch.cuda.memory._snapshot()["device_traces"][number]
+        _note(0)
+        self._noting = False
+        if len(events) >= NOTED:
+            return []
+        requests: list[Request] = []
+        for event in events:
+            if event["action"] == "alloc" and event["size"] > SMALL:
+                requests.append((event["addr"], event["size"]))
+            elif event["action"] == "free_completed":
+                requests.append((event["addr"], 0))
+        return requests
+
+    def _best(self, requests: list[Request]) -> list[int]:
+        """The sizes of segments to make first, with which the pass would reserve least from the second time on."""
+        largest = max((nbytes for _, nbytes in requests), default=0)
+        best, least, begun = [], _needed([], requests), time.perf_counter()
+        for times in product(FIRST, SECOND):
+            sizes = [int(largest * part) // UNIT * UNIT for part in times if part]
+            if largest < UNIT or sum(sizes) >= least:
+                continue
+            needed = _needed(sizes, requests)
+            if needed < least:
+                best, least = sizes, needed
+            if time.perf_counter() - begun > SECONDS:
                 break
-            yield
-            if self._now() < least:
-                least, self._first = self._now(), sizes
-        self._lay(self._first)
+        return best
 
-    def _choices(self) -> list[list[int]]:
-        """Sets of sizes to try, the least first: all down to some size, and perhaps one for what is left standing."""
-        snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        found = [segment["total_size"] for segment in snapshot if self._is_free(segment)]
-        sizes = sorted((size for size in found if size > LARGE), reverse=True)
-        distinct = list(dict.fromkeys(sizes))
-        largest = [[size for size in sizes if size >= least] for least in distinct]
-        with_one = [[*first, size] for first in largest[:2] for size in distinct if size < first[-1]]
-        choices = sorted(largest + with_one, key=sum)
-        return [choice for choice in choices if sum(choice) < sum(sizes)][:TRIALS]
-
-    def _is_free(self, segment: dict[str, object]) -> bool:
-        of_model = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # type: ignore[arg-type]
-        return of_model and segment["device"] == self._device.index and segment["allocated_size"] == 0
-
-    def _lay(self, sizes: list[int]) -> int:
-        """Empty the cache, then make segments of these sizes, and leave them free; returns the bytes reserved then."""
+    def _make(self) -> None:
+        """Empty the cache, make the segments, and leave them free."""
         torch.cuda.empty_cache()
         try:
-            made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._made]
             del made
         except torch.OutOfMemoryError:  # others have taken the memory meanwhile
+            self._made = []
             torch.cuda.empty_cache()
-        return self._now()
 
-    def _now(self) -> int:
+    def _now(self) -> tuple[int, int]:
+        """The bytes that are reserved, and how often the allocator had to give some back to go on."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        reserved: int = stats["reserved_bytes"]["all"]["current"]
-        return reserved
+        return stats["reserved_bytes"]["all"]["current"], stats["num_alloc_retries"]
+
+
+def _needed(sizes: list[int], requests: list[Request]) -> int:
+    rehearsal = Rehearsal(sizes)
+    rehearsal.play(requests)
+    rehearsal.play(requests)
+    return rehearsal.reserved
+
+
+def _note(most: int) -> None:
+    """Have the allocator note what is asked of it, or stop that where ``most`` is 0."""
+    note: Any = torch.cuda.memory._record_memory_history
+    note(enabled="all" if most else None, context=None, stacks="python", max_entries=max(most, 1))
+
+
+def _others_note() -> bool:
+    """Whether the user has the allocator note requests: that is left alone, and so is the rest then."""
+    return any(torch.cuda.memory._snapshot()["device_traces"])

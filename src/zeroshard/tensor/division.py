@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from zeroshard.tensor.plans import Plan, plan_of
+from zeroshard.tensor.plans import Plan, matches, plan_of
 from zeroshard.tensor.share import Share
 from zeroshard.tensor.styles import PIECES
 
@@ -107,7 +106,7 @@ class Division:
             self._hooks = [(hooks, number) for hooks, known in before for number in hooks if number not in known]
         for pattern, attributes in plan.narrowed.items():
             for name, module in model.named_modules():
-                for attribute in attributes if _matches(name, pattern) else ():
+                for attribute in attributes if matches(name, pattern) else ():
                     width = getattr(module, attribute)
                     self._attributes.append((module, attribute, width))
                     setattr(module, attribute, width // mesh.size())
@@ -149,14 +148,8 @@ def _check(model: nn.Module, plan: Plan) -> None:
             raise TypeError(
                 f"tensor_plan[{pattern!r}] is a torch.distributed.tensor.parallel style, got {type(style).__name__}"
             )
-        if not any(_matches(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in names):
             raise ValueError(f"tensor_plan[{pattern!r}] matches no module; modules are named like {names[1:6]}")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a module's name fits a pattern, part by part, as torch reads it."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatch(part, want) for part, want in zip(parts, wanted, strict=True))
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

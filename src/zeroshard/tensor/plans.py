@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from zeroshard.models.gpt import GPT
+from zeroshard.tensor.share import Share
 from zeroshard.tensor.styles import Columns, Rows
 
 
@@ -39,6 +41,25 @@ class Plan:
                     f"the axis a number of ranks that divides {', '.join(f'{n} {w}' for w, n in self.counts.items())}"
                 )
 
+    def shares(self, model: nn.Module, ranks: int, rank: int = 0) -> dict[str, Share]:
+        """How each parameter that the plan divides is divided, by name, from shapes alone: no mesh, no process group.
+
+        >>> from zeroshard.models import GPT, GPTConfig
+        >>> model = GPT(GPTConfig(vocab_size=8, context=4, layers=1, heads=2, width=4))
+        >>> shares = plan_of(model).shares(model, ranks=2)
+        >>> shares["blocks.0.attention.qkv.weight"].local_shape, "norm.weight" in shares
+        (torch.Size([6, 4]), False)
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        shares = {}
+        for pattern, style in self.styles.items():
+            for name, module in model.named_modules():
+                for key, dim, pieces in _divided(style, module) if matches(name, pattern) else ():
+                    parameter = module._parameters.get(key)
+                    if parameter is not None:
+                        shares[names[id(parameter)]] = Share.even(parameter.shape, dim, ranks, rank, pieces)
+        return shares
+
 
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan of a model that is known here: the reference GPT, Hugging Face's Llama and GPT-2; None of any other.
@@ -60,6 +81,45 @@ def plan_of(model: nn.Module) -> Plan | None:
         if _is_transformers(module, "GPT2Model"):
             return _gpt2(model, module, prefix)
     return None
+
+
+def local_numels(model: nn.Module, ranks: int) -> dict[str, int]:
+    """Elements of each parameter, by name, on the first of ``ranks`` on a tensor axis; no other one has more.
+
+    >>> from zeroshard.models import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(vocab_size=9, context=4, layers=1, heads=2, width=4))
+    >>> numels = local_numels(model, ranks=2)
+    >>> numels["tokens.weight"], numels["positions.weight"]
+    (20, 16)
+    """
+    numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if ranks == 1:
+        return numels
+    plan = plan_of(model)
+    if plan is None:
+        raise ValueError(
+            f"no plan is known to divide a {type(model).__name__} over {ranks} ranks of a tensor axis: known are "
+            "zeroshard's GPT and Hugging Face's Llama and GPT-2"
+        )
+    plan.check(ranks)
+    return numels | {name: share.local_shape.numel() for name, share in plan.shares(model, ranks).items()}
+
+
+def _divided(style: ParallelStyle, module: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """What a style divides of a module: (key of the parameter, dimension, how many pieces are fused in it)."""
+    outputs = isinstance(style, (Columns, ColwiseParallel))
+    if outputs or isinstance(style, (Rows, RowwiseParallel)):
+        pieces = style.pieces if isinstance(style, Columns) else 1
+        # nn.Linear's weight is (outputs, inputs); nn.Embedding's and Conv1D's (inputs, outputs)
+        yield "weight", int(outputs != isinstance(module, nn.Linear)), pieces
+        if outputs:
+            yield "bias", 0, pieces
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name fits a pattern, part by part, as torch reads it."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatch(part, want) for part, want in zip(parts, wanted, strict=True))
 
 
 def _is_transformers(module: nn.Module, name: str) -> bool:
