@@ -28,11 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank import fsdp2_gpt, zeroshard_gpt
 from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.snapshot import Snapshot
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.models import GPTConfig
 
 Times = dict[str, list[float]]
 
@@ -51,8 +52,9 @@ class Bench:
             checkpoint=True,
         )
         self.tokens = torch.randint(config.vocab_size, (options.batch, config.context), device=device)
-        self.ours = self._zeroshard(config)
-        self.theirs = self._fsdp2(config)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+        self.ours = zeroshard_gpt(config, mesh, stage=3, precision="fp32")
+        self.theirs = fsdp2_gpt(config, mesh, mixed=False)
         for model, optimizer in (self.ours, self.theirs):
             self.step(model, optimizer)
         self.group = dist.new_group(backend="gloo")
@@ -63,27 +65,6 @@ class Bench:
         self.shards = [tensor.to_local() for tensor in (*model.parameters(), *moments)]
         self.nbytes = sum(tensor.nbytes for tensor in self.shards)
         self.times: Times = {}
-
-    def _zeroshard(self, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-        with torch.device("meta"):
-            model = GPT(config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (dist.get_world_size(),))
-        return zeroshard.shard(model, optimizer, stage=3, precision="fp32", mesh=mesh)
-
-    def _fsdp2(self, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (dist.get_world_size(),))
-        with torch.device("meta"):
-            model = GPT(config)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model.to_empty(device=self.device)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter.to_local(), std=0.02)  # type: ignore[attr-defined]
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     # -- what is measured ---------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""Presets: shapes of GPTs by name, the paper's among them."""
+"""Presets: shapes of GPTs by name, the paper's among them, and the paper's configurations of ZeRO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,52 @@ PRESETS = {
     "paper-170b": Preset(212, 64, 8192),
     # Table 10, the largest without model parallelism
     "paper-13b": Preset(62, 32, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One of the paper's configurations: a stage, and what becomes of the activations that checkpointing keeps.
+
+    Buffers of constant size (C_B) and arenas against fragmentation (M_D) belong to all of them; zeroshard always has
+    both. A configuration is given to the two calls that it is about::
+
+        chosen = CONFIGURATIONS["C4"]
+        model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **chosen.sharding)
+        zeroshard.checkpoint_activations(model, **chosen.activations)
+    """
+
+    letters: str
+    """What it has beside C_B and M_D, in the paper's letters."""
+    stage: int
+    partitioned: bool = False
+    """P_a: each rank of the tensor axis keeps its part of an activation that all have alike."""
+    offloaded: bool = False
+    """P_a+cpu: and keeps it in host memory."""
+
+    @property
+    def sharding(self) -> dict[str, Any]:
+        """Options of :func:`zeroshard.shard`.
+
+        >>> CONFIGURATIONS["C4"].sharding
+        {'stage': 2}
+        """
+        return {"stage": self.stage}
+
+    @property
+    def activations(self) -> dict[str, Any]:
+        """Options of :func:`zeroshard.checkpoint_activations`. ``None``: over the mesh's tensor axis, if it has one.
+
+        >>> CONFIGURATIONS["C4"].activations
+        {'partition': None, 'offload': False}
+        """
+        return {"partition": None if self.partitioned else False, "offload": self.offloaded}
+
+
+CONFIGURATIONS = {  # Table 3 of the paper
+    "C1": Configuration("P_os", stage=1),
+    "C2": Configuration("P_os + P_a", stage=1, partitioned=True),
+    "C3": Configuration("P_os+g", stage=2),
+    "C4": Configuration("P_os+g + P_a", stage=2, partitioned=True),
+    "C5": Configuration("P_os+g + P_a+cpu", stage=2, partitioned=True, offloaded=True),
 }

@@ -1,4 +1,4 @@
-"""The command `zeroshard presets`: the models that have a name."""
+"""The command `zeroshard presets`: the models, and the configurations of ZeRO, that have a name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import tyro
 
-from zeroshard.presets import PRESETS
+from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 
 @dataclass(frozen=True)
 class CatalogueOptions:
-    """List the models that `zeroshard train --model NAME` knows; the paper's are Table 5's and Table 10's."""
+    """List the models that `zeroshard train --model NAME` knows, the paper's being Table 5's and Table 10's, and the
+    paper's configurations of ZeRO, Table 3's, as `zeroshard.presets.CONFIGURATIONS` has them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,4 +24,9 @@ def main(argv: Sequence[str]) -> int:
         count = f"{preset.parameters / 1e9:.2f}B" if preset.parameters >= 1e9 else f"{preset.parameters / 1e6:.1f}M"
         shape = f"{preset.layers:>8}{preset.heads:>7}{preset.width:>7}{preset.context:>9}{preset.vocabulary:>12}"
         print(f"{name:<14}{count:>12}{shape}")
+    print(f"\n{'configuration':<16}{'in the paper':<19}{'stage':<7}activation checkpoints")
+    for name, chosen in CONFIGURATIONS.items():
+        kept = "partitioned over the tensor axis" if chosen.partitioned else "whole on every rank"
+        where = ", in host memory" if chosen.offloaded else ""
+        print(f"{name:<16}{chosen.letters:<19}{chosen.stage:<7}{kept}{where}")
     return 0

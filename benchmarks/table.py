@@ -1,0 +1,53 @@
+"""Table: results as people read them, and as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from trial import Result
+
+
+def show(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table. None leaves a cell empty."""
+    cells = [list(heads), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    print(f"| {lines[0]} |\n|{rule}|", *(f"| {line} |" for line in lines[1:]), sep="\n")
+
+
+def middle(results: Sequence[Result], key: str) -> float | None:
+    """The median of a measurement over the runs that have it; None where none has."""
+    values = [result[key] for result in results if key in result]
+    return statistics.median(values) if values else None
+
+
+def spread(results: Sequence[Result], key: str) -> float | None:
+    """The largest value of a measurement less the smallest."""
+    values = [result[key] for result in results if key in result]
+    return max(values) - min(values) if values else None
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    """One measurement over another; None where either is missing."""
+    return value / base if value is not None and base else None
+
+
+def gigabytes(nbytes: float | None) -> float | None:
+    """GB as the paper counts them: 10^9 bytes."""
+    return None if nbytes is None else nbytes / 1e9
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return (
+            f"{value:.2g}"
+            if abs(value) < 0.01
+            else f"{value:.3f}"
+            if abs(value) < 1
+            else f"{value:.2f}"
+            if abs(value) < 100
+            else f"{value:.0f}"
+        )
+    return "" if value is None else str(value)

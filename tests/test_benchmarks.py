@@ -1,0 +1,328 @@
+"""The benchmarks' scripts: that they run, on tiny shapes, and that what they share measures what it says.
+
+Scripts run in this process, their trials too; one runs as a user runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.presets import PRESETS
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # the scripts import each other by name
+NAMES = ("activations", "memory", "paper", "rank", "search", "stage3", "stages", "table", "trial")
+activations, memory, paper, rank, search, stage3, stages, table, trial = map(import_module, NAMES)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have trials run in this process."""
+
+    def measured(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        result = trial.guarded(import_module(module).measure, **arguments)
+        return dict(json.loads(json.dumps(result)))
+
+    monkeypatch.setattr(trial, "_measured", measured)
+
+
+def run(script: ModuleType, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a script on tiny shapes, and return its results."""
+    script.main(["--tiny", "--device", "cpu", "--out", str(out / "out.json"), *arguments])
+    results = json.loads((out / "out.json").read_text())
+    assert not [result["error"] for result in results if "error" in result]
+    return list(results)
+
+
+def cells(output: str) -> list[list[str]]:
+    """The rows of the tables that were printed, heads and rules included."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line[:1] == "|"]
+
+
+# ------------------------------------------------------------------------------------------------ trials
+
+
+def trials(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> trial.Trials:
+    """Trials of a module with this code."""
+    (directory / "subject.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+    given = {"out": directory / "out.json", "budget": 60.0, "timeout": 30.0, **options}
+    return trial.Trials("subject.py", argparse.Namespace(**given))
+
+
+def test_a_trial_is_a_process_with_the_allocators_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    code = """
+import os
+def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTORCH_ALLOC_CONF"), "twice": 2 * size}
+"""
+    many = trials(tmp_path, code, monkeypatch)
+    first, second = many.run(size=1), many.run(size=2)
+    assert first["pid"] != second["pid"]
+    assert (first["twice"], second["twice"], first["allocator"]) == (2, 4, None)
+    assert many.of(size=2) == [second]
+    assert json.loads((tmp_path / "out.json").read_text()) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("body", "timeout", "first", "last"),
+    [
+        ("raise ValueError('no such row')", 60, "the process ended with status 1", "ValueError: no such row"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "the process ended with status -9", ""),
+        (
+            "import sys, time; print('half way', file=sys.stderr, flush=True); time.sleep(60)",
+            1,
+            "no result after 1 s",
+            "half way",
+        ),
+    ],
+)
+def test_a_failed_trial_keeps_what_it_said(
+    body: str, timeout: int, first: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = trials(tmp_path, f"def measure(): {body}", monkeypatch, timeout=timeout).run()["error"]
+    assert error.startswith(first) and error.endswith(last), error
+
+
+def test_no_trial_runs_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = trials(tmp_path, "def measure(): return {}", monkeypatch, budget=0.0)
+    assert "budget of 0 s was spent" in many.run()["error"]
+
+
+def test_running_out_of_memory_is_a_result_also_behind_another_error() -> None:
+    def measure(behind: bool) -> dict[str, Any]:
+        try:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        except torch.OutOfMemoryError as error:
+            if behind:
+                raise RuntimeError("unit 'blocks.3'") from error
+            raise
+
+    assert trial.guarded(measure, behind=False) == {"out_of_memory": "tried to allocate 2 GiB"}
+    assert trial.guarded(measure, behind=True) == {"out_of_memory": "tried to allocate 2 GiB"}
+    with pytest.raises(TypeError):
+        trial.guarded(measure)
+
+
+def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(BENCHMARKS / "buckets.py"), "--tiny", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run([*command, "--stages", "2", "--powers", "14", "--steps", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(out.read_text())
+    assert result["bucket_size"] == 2**14 and result["allocated"] > 0, result
+    assert "on a network is not in these figures" in done.stdout
+    assert cells(done.stdout)[2][:3] == ["tiny", "2", "2^14"]
+
+
+# ------------------------------------------------------------------------------------------------ searches
+
+
+@given(
+    base=st.integers(0, 10**6),
+    slope=st.integers(1, 10**4),
+    waste=st.floats(1.0, 1.6),
+    limit=st.integers(1, 10**7),
+    within=st.sampled_from([0.02, 0.05]),
+)
+def test_a_search_ends_between_what_fits_and_what_does_not(
+    base: int, slope: int, waste: float, limit: int, within: float
+) -> None:
+    def attempt(size: int) -> dict[str, Any]:
+        allocated = base + slope * size
+        if allocated > limit:
+            return {"out_of_memory": ""}
+        return {"allocated": allocated, "reserved": min(waste * allocated, limit)}  # caches are given back in need
+
+    found = search.largest(attempt, (4, 8), limit, within, most=40)
+    fits = max(0, (limit - base) // slope)
+    assert found.error is None and found.fails is not None
+    assert found.fits <= fits < found.fails and found.near(within)
+    if waste < 1.1 and 20 <= fits <= 400:
+        assert len(found.tried) <= 9
+
+
+def test_a_search_ends_with_an_error_that_is_not_of_memory() -> None:
+    found = search.largest(lambda size: {"error": "no such preset"} if size > 4 else {}, (4, 8), 1e9)
+    assert (found.fits, found.fails, found.error) == (4, None, "no such preset")
+
+
+def test_a_search_is_not_led_astray_by_a_line_that_bends() -> None:
+    def attempt(size: int) -> dict[str, Any]:
+        held = 10**6 + size + 10**5 * max(0, size - 16)  # bytes: nearly flat, then steep
+        return {"out_of_memory": ""} if held > 3 * 10**6 else {"allocated": held, "reserved": held}
+
+    found = search.largest(attempt, (4, 8), 3e6)
+    assert (found.fits, found.fails) == (35, 36)
+
+
+def test_a_search_ends_after_so_many_attempts() -> None:
+    found = search.largest(lambda size: {"allocated": 1, "reserved": 1}, (4, 8), 1e9, most=4)
+    assert found.fits == 32 and found.error is not None and found.error.startswith("ended after 4 attempts")
+
+
+# ------------------------------------------------------------------------------------------------ what is shared
+
+
+def test_a_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    table.show(("GPT", "", "GB"), [["1.4B", 12.345, None], ["é", 0.5, 1234.5]])
+    assert capsys.readouterr().out.splitlines() == [
+        "| GPT  |       | GB   |",
+        "|------|-------|------|",
+        "| 1.4B | 12.35 |      |",
+        "| é    | 0.500 | 1234 |",
+    ]
+
+
+def test_what_is_missing_is_left_out_of_the_figures() -> None:
+    runs = [{"ms": 1.0}, {"error": ""}, {"ms": 4.0}, {"ms": 2.0}]
+    assert (table.middle(runs, "ms"), table.spread(runs, "ms")) == (2.0, 3.0)
+    assert table.middle(runs, "reserved") is table.spread(runs, "reserved") is None
+    assert table.ratio(None, 2.0) is table.ratio(2.0, None) is None
+    assert table.ratio(3.0, 2.0) == 1.5
+
+
+def test_memory_is_counted_on_a_cpu_and_its_limit_kept() -> None:
+    with rank.Memory("cpu", limit=10**7) as measured:
+        kept = torch.zeros(10**6, dtype=torch.uint8)
+        torch.zeros(5 * 10**6, dtype=torch.uint8)
+        measured.restart()
+        assert measured.now == 10**6
+        torch.zeros(3 * 10**6, dtype=torch.uint8)
+        assert measured.peak()["allocated"] == 4 * 10**6
+        torch.zeros(10**7, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError, match="11000000 bytes were held, 10000000 are allowed"):
+            measured.wait()
+        measured.restart()  # the limit holds for what comes after
+        assert measured.peak()["allocated"] == kept.nbytes
+
+
+def test_the_frugal_loss_is_the_same_loss() -> None:
+    config = GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=8)
+    torch.manual_seed(0)
+    plain, frugal = GPT(config), rank.FrugalGPT(config)
+    frugal.load_state_dict(plain.state_dict())
+    tokens = torch.randint(32, (3, 8))
+    losses = [model(tokens, tokens) for model in (plain, frugal)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, ours), theirs in zip(frugal.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+    torch.testing.assert_close(frugal(tokens), plain(tokens))
+
+
+def test_the_rows_are_those_of_the_peers() -> None:
+    assert rank.ROWS["7.6B, batch 4"] == (PRESETS["7.6b"], 4)
+    psi = [f"{preset.parameters / 1e9:.1f}" for preset, _ in rank.ROWS.values()]
+    assert psi == ["1.4", "1.4", "0.2", "7.7", "0.0"]
+
+
+# ------------------------------------------------------------------------------------------------ the scripts
+
+
+def test_memory_in_steady_state(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(memory, tmp_path, "--steps", "1")
+    shown = {row[1]: row for row in cells(capsys.readouterr().out)}
+    by_variant = {result["variant"]: result for result in results}
+    assert shown["zeroshard"][2] == f"{by_variant['zeroshard']['allocated'] / 1e9:.2g}"
+    assert shown["fsdp2"][5] == "1.00"
+    assert shown["zeroshard"][5] == f"{by_variant['zeroshard']['reserved'] / by_variant['fsdp2']['reserved']:.2f}"
+
+
+def test_memory_under_stress_tells_the_step_at_which_it_ran_out(
+    inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "FILLED", 1.05)  # a little less than the longest sequence needs
+    monkeypatch.setitem(rank.ROWS, "tiny", (rank.TINY, 16))  # enough to be most of the memory
+    monkeypatch.setattr(memory, "lengths", lambda context, steps: [context // 4, context // 2, context][:steps])
+    results = run(memory, tmp_path, "--stress", "--steps", "3")
+    ends = [(result["completed"], result.get("ended_by")) for result in results if "limit" in result]
+    assert ends[:2] == [(2, "memory")] * 2
+    assert "bytes were held" in results[-2]["said"]
+    assert [row[2] for row in cells(capsys.readouterr().out)[2:4]] == ["2 of 3"] * 2
+
+
+def test_lengths_vary_up_to_the_context_and_are_the_same_in_every_run() -> None:
+    lengths = memory.lengths(1024, 200)
+    assert lengths == memory.lengths(1024, 200)
+    assert set(lengths) == set(range(256, 1025, 64))
+
+
+def test_the_cost_of_recomputation(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(activations, tmp_path, "--only", "steps", "--steps", "1", "--repeats", "1")
+    assert [result["mode"] for result in results] == ["torch", "zeroshard", "zeroshard+cpu"]
+    assert cells(capsys.readouterr().out)[2][4] == "1.00"
+
+
+def test_the_largest_batch(
+    inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(activations, "MODES", {mode: activations.MODES[mode] for mode in ("none", "zeroshard")})
+    monkeypatch.setattr(activations, "FIRST", {"none": (2, 4), "zeroshard": (2, 4)})
+    monkeypatch.setattr(activations, "ON_CPU", 2e6)
+    none, kept = run(activations, tmp_path, "--only", "batches", "--frugal")
+    assert none["fails"] - none["fits"] == kept["fails"] - kept["fits"] == 1
+    assert 0 < none["fits"] < kept["fits"]
+    assert {attempt["left"] for attempt in kept["tried"].values()} == {0}
+    assert cells(capsys.readouterr().out)[3][1:4] == ["zeroshard", str(kept["fits"]), str(kept["fails"])]
+
+
+def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(stages, tmp_path, "--batch", "1", "--world", "2")
+    rows = cells(capsys.readouterr().out)[2:]
+    assert [row[1] == row[3] for row in rows] == [True] * 4  # as predicted
+    assert [float(row[5].rstrip("Ψ")) for row in rows] == pytest.approx([2, 2, 2, 3], rel=0.01)
+
+
+def test_stage_3_beside_the_floor(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(stage3, tmp_path, "--steps", "1", "--repeats", "1", "--variants", "floor", "zeroshard")
+    assert all(result["ms"] > 0 and result["host_ms"] > 0 for result in results)
+    assert cells(capsys.readouterr().out)[2][4] == "1.00"
+
+
+@pytest.mark.parametrize(("name", "parts"), [("C1", 1), ("C5", 25)])
+def test_one_rank_of_the_papers_mesh(name: str, parts: int) -> None:
+    shape = {"layers": 2, "heads": 16, "width": 64, "context": 16, "vocabulary": 64}
+    result = paper.measure(name, shape, 1, "cpu", 1e9)
+    whole = rank.shape_of(rank.Preset(**shape)).parameters
+    assert whole / 16 < result["parameters_here"] < whole / 8  # its part of matrices, norms and positions whole
+    assert result["steps"] == 2 and result["allocated"] > 4 * result["parameters_here"]
+    here = 4 * result["parameters_here"] / parts  # bytes of fp32 gradients
+    assert here <= result["held"]["gradients, device"] < 2 * here  # a small model's shards are mostly alignment
+
+
+def test_the_papers_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a model of memory: 0.6 GB a layer, less 0.1 for what a configuration saves."""
+    saves = {"C1": 0, "C2": 1, "C3": 2, "C4": 3, "C5": 4}
+
+    def measured(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        each = 0.6e9 - 0.1e9 * saves[arguments["configuration"]]
+        assert (module, arguments["limit"]) == ("paper", 32e9)
+        held = each * arguments["shape"]["layers"]
+        return {"out_of_memory": "full"} if held > 32e9 else {"allocated": held, "reserved": held}
+
+    monkeypatch.setattr(trial, "_measured", measured)
+    paper.main(["--device", "cpu", "--out", str(tmp_path / "out.json")])
+    rows = cells(capsys.readouterr().out)
+    cached = {tuple(row[:3]): row[4:7] for row in rows if row[0] in ("40B", "100B")}
+    assert cached["40B", "16", "C1"] == ["29.70", "30.00", "1.01"]
+    assert cached["100B", "32", "C4"] == ["29.60", "", ""]
+    largest = {row[0]: (row[2], *row[3:6], row[8]) for row in rows if row[0] in saves}
+    assert largest["C1"] == ("40", "43.52", "1.09", "53", "54")
+    assert int(largest["C5"][3]) <= 160 < int(largest["C5"][4]) <= 1.02 * int(largest["C5"][3])
