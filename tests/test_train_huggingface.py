@@ -226,7 +226,7 @@ def test_a_loaded_model_trains_as_plainly(kind: str, recompute: bool, saved: dic
         opened = open_model(saved[kind])
         if recompute:
             opened.checkpoint_activations()
-            assert opened.base.is_gradient_checkpointing
+            assert all("forward" in vars(layer) for layer in opened.base.model.layers)
         model, optimizer = sharded(opened)
         train(model, optimizer, rank, 2)
         return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}

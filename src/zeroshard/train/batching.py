@@ -11,8 +11,12 @@ DEFAULT_BATCH = 8  # sequences a step where nothing is said
 class Batching:
     """``batch`` sequences a step = ``micro`` a rank and backward × ranks × ``accumulate`` backwards.
 
+    Ranks that divide a layer (``tensor`` of them) have the same sequences, and count as one.
+
     >>> Batching.divide(ranks=2, batch=16, micro=4, accumulate=None)
     Batching(batch=16, micro=4, accumulate=2)
+    >>> Batching.divide(ranks=2, batch=16, micro=4, accumulate=None, tensor=2)
+    Batching(batch=16, micro=4, accumulate=4)
     """
 
     batch: int
@@ -20,8 +24,13 @@ class Batching:
     accumulate: int
 
     @classmethod
-    def divide(cls, ranks: int, batch: int | None, micro: int | None, accumulate: int | None) -> Batching:
+    def divide(
+        cls, ranks: int, batch: int | None, micro: int | None, accumulate: int | None, tensor: int = 1
+    ) -> Batching:
         """Find what was not given; refuse what does not fit together."""
+        if ranks % tensor:
+            raise ValueError(f"--tensor {tensor} does not divide the {ranks} ranks: give --ranks a multiple of it")
+        ranks //= tensor
         if batch is None:
             batch = micro * ranks * (accumulate or 1) if micro else max(DEFAULT_BATCH, ranks * (accumulate or 1))
             if not micro:
@@ -31,8 +40,9 @@ class Batching:
         if accumulate is None:
             accumulate = max(batch // (ranks * micro), 1)
         if micro * ranks * accumulate != batch:
+            who = f"{ranks} ranks" if tensor == 1 else f"{ranks} groups of {tensor} ranks"
             raise ValueError(
-                f"a batch of {batch} sequences is not {micro} a rank and backward × {ranks} ranks × {accumulate} "
+                f"a batch of {batch} sequences is not {micro} a rank and backward × {who} × {accumulate} "
                 f"backwards, which is {micro * ranks * accumulate}: leave one of batch, micro-batch and accumulate "
                 "out, or change it"
             )

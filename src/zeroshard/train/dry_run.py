@@ -6,9 +6,10 @@ import torch
 
 from zeroshard.memory.report import size
 from zeroshard.planner.memory import Memory, predict_memory
-from zeroshard.train.job import batching_of, chosen_precision, sequence_length
-from zeroshard.train.models.language_model import open_language_model
+from zeroshard.train.job import batching_of, check_tensor, chosen_precision, sequence_length
+from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options
+from zeroshard.train.summary import groups, sharding
 
 STAGES = (0, 1, 2, 3)
 
@@ -19,32 +20,51 @@ def dry_run(options: Options, ranks: int) -> str:
     >>> print(dry_run(Options(), ranks=2).splitlines()[0])
     model     GPT, 4 layers, 4 heads, width 128, 1,071,872 parameters
     """
+    training, batching = options.training, batching_of(options, ranks)
     language_model = open_language_model(options.model, options.data)
+    check_tensor(options, language_model.module)
     sequence = sequence_length(options, language_model)
-    training = options.training
-    batching = batching_of(options, ranks)
     device = "cuda" if options.sharding.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = chosen_precision(options, device)
     parameters = list(language_model.module.parameters())
     total, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
     share = "" if trained == total else f", {trained:,} of them trained"
     passes = "s" if batching.accumulate > 1 else ""
-    lines = [
-        f"model     {language_model.description}, {total:,} parameters{share}",
-        f"data      {', '.join(options.data.data) or 'Shakespeare, eight plays'}",
-        f"ranks     {ranks} on {device}",
-        f"ZeRO      stage {options.sharding.stage}, {precision}",
-        f"steps     {training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} a rank and "
-        f"backward, {batching.accumulate} backward{passes} a step",
-        f"rate      {training.lr:g} after {training.warmup} steps, then down by a cosine; clipped at {training.clip:g}",
-        f"out       {options.run.out or f'runs/{options.name}, or with a number'}",
-        "",
-        "memory a rank (activations come on top)",
+    pairs = [
+        ("model", f"{language_model.description}, {total:,} parameters{share}"),
+        ("data", ", ".join(options.data.data) or "Shakespeare, eight plays"),
+        ("ranks", f"{ranks} on {device}{groups(options, ranks)}"),
+        *sharding(options, precision),
+        (
+            "steps",
+            f"{training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} a rank and "
+            f"backward, {batching.accumulate} backward{passes} a step",
+        ),
+        (
+            "rate",
+            f"{training.lr:g} after {training.warmup} steps, then down by a cosine; clipped at {training.clip:g}",
+        ),
+        ("out", options.run.out or f"runs/{options.name}, or with a number"),
     ]
+    tokens = batching.micro * sequence  # a rank and backward
+    lines = [f"{label:<10}{value}" for label, value in pairs]
+    lines += ["", f"memory a rank (activations come on top{_inputs(options, language_model, precision, tokens)})"]
+    tensor = options.sharding.tensor
     plans = {
-        stage: predict_memory(language_model.module, ranks=ranks, stage=stage, precision=precision) for stage in STAGES
+        stage: predict_memory(language_model.module, ranks=ranks, tensor=tensor, stage=stage, precision=precision)
+        for stage in STAGES
     }
     return "\n".join([*lines, *_table(plans, options.sharding.stage)])
+
+
+def _inputs(options: Options, language_model: LanguageModel, precision: str, tokens: int) -> str:
+    """What the blocks' inputs take, where these are all that is kept of the blocks."""
+    if not options.model.recomputed or not language_model.layers:
+        return ""
+    ranks = options.sharding.tensor if options.model.partition_activations else 1
+    kept = -(-tokens * language_model.width // ranks) * language_model.layers * (4 if precision == "fp32" else 2)
+    where = " in host memory" if options.model.offload_activations else ""
+    return f", the blocks' inputs with {size(kept)}{where}"
 
 
 def _table(plans: dict[int, Memory], chosen: int) -> list[str]:

@@ -14,10 +14,11 @@ def evaluate(job: Job, held_out: Loader) -> float:
     """The mean loss over the first windows of the held-out text. Nothing that training depends on changes.
 
     All ranks call it together, each with as many windows as the others: where there are too few, some count twice.
+    Ranks that divide a layer have the same windows.
     """
     world = job.world
-    count = max(min(job.options.run.eval_sequences, held_out.windows) // world.ranks, 1)
-    places = [(index * world.ranks + world.rank) % held_out.windows for index in range(count)]
+    count = max(min(job.options.run.eval_sequences, held_out.windows) // world.data_ranks, 1)
+    places = [(index * world.data_ranks + world.data_rank) % held_out.windows for index in range(count)]
     total = torch.zeros((), device=world.device)
     job.model.eval()
     try:

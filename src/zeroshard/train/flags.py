@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from zeroshard.train.directory import RunDirectory, newest_run
-from zeroshard.train.options import Options
+from zeroshard.train.options import Configuration, Options
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -20,8 +21,8 @@ def read_options(argv: Sequence[str]) -> Options:
     >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
     4
     """
-    options = _parse(argv, Options())
     layers = [(list(argv), "")]
+    options = _stacked(layers)
     if options.run.config is not None:
         layers.insert(0, (_as_flags(read_file(Path(options.run.config))), options.run.config))
         options = _stacked(layers)
@@ -36,8 +37,21 @@ def _stacked(layers: Sequence[tuple[list[str], str]]) -> Options:
     """Options from several sources, a later one over an earlier one."""
     options = Options()
     for flags, source in layers:
-        options = _parse(flags, options, source)
+        options = _over(options, flags, source)
     return options
+
+
+def _over(below: Options, flags: Sequence[str], source: str) -> Options:
+    """Options from one source over those below it: its configuration over theirs, its other flags over both."""
+    options = _parse(flags, _named(below, None), source)
+    chosen = options.sharding.configuration
+    if chosen is None:
+        return _named(options, below.sharding.configuration)
+    return _parse(flags, below.configured(chosen), source)
+
+
+def _named(options: Options, configuration: Configuration | None) -> Options:
+    return replace(options, sharding=replace(options.sharding, configuration=configuration))
 
 
 def saved_options(options: Options) -> dict[str, Any] | None:

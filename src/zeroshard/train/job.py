@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.planner.memory import predict_memory
 from zeroshard.presets import PRESETS
+from zeroshard.tensor.plans import plan_of
 from zeroshard.train.batching import Batching
 from zeroshard.train.checkpoint import Checkpoint, whole_checkpoints
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
@@ -25,7 +25,7 @@ from zeroshard.train.directory import RunDirectory, new_directory
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options
-from zeroshard.train.record import Record, paper_traffic
+from zeroshard.train.record import Record, begin_record
 from zeroshard.train.sample import prompt_tokens
 from zeroshard.train.world import World
 
@@ -81,12 +81,32 @@ def check(options: Options, ranks: int) -> None:
 def batching_of(options: Options, ranks: int) -> Batching:
     """How the batch is divided."""
     training = options.training
-    return Batching.divide(ranks, training.batch, training.micro_batch, training.accumulate)
+    tensor = options.sharding.tensor
+    return Batching.divide(ranks, training.batch, training.micro_batch, training.accumulate, tensor)
+
+
+def check_tensor(options: Options, module: nn.Module) -> None:
+    """Refuse a number of ranks that cannot divide the model's layers."""
+    tensor = options.sharding.tensor
+    if tensor == 1:
+        return
+    plan = plan_of(module)
+    if plan is None:
+        what = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
+        raise ValueError(
+            f"--tensor {tensor}: how to divide the layers of {what} is not known, only those of the presets and of "
+            "Hugging Face's Llama and GPT-2: leave --tensor out"
+        )
+    for what, count in plan.counts.items():
+        if count % tensor:
+            raise ValueError(f"--tensor {tensor} does not divide the model's {count} {what}: give a number that does")
 
 
 def _prepare(options: Options, world: World) -> Job:
     batching = batching_of(options, world.ranks)
     language_model = open_language_model(options.model, options.data)
+    check_tensor(options, language_model.module)
+    world = replace(world, tensor=options.sharding.tensor)
     sequence = sequence_length(options, language_model)
     directory = _open_directory(options, world)
     found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
@@ -97,10 +117,10 @@ def _prepare(options: Options, world: World) -> Job:
         seed, vocabulary = options.training.seed, language_model.vocabulary
         return Loader(tokens, sequence=sequence, batch=rows, seed=seed, vocabulary=vocabulary)
 
-    held_out = loader(corpus.validation, world.ranks) if corpus.validation is not None else None
+    held_out = loader(corpus.validation, world.data_ranks) if corpus.validation is not None else None
     training = loader(corpus.train, batching.batch)
     precision = chosen_precision(options, world.device.type)
-    record = _record(options, world, language_model, precision, batching)
+    record = begin_record(options, world, language_model, precision, batching, sequence)
     if checkpoint is not None:
         record.go_on(directory.read_record(), checkpoint.seconds)
     model, optimizer = _shard(options, world, language_model, precision, checkpoint)
@@ -218,6 +238,7 @@ def _shard(
     model, optimizer = zeroshard.shard(
         module,
         adamw,
+        mesh=world.mesh(),
         stage=options.sharding.stage,
         precision=precision,
         timeout=options.sharding.timeout,
@@ -226,30 +247,3 @@ def _shard(
     if checkpoint is not None:
         zeroshard.load(checkpoint.path, model, optimizer)
     return model, optimizer
-
-
-def _record(
-    options: Options, world: World, language_model: LanguageModel, precision: str, batching: Batching
-) -> Record:
-    module = language_model.module
-    sizes = {grad: sum(p.numel() for p in module.parameters() if p.requires_grad is grad) for grad in (True, False)}
-    on_gpu = world.device.type == "cuda"
-    return Record(
-        name=options.name,
-        settings={**options.flat(), **vars(batching)},
-        model={"parameters": sizes[True] + sizes[False], "description": language_model.description},
-        stage=options.sharding.stage,
-        precision=precision,
-        ranks=world.ranks,
-        backend=world.backend,
-        device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
-        plain=predict_memory(module, ranks=world.ranks, stage=0, precision=precision).states,
-        paper_traffic=paper_traffic(
-            options.sharding.stage,
-            world.ranks,
-            sizes[True],
-            sizes[False],
-            4 if precision == "fp32" else 2,
-            batching.accumulate,
-        ),
-    )

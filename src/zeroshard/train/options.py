@@ -7,11 +7,14 @@ of the file (`micro_batch = 4`). A group of fields is a class, shown as one box 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from zeroshard.presets import PRESETS
+from zeroshard.presets import CONFIGURATIONS, PRESETS
+
+Stage = Literal[0, 1, 2, 3]
+Configuration = Literal["C1", "C2", "C3", "C4", "C5"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,10 @@ class ModelOptions:
     """tokens a sequence; without it, the model's context, at most 1024"""
     recompute: bool = False
     """activation checkpointing: keep only the blocks' inputs and compute the rest again in backward"""
+    partition_activations: bool = True
+    """with --tensor, each of its ranks keeps only its part of those inputs (P_a)"""
+    offload_activations: bool = False
+    """keep those inputs in host memory (P_a+cpu); implies --recompute"""
     lora: bool = False
     """train LoRA adapters of a Hugging Face model through PEFT; the model itself stays frozen"""
     lora_rank: int = 8
@@ -44,6 +51,24 @@ class ModelOptions:
         """Refuse what cannot be meant."""
         _at_least_one(self, "layers", "heads", "width", "sequence", "lora_rank")
         _positive(self, "lora_alpha")
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether activations are computed again in backward.
+
+        >>> ModelOptions(offload_activations=True).recomputed
+        True
+        """
+        return self.recompute or self.offload_activations
+
+    @property
+    def activations(self) -> dict[str, Any]:
+        """What :func:`zeroshard.checkpoint_activations` is told of them.
+
+        >>> ModelOptions(recompute=True).activations
+        {'partition': None, 'offload': False}
+        """
+        return {"partition": None if self.partition_activations else False, "offload": self.offload_activations}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +101,8 @@ class StepOptions:
     steps: int = 400
     """optimizer steps in all"""
     batch: int | None = None
-    """sequences a step, over all ranks; without it, micro-batch × ranks × accumulate, or 8"""
+    """sequences a step, over all ranks; without it, micro-batch × ranks × accumulate, or 8. With --tensor, the ranks
+    that divide a layer count as one here and below"""
     micro_batch: int | None = None
     """sequences a rank and backward; without it, batch / ranks / accumulate"""
     accumulate: int | None = None
@@ -114,8 +140,14 @@ class StepOptions:
 class ShardOptions:
     """How its states are partitioned"""
 
-    stage: Literal[0, 1, 2, 3] = 3
+    stage: Stage = 3
     """0: nothing is partitioned. 1: optimizer states. 2: and gradients. 3: and parameters"""
+    tensor: int = 1
+    """ranks that divide each layer and work on the same sequences (tensor parallelism): a divisor of the ranks and of
+    the model's heads; for presets, and Hugging Face's Llama and GPT-2"""
+    configuration: Configuration | None = None
+    """one of the paper's, see `zeroshard presets`: sets stage, recompute, partition-activations and
+    offload-activations, where these are not given beside it"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """of computation; auto: bf16 on a GPU that has it, else fp32. 16 bits have an fp32 master copy"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -127,7 +159,7 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        _at_least_one(self, "ranks")
+        _at_least_one(self, "ranks", "tensor")
         _positive(self, "timeout")
 
 
@@ -195,6 +227,22 @@ class Options:
         """
         groups = [getattr(self, group.name) for group in fields(self)]
         return {option.name: getattr(group, option.name) for group in groups for option in fields(group)}
+
+    def configured(self, name: Configuration) -> Options:
+        """The same with one of the paper's configurations.
+
+        >>> Options().configured("C1").sharding.stage
+        1
+        """
+        chosen = CONFIGURATIONS[name]
+        model = replace(
+            self.model,
+            recompute=True,
+            partition_activations=chosen.partitioned,
+            offload_activations=chosen.offloaded,
+        )
+        sharding = replace(self.sharding, configuration=name, stage=cast("Stage", chosen.stage))
+        return replace(self, model=model, sharding=sharding)
 
     @property
     def name(self) -> str:

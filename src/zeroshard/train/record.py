@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,6 +15,12 @@ import zeroshard
 from zeroshard.memory.profile import Profile
 from zeroshard.memory.report import Report
 from zeroshard.placement import Placement
+from zeroshard.planner.memory import predict_memory
+from zeroshard.tensor.plans import local_numels
+from zeroshard.train.batching import Batching
+from zeroshard.train.models.language_model import LanguageModel
+from zeroshard.train.options import Options
+from zeroshard.train.world import World
 
 MOST_MOMENTS = 4000  # of a timeline; a step of a deep model has more, which no screen can show
 
@@ -29,6 +35,8 @@ class Record:
     stage: int
     precision: str
     ranks: int
+    tensor: int
+    """How many of the ranks divide a layer."""
     backend: str
     device: str
     plain: dict[str, int]
@@ -41,6 +49,8 @@ class Record:
     memory: list[dict[str, Any]] | None = None
     timeline: dict[str, Any] | None = None
     traffic: dict[str, Any] | None = None
+    tensor_traffic: dict[str, Any] | None = None
+    """What tensor parallelism itself, and P_a beside it, communicated in one step."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -54,7 +64,7 @@ class Record:
     def go_on(self, earlier: Mapping[str, Any], seconds: float) -> None:
         """Take over what an earlier part of a resumed run has noted, until it is noted anew."""
         self.before = seconds
-        for key in ("started", "memory", "timeline", "traffic", "samples", "checkpoints"):
+        for key in ("started", "memory", "timeline", "traffic", "tensor_traffic", "samples", "checkpoints"):
             if earlier.get(key) is not None:
                 setattr(self, key, earlier[key])
 
@@ -71,11 +81,44 @@ class Record:
         return {**kept, "seconds": round(self.seconds, 3), "versions": versions}
 
 
+def begin_record(
+    options: Options, world: World, language_model: LanguageModel, precision: str, batching: Batching, sequence: int
+) -> Record:
+    """What is known of a run before its model is sharded."""
+    module = language_model.module
+    held = local_numels(module, world.tensor)  # on each rank, were nothing partitioned over the data ranks
+    trained = sum(held[name] for name, parameter in module.named_parameters() if parameter.requires_grad)
+    tokens = batching.micro * batching.accumulate * sequence  # a rank and step
+    gathered = options.model.recomputed and options.model.partition_activations and world.tensor > 1
+    return Record(
+        name=options.name,
+        settings={**options.flat(), **vars(batching)},
+        model={"parameters": sum(p.numel() for p in module.parameters()), "description": language_model.description},
+        stage=options.sharding.stage,
+        precision=precision,
+        ranks=world.ranks,
+        tensor=world.tensor,
+        backend=world.backend,
+        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
+        plain=predict_memory(module, ranks=world.ranks, stage=0, precision=precision).states,
+        paper_traffic=paper_traffic(
+            options.sharding.stage,
+            world.data_ranks,
+            trained,
+            frozen=sum(held.values()) - trained,
+            itemsize=4 if precision == "fp32" else 2,
+            accumulate=batching.accumulate,
+            tensor=world.tensor,
+            inputs=language_model.layers * language_model.width * tokens if gathered else 0,
+        ),
+    )
+
+
 def memory_of(report: Report) -> dict[str, Any]:
-    """One rank's bytes by kind of state, now and at peak."""
+    """One rank's bytes by kind of state, now and at peak; what is not on the device says where it is."""
     kinds: dict[str, Any] = {}
-    for (kind, _), held in (*report.memory.items(), (("total", ""), report.total)):
-        kinds[kind] = {"now": held.now, "peak": held.peak}
+    for (kind, tier), held in (*report.memory.items(), (("total", "device"), report.total)):
+        kinds[kind if tier == "device" else f"{kind} ({tier})"] = {"now": held.now, "peak": held.peak}
     return kinds
 
 
@@ -92,7 +135,14 @@ def fullest(memory: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def traffic_of(report: Report) -> dict[str, Any]:
     """One step's collectives by kind."""
-    return {kind: {"count": traffic.count, "bytes": traffic.bytes} for kind, traffic in report.collectives.items()}
+    return {kind: asdict(traffic) for kind, traffic in report.collectives.items()}
+
+
+def tensor_traffic_of(report: Report) -> dict[str, Any] | None:
+    """One step's collectives of tensor parallelism itself, and of P_a; None without a tensor axis."""
+    if report.tensor_traffic is None or report.activation_traffic is None:
+        return None
+    return {"layers": asdict(report.tensor_traffic), "activations": asdict(report.activation_traffic)}
 
 
 def timeline_of(profile: Profile) -> dict[str, Any]:
@@ -109,19 +159,36 @@ def timeline_of(profile: Profile) -> dict[str, Any]:
     }
 
 
-def paper_traffic(stage: int, ranks: int, trained: int, frozen: int, itemsize: int, accumulate: int) -> dict[str, Any]:
+def paper_traffic(
+    stage: int,
+    ranks: int,
+    trained: int,
+    frozen: int,
+    itemsize: int,
+    accumulate: int,
+    tensor: int = 1,
+    inputs: int = 0,
+) -> dict[str, Any]:
     """The volume of a step by the paper (section 7): 2Ψ, or 3Ψ where parameters are partitioned; more to accumulate.
+
+    With ``tensor`` ranks that divide a layer, ``trained`` and ``frozen`` are what one of them has, and ``ranks`` those
+    that share the batch. ``inputs`` are the elements of all blocks' inputs, where P_a gathers them (section 8).
 
     >>> paper_traffic(stage=3, ranks=2, trained=10, frozen=0, itemsize=2, accumulate=1)
     {'formula': '3Ψ', 'bytes': 60}
+    >>> paper_traffic(stage=2, ranks=2, trained=6, frozen=0, itemsize=2, accumulate=1, tensor=2, inputs=5)
+    {'formula': '2Ψ/N_m + P_a', 'bytes': 34}
     """
     placement = Placement.of_stage(stage, ranks)
-    times, psi = (f" × {accumulate}" if accumulate > 1 else ""), "Ψ trained" if frozen else "Ψ"
+    whole = "Ψ/N_m" if tensor > 1 else "Ψ"
+    times, psi = (f" × {accumulate}" if accumulate > 1 else ""), f"{whole} trained" if frozen else whole
     if placement.parameters:  # gathered in forward and backward, gradients reduced: for each of the backwards
-        formula = f"2Ψ{times} + {psi}{times}" if frozen else f"3Ψ{times}"
+        formula = f"2{whole}{times} + {psi}{times}" if frozen else f"3{whole}{times}"
         elements = (2 * (trained + frozen) + trained) * accumulate
     elif placement.gradients:  # reduced in each backward, new parameters gathered once
         formula, elements = f"{psi}{times} + {psi}" if times else f"2{psi}", trained * (accumulate + 1)
     else:
         formula, elements = f"2{psi}", 2 * trained if ranks > 1 else 0
-    return {"formula": formula, "bytes": elements * itemsize}
+    if inputs:
+        formula = f"{formula} + P_a" if elements else "P_a"
+    return {"formula": formula, "bytes": (elements + inputs) * itemsize}

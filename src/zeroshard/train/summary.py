@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zeroshard.memory.report import size
 from zeroshard.train.job import Job
+from zeroshard.train.options import Options
 from zeroshard.train.record import fullest
 
 
@@ -20,11 +21,40 @@ def header(job: Job, start: int) -> list[tuple[str, str]]:
     return [
         ("model", f"{job.language_model.description}, {job.record.model['parameters']:,} parameters"),
         ("data", f"{len(job.training.tokens):,} tokens to train on{held_out}"),
-        ("ranks", f"{world.ranks} on {job.record.device} over {world.backend}"),
-        ("ZeRO", f"stage {job.record.stage}, {job.precision}"),
+        ("ranks", f"{world.ranks} on {job.record.device} over {world.backend}{groups(job.options, world.ranks)}"),
+        *sharding(job.options, job.precision),
         ("steps", f"{job.options.training.steps}{begin}, {tokens:,} tokens a step{accumulated}"),
         ("run", str(job.directory.path)),
     ]
+
+
+def groups(options: Options, ranks: int) -> str:
+    """How the ranks share data and layers, to follow their number; nothing where none divide a layer."""
+    tensor = options.sharding.tensor
+    return f", in {ranks // tensor} groups of {tensor} that divide each layer" if tensor > 1 else ""
+
+
+def sharding(options: Options, precision: str) -> list[tuple[str, str]]:
+    """What becomes of states and activations, as pairs of label and value.
+
+    >>> sharding(Options().configured("C5"), "bf16")
+    [('ZeRO', 'C5: stage 2, bf16'), ('blocks', 'recomputed from inputs kept in host memory (whole: no --tensor)')]
+    """
+    name = options.sharding.configuration
+    changed = "" if name is None or options == options.configured(name) else ", changed"
+    lines = [("ZeRO", (f"{name}{changed}: " if name else "") + f"stage {options.sharding.stage}, {precision}")]
+    if options.model.recomputed:
+        where = "in host memory" if options.model.offload_activations else "on the device"
+        lines.append(("blocks", f"recomputed from inputs kept {where}{_parts(options)}"))
+    return lines
+
+
+def _parts(options: Options) -> str:
+    """How much of the blocks' inputs a rank keeps, where something was said about it."""
+    partitioned, tensor = options.model.partition_activations, options.sharding.tensor
+    if tensor > 1:
+        return f", 1/{tensor} on each rank" if partitioned else ", whole on each rank"
+    return " (whole: no --tensor)" if partitioned and options.sharding.configuration is not None else ""
 
 
 def footer(job: Job, done: int, page: Path | None) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from zeroshard.train.metrics import Metrics, MetricsFile
 from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.page.page import write_page
 from zeroshard.train.pulse import Beat, Pulse
-from zeroshard.train.record import fullest, memory_of, timeline_of, traffic_of
+from zeroshard.train.record import fullest, memory_of, tensor_traffic_of, timeline_of, traffic_of
 from zeroshard.train.sample import sample_text
 from zeroshard.train.schedule import learning_rate
 from zeroshard.train.summary import footer, header, resuming
@@ -101,7 +101,7 @@ class Trainer:
     def _step(self) -> None:
         """One optimizer step. Everything random in it is a function of seed, step and rank: resuming repeats it."""
         step, training, world = self.done, self.options.training, self.world
-        torch.manual_seed(((training.seed * 1_000_003 + step) * world.ranks + world.rank) % 2**63)
+        torch.manual_seed(((training.seed * 1_000_003 + step) * world.data_ranks + world.data_rank) % 2**63)
         for group in self.job.optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
         settled = step - self.start == SETTLED
@@ -122,7 +122,7 @@ class Trainer:
     def _passes(self, step: int, profile: Profile) -> torch.Tensor:
         """Forward and backward over this rank's part of the batch; returns its mean loss."""
         batching, device = self.job.batching, self.world.device
-        tokens, targets = self.job.training.batch(step, self.world.rank, self.world.ranks)
+        tokens, targets = self.job.training.batch(step, self.world.data_rank, self.world.data_ranks)
         total = torch.zeros((), device=device)
         for inputs, following in zip(
             torch.split(tokens, batching.micro), torch.split(targets, batching.micro), strict=True
@@ -184,6 +184,7 @@ class Trainer:
         memory: list[dict[str, Any]] = [{} for _ in range(self.world.ranks)]
         dist.all_gather_object(memory, memory_of(report))
         self.record.memory, self.record.traffic = memory, traffic_of(report)
+        self.record.tensor_traffic = tensor_traffic_of(report)
         plain = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
         self.view.memory({kind: nbytes for kind, nbytes in fullest(memory).items() if kind in plain}, plain)
 

@@ -11,18 +11,28 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.train.errors import TrainingError
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place."""
+    """This rank's place.
+
+    With ``tensor`` > 1, so many neighbours divide each layer. To the data they are one: they read the same sequences
+    and draw the same random numbers.
+
+    >>> place = World(rank=3, ranks=8, device=torch.device("cpu"), backend="gloo", tensor=2)
+    >>> place.data_rank, place.data_ranks
+    (1, 4)
+    """
 
     rank: int
     ranks: int
     device: torch.device
     backend: str
+    tensor: int = 1
 
     @classmethod
     def join(cls, device: str, timeout: float) -> World:
@@ -51,6 +61,23 @@ class World:
     def first(self) -> bool:
         """Whether this is the rank that writes and shows."""
         return self.rank == 0
+
+    @property
+    def data_ranks(self) -> int:
+        """How many share the batch."""
+        return self.ranks // self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """Whose part of the batch this rank has."""
+        return self.rank // self.tensor
+
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as :func:`zeroshard.shard` takes them; None where it needs nothing said. All ranks call it."""
+        if self.tensor == 1:
+            return None
+        shape = (self.data_ranks, self.tensor)  # neighbours, mostly of one machine, have most to tell each other
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("shard", "tensor"))
 
 
 def launched_as(environment: Mapping[str, str]) -> dict[str, str] | None:

@@ -83,11 +83,18 @@ class HuggingFaceModel:
         else:
             raise ValueError(f"this {type(module).__name__} is no part of {self.path}: shard HuggingFaceModel.module")
 
-    def checkpoint_activations(self) -> None:
-        """Keep only the blocks' inputs, and compute the rest again in backward."""
-        if not self.base.supports_gradient_checkpointing:
-            raise ValueError(f"{type(self.base).__name__} cannot recompute activations: leave --recompute out")
-        self.base.gradient_checkpointing_enable({"use_reentrant": False})
+    def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
+        """Have the activations of the blocks computed again: of those that transformers marks, or all repeated ones.
+
+        Not by transformers' own switch, which some models lack, and which neither divides nor offloads what is kept.
+        """
+        layer = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+        marked = [module for module in self.base.modules() if isinstance(module, layer)]
+        try:
+            zeroshard.checkpoint_activations(self.module, marked or None, partition=partition, offload=offload)
+        except ValueError as error:
+            name = type(self.base).__name__
+            raise ValueError(f"{name} cannot recompute activations: leave --recompute out ({error})") from error
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy, in fp32; while training, with the routers' own loss where the config asks for it."""
@@ -179,10 +186,10 @@ def open_hugging_face(options: ModelOptions) -> HuggingFaceModel:
                 f"--{name} changes a preset; a Hugging Face model has its own in {CONFIG}: change it there"
             )
     model = open_model(Path(options.model))
-    if options.recompute:
-        model.checkpoint_activations()
     if options.lora:
         model.add_lora(options.lora_rank, options.lora_alpha, options.lora_targets)
+    if options.recomputed:
+        model.checkpoint_activations(**options.activations)
     return model
 
 

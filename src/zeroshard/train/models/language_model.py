@@ -16,6 +16,7 @@ import zeroshard
 from zeroshard.checkpoint.weights import Entry, Weights, write_directory
 from zeroshard.checkpoint.whole import read_json
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.models.gpt import Block
 from zeroshard.presets import PRESETS
 from zeroshard.train.directory import write_json
 from zeroshard.train.options import DataOptions, ModelOptions
@@ -62,6 +63,9 @@ class LanguageModel(Protocol):
     def pretrained(self) -> bool:
         """Whether it comes with weights."""
 
+    def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
+        """Have the blocks' activations computed again, as :func:`zeroshard.checkpoint_activations` takes it."""
+
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy, in fp32."""
 
@@ -101,9 +105,15 @@ class ReferenceGPT:
             layers=model.layers or preset.layers,
             heads=model.heads or preset.heads,
             width=model.width or preset.width,
-            checkpoint=model.recompute,
         )
-        return cls(config)
+        language_model = cls(config)
+        if model.recomputed:
+            language_model.checkpoint_activations(**model.activations)
+        return language_model
+
+    def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
+        """Have the blocks' activations computed again."""
+        zeroshard.checkpoint_activations(self.module, [Block], partition=partition, offload=offload)
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy, in fp32."""

@@ -16,8 +16,8 @@ from zeroshard.memory.report import size
 from zeroshard.train.page.series import Record, series, short, smooth, thin
 
 STATES = ("parameters", "gradients", "optimizer states", "master weights")  # in the order they are stacked
-WORKING = ("gathered", "autograd", "buckets", "step", "staging")
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+WORKING = ("gathered", "autograd", "buckets", "step", "activations", "staging")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "activation gather")
 BARS = 8  # most ranks that are drawn one by one
 
 

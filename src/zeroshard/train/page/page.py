@@ -144,6 +144,8 @@ def _content(record: Record, metrics: Metrics) -> Record:
         "fullest": _fullest(memory),
         "traffic": traffic,
         "volume": _volume(traffic, record.get("paper_traffic")),
+        "tensor": record.get("tensor") or 1,
+        "sums": _sums(record.get("tensor_traffic")),
         "samples": [_sample(sample) for sample in record.get("samples") or []],
         "settings": {name: _setting(value) for name, value in (record.get("settings") or {}).items()},
         "versions": {name: str(value) for name, value in (record.get("versions") or {}).items()},
@@ -161,6 +163,8 @@ def _facts(record: Record, model: Record) -> list[str]:
         facts.append(f"ZeRO stage {record['stage']}")
     if record.get("ranks"):
         facts.append(f"{record['ranks']} rank{'s' if record['ranks'] != 1 else ''}")
+    if (record.get("tensor") or 1) > 1:
+        facts.append(f"each layer divided over {record['tensor']}")
     device = (record.get("versions") or {}).get("device")
     facts += [str(fact) for fact in (device, record.get("backend"), record.get("precision")) if fact]
     if record.get("started"):
@@ -232,6 +236,14 @@ def _volume(traffic: Record | None, paper: Record | None) -> Record | None:
         volume |= {"formula": str(paper["formula"]), "paper": size(paper["bytes"])}
         volume["ratio"] = f"{ours / paper['bytes']:.2f}"
     return volume
+
+
+def _sums(traffic: Record | None) -> Record | None:
+    """Compare the bytes that P_a gathers in one step with those of tensor parallelism itself."""
+    if not traffic or not traffic["layers"]["bytes"]:
+        return None
+    ours, gathered = traffic["layers"]["bytes"], traffic["activations"]["bytes"]
+    return {"ours": size(ours), "gathered": size(gathered), "share": f"1/{ours / gathered:.1f}" if gathered else ""}
 
 
 def _sample(sample: Record) -> Record:
