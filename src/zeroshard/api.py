@@ -82,11 +82,11 @@ def shard(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
     verify_same_model(model, _described(optimizer, names), config, control)
-    division = _divide(model, mesh, tensor, tensor_plan)
     placement = Placement.of_stage(config.stage, axes[-1].size)
     comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     plans = plan_units(model, config.units, config.bucket_size)
+    division = _divide(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
     units = Builder(model, plans, trained, config, placement, precision, comm, ledger, pool, division).build()
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
     gradients = Gradients(units, placement, comm, order, ledger, pool, config, reduce_dtypes)

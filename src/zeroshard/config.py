@@ -66,7 +66,7 @@ class Config:
 
     defragment: bool = True
     """On a GPU, find out in the first steps which segments PyTorch's allocator is best given beforehand, so that the
-    model's own temporaries take least memory (the paper's M_D); its cache is emptied for that. Off: it is left alone."""
+    model's own temporaries take least memory (the paper's M_D); its cache is emptied for it. Off: it is left alone."""
 
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
