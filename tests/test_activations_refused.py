@@ -213,3 +213,17 @@ def test_a_cache_with_something_in_it_is_refused() -> None:
     assert len(cache.keys) == 1
     with pytest.raises(ValueError, match=r"a Cache with keys and values in it.*use_cache=False"):
         model[1](x, cache)
+
+
+def test_a_cache_that_is_wanted_outside_of_training_is_filled() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=13, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(5)[None]
+    plain = model.eval()(ids).logits
+    zeroshard.checkpoint_activations(model)
+    first = model(ids[:, :4])  # with gradients enabled
+    assert first.past_key_values.get_seq_length() == 4
+    torch.testing.assert_close(model(ids[:, 4:], past_key_values=first.past_key_values).logits[:, -1], plain[:, -1])

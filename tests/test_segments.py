@@ -87,6 +87,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: made.stats())
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [made.noted]})
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", made.record)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: bool(made.most), raising=False)
     return made
 
 
@@ -151,6 +153,23 @@ def test_with_memory_nearly_full_and_lengths_that_vary_every_pass_fits(allocator
     for length in lengths:
         train(segments, allocator, 1, length)
     assert allocator.retries  # or memory was not full
+
+
+def test_inputs_that_grow_and_grow_are_looked_at_only_a_few_times(allocator: Allocator) -> None:
+    segments = Segments(torch.device("cuda", 0))
+    for length in range(100, 200):
+        train(segments, allocator, 1, length / 100)
+    assert allocator.emptied < 20
+
+
+def test_a_full_memory_is_forgotten_when_it_was_full_long_ago(allocator: Allocator) -> None:
+    segments = Segments(torch.device("cuda", 0))
+    train(segments, allocator, 6)
+    allocator.retries += 1
+    train(segments, allocator, 1)
+    emptied = allocator.emptied
+    train(segments, allocator, 300)
+    assert emptied < allocator.emptied < emptied + 120
 
 
 def test_a_model_without_large_temporaries_is_left_alone(allocator: Allocator) -> None:

@@ -403,3 +403,112 @@ def test_a_tensor_axis_of_one_rank_divides_nothing() -> None:
         assert not any(isinstance(parameter, DTensor) for parameter in ours.parameters())
 
     run_threads(2, body)
+
+
+class Heads(nn.Module):
+    """A block with a norm between a layer that is divided by columns and one that is divided by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.Parameter(torch.ones(1)), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.norm)  # type: ignore[no-any-return]
+
+
+def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
+    plan: dict[str, Any] = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
+    model = built(lambda: nn.Sequential(Heads()))
+
+    def body(rank: int, stage: int) -> None:
+        ours = copy.deepcopy(model)
+        ours, optimizer = zeroshard.shard(
+            ours, sgd(ours), mesh=mesh_of((2, 2)), tensor_plan=plan, stage=stage, timeout=20
+        )
+        ours(torch.arange(8.0)).square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"0\.norm' is not the same on all ranks of the tensor axis"):
+            optimizer.step()
+
+    for stage in (0, 3):
+        run_threads(4, body, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_tensor_ranks_hold_alike_stays_alike_when_one_rank_writes(stage: int) -> None:
+    model = built(gpt)
+
+    def body(rank: int) -> torch.Tensor:
+        ours, _ = zeroshard.shard(copy.deepcopy(model), mesh=mesh_of((2, 2)), stage=stage, timeout=20)
+        with zeroshard.gathered(ours, write_rank=1), torch.no_grad():
+            if rank == 2:  # the first tensor rank of the second data rank
+                ours.norm.weight.fill_(5.0)
+        return zeroshard.full_parameter(ours, "norm.weight")
+
+    for values in run_threads(4, body):
+        assert values.eq(5.0).all()
+
+
+def test_ranks_with_different_plans_are_told() -> None:
+    plans: list[dict[str, Any]] = [
+        {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+        {"blocks.*.up": ColwiseParallel(output_layouts=Replicate())},
+    ]
+
+    def body(rank: int) -> None:
+        with pytest.raises(zeroshard.RanksDisagreeError, match="different tensor plans"):
+            zeroshard.shard(built(Sequence), mesh=mesh_of((1, 2)), tensor_plan=plans[rank], timeout=20)
+
+    run_threads(2, body)
+
+
+class Counted(nn.Linear):
+    """A linear layer that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_buffers_and_layers_without_parameters_come_and_go_with_the_plan() -> None:
+    plan: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate()), "1": SequenceParallel()}
+    model = built(lambda: nn.Sequential(Counted(), nn.Dropout(0.0)))
+
+    def body(rank: int) -> None:
+        ours = copy.deepcopy(model)
+        for count in (1.0, 2.0):  # twice: torch's own marks are gone in between
+            zeroshard.shard(ours, mesh=mesh_of((2, 2)), tensor_plan={"0": plan["0"]}, timeout=20)
+            ours(torch.ones(2, 4)).sum().backward()
+            zeroshard.unshard(ours)
+            assert ours[0].calls.item() == count
+        parallel, _ = zeroshard.shard(ours, mesh=mesh_of((2, 2)), tensor_plan=plan, timeout=20)
+        zeroshard.unshard(parallel)
+        zeroshard.shard(parallel, mesh=mesh_of((2, 2)), tensor_plan=plan, timeout=20)
+
+    run_threads(4, body)
+
+
+def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_already() -> None:
+    model = built(Sequence)
+    batch = tokens(1, VOCABULARY, rows=4)[0]
+
+    def body(rank: int) -> None:
+        ours, mesh = copy.deepcopy(model), mesh_of((2, 2))
+        parallelize_module(ours, mesh["tensor"], SEQUENCE_PLAN)
+        optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01, foreach=False)
+        for _ in range(2):
+            sequence_step(ours, batch)
+            optimizer.step()
+            before = {id(p): optimizer.state[p]["exp_avg"] for p in ours.parameters()}
+            ours, sharded = zeroshard.shard(ours, optimizer, mesh=mesh, timeout=20)
+            sequence_step(ours, data_part(batch, rank, (2, 2)))
+            ours, optimizer = zeroshard.unshard(ours, sharded)
+            for parameter in ours.parameters():
+                ours_now, then = optimizer.state[parameter]["exp_avg"], before[id(parameter)]
+                assert type(ours_now) is type(then)
+                assert torch.equal(*((t.to_local() if isinstance(t, DTensor) else t) for t in (ours_now, then)))
+
+    run_threads(4, body)

@@ -17,7 +17,7 @@ from zeroshard.activations.traffic import compared
 from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.build import Builder, check_model, open_agreement, verify_same_model
+from zeroshard.engine.build import Builder, check_model, open_agreement, verify_same_division, verify_same_model
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install
@@ -87,7 +87,13 @@ def shard(
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     plans = plan_units(model, config.units, config.bucket_size)
     division = _divide(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
-    units = Builder(model, plans, trained, config, placement, precision, comm, ledger, pool, division).build()
+    try:
+        verify_same_division(division, control)
+        units = Builder(model, plans, trained, config, placement, precision, comm, ledger, pool, division).build()
+    except BaseException:
+        if division is not None:
+            division.undo()
+        raise
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
     gradients = Gradients(units, placement, comm, order, ledger, pool, config, reduce_dtypes)
     buffers = Buffers(model, comm, order, config.broadcast_buffers, config.bucket_size)
@@ -120,7 +126,7 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     """
     sharded = _sharded(model)
     engine: Engine = sharded.engine
-    engine.settle()
+    engine.close()
     state = optimizer.state_dict() if optimizer is not None else None
     engine.order.begin("unshard")
     for unit in engine.units:
@@ -133,6 +139,8 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     del model._zeroshard
     if optimizer is None:
         return model
+    if sharded.division is not None:
+        sharded.division.divide_states(state or {}, optimizer.names)
     parameters = dict(model.named_parameters())
     inner = optimizer.inner
     inner.state.clear()
@@ -148,7 +156,8 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
 
     Without ``write_rank`` changes are undone on exit. With it, what that rank of the mesh holds at the end counts on
     all. Values read inside (a ``state_dict()``, say) stay valid afterwards. All ranks enter and leave together; leaving
-    by an exception changes nothing and needs no other rank.
+    by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts the data axes
+    alone: each tensor rank writes its part of what is divided, and the first of them what is not.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -160,7 +169,9 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     """
     engine, units = _units_of(module)
     if write_rank is not None and not 0 <= write_rank < engine.comm.ranks:
-        raise ValueError(f"write_rank is a rank of the mesh, 0 to {engine.comm.ranks - 1}, got {write_rank}")
+        raise ValueError(
+            f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.ranks - 1}, got {write_rank}"
+        )
     if not engine.running:
         engine.order.begin("gathered")
     released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.parameter import card_of
@@ -42,10 +43,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._scale = engine.loss_scale = loss_scale
         self._update = Update(inner, engine, loss_scale)
         self._flats = list(engine.gradients.of_flat)
+        self._compared = False  # gradients over the tensor axis, in the first step
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
         plain = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
-        states = {names[id(p)]: state for p, state in inner.state.items() if id(p) in names}
+        states = {names[id(p)]: _whole(state) for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0)], {})
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
         self.names = plain  # per group, in the order the user gave them
@@ -105,6 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.order.begin(f"step after {self._engine.backwards} backwards")
             self._engine.backwards = 0
             self._engine.gradients.reduce_rest()
+            self._refuse_partial()
             self._find_unused()
             self._engine.settle()
             if self._update.run([run for run in self._all_runs() if self._has_gradient(run)]):
@@ -173,6 +176,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._engine.gradients.coefficient is not None:
             norm = norm * self._engine.gradients.coefficient
         return norm if self._scale is None else norm * self._scale.inverse
+
+    def _refuse_partial(self) -> None:
+        """In the first step, refuse plain parameters of which each tensor rank has another gradient.
+
+        One that is used between divided layers (a norm of the heads) has only its rank's part of the sum.
+        """
+        comm = self._engine.comm
+        if self._compared or comm.tensor.size == 1:
+            return
+        self._compared = True
+        names, squares = self._engine.gradients.undivided()
+        what = "compare gradients over the tensor axis"
+        self._engine.order.check(what)
+        if comm.shard.size > 1:
+            comm.all_reduce(squares, comm.shard, what).wait()
+        most, least = squares.clone(), -squares
+        for tensor in (most, least):
+            comm.all_reduce(tensor, comm.tensor, what, dist.ReduceOp.MAX).wait()
+        unlike = most + least > 0.1 * most  # kernels that add in any order differ by far less
+        found = unlike.any().float()
+        comm.all_reduce_everywhere(found, what, dist.ReduceOp.MAX)
+        if bool(found):
+            bad = [name for name, differs in zip(names, unlike.tolist(), strict=True) if differs] or ["a parameter"]
+            raise RuntimeError(
+                f"the gradient of {bad[0]!r} is not the same on all ranks of the tensor axis: it is used between "
+                "divided layers, where each rank has a part of the sum. Give its module a style in tensor_plan, so "
+                "that it becomes a DTensor, or leave those layers undivided"
+            )
 
     # -- unused parameters --------------------------------------------------------------------------------------
 
@@ -385,6 +416,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return all(
             one.keys() == seen[0].keys() and all(_same(one[key], seen[0][key]) for key in one) for one in seen[1:]
         )
+
+
+def _whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The states of a parameter that was divided before it was sharded, whole."""
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
 def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

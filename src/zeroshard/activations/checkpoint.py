@@ -146,7 +146,7 @@ class Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         forward = self.__wrapped__
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._serves_a_cache(args, kwargs):
             return forward(*args, **kwargs)
         options: dict[str, Any] = {"use_reentrant": False}
         if self._policy is not None:
@@ -154,6 +154,10 @@ class Recomputed:
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **options, **kwargs)
         return self._run(forward, args, kwargs, options)
+
+    def _serves_a_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the block fills a cache that somebody wants: outside of training, which has no use for one."""
+        return not self._block.training and any(map(_is_cache, (*args, *kwargs.values())))
 
     @_disable_dynamo  # it may be called from code that a compiler has given up on
     def _run(
@@ -198,12 +202,16 @@ def _flattened(
     return tensors, run
 
 
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, nn.Module) and hasattr(value, "update") and hasattr(value, "get_seq_length")
+
+
 def _is_new_cache(value: Any) -> bool:
     """Whether an argument is an empty cache of a decoder's keys and values, as Hugging Face's models make by default.
 
     A block writes into it, and would again when it is recomputed. It serves nothing in training: the block gets none.
     """
-    if isinstance(value, nn.Module) or not (hasattr(value, "update") and hasattr(value, "get_seq_length")):
+    if not _is_cache(value):
         return False
     if next(tensors_in(value, depth=8), None) is not None:
         raise ValueError(

@@ -84,6 +84,18 @@ def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config,
         raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {told}")
 
 
+def verify_same_division(division: Division | None, control: Agreement) -> None:
+    """Raise on every rank when the ranks divide the model's parameters differently along the tensor axis."""
+    parameters = division.parameters if division is not None else {}
+    described = [[name, f"{d.placement}, {d.pieces} fused"] for name, d in parameters.items()]
+    theirs = control.exchange("tensor plan", json.dumps(described))
+    complaint = _difference(described, json.loads(theirs)) if theirs is not None else ""
+    complaints = control.complain("tensor plan", complaint)
+    if complaints:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
+        raise RanksDisagreeError(f"ranks were given different tensor plans. {told}")
+
+
 def _difference(ours: list[list[str]], first: list[list[str]]) -> str:
     for mine, other in zip(ours, first, strict=False):
         if mine[0] != other[0]:

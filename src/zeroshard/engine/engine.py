@@ -546,6 +546,12 @@ class Engine:
         for unit in self._resident:
             unit.absorb(None)
 
+    def close(self) -> None:
+        """End what is under way beside training: the model is about to be plain again."""
+        self.settle()
+        if self._segments is not None:
+            self._segments.close()
+
     def settle(self) -> None:
         """Wait for whoever still reads the states, before they change."""
         readers, self.readers = self.readers, []

@@ -173,6 +173,22 @@ class Gradients:
         stretches = [(g.shard, stretch) for g in held for stretch in g.flat.divided_stretches()]
         return [shard[stretch.start : stretch.end] for shard, stretch in stretches if shard is not None]
 
+    def undivided(self) -> tuple[list[str], torch.Tensor]:
+        """The parameters that no tensor plan has touched, and the sum of squares of this rank's part of each gradient.
+
+        The list is the same on all ranks. Where the pieces lie is not: shares may be uneven.
+        """
+        plain = [(g, i) for g in self.of_flat.values() for i, divided in enumerate(g.flat.divided) if divided is None]
+        numbers = {(gradient, index): number for number, (gradient, index) in enumerate(plain)}
+        squares = torch.zeros(len(plain), device=self._comm.device)
+        for gradient in self.of_flat.values():
+            for piece in gradient.flat.segments if gradient.has_shard and gradient.shard is not None else ():
+                number = numbers.get((gradient, piece.parameter))
+                if number is not None and gradient.shard is not None:
+                    part = gradient.shard[piece.at : piece.at + piece.within.numel]
+                    squares[number] += part.float().square().sum()
+        return [gradient.flat.names[index] for gradient, index in plain], squares
+
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
         self.coefficient = None

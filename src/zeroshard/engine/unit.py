@@ -360,7 +360,15 @@ class Unit:
                     values[piece.at : end] = line[piece.within.start : piece.within.end]
                 if source is not None:
                     self._comm.broadcast(values, source, f"write unit {self.name!r}")
+                    self._share_undivided(flat, bucket, values)
                 self._keep(flat, bucket, values)
+
+    def _share_undivided(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
+        """Of what all ranks of the tensor axis hold alike, the first one's values count."""
+        for piece in flat.layout.pieces(bucket) if self._comm.tensor.size > 1 else ():
+            if flat.shares[piece.parameter] is None:
+                part = values[piece.at : piece.at + piece.within.numel]
+                self._comm.broadcast_over(self._comm.tensor, part, f"write unit {self.name!r}")
 
     def _keep(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
         number = flat.layout.buckets.index(bucket)

@@ -52,9 +52,10 @@ class Pool:
         Made by the model's first multiplications they would stand in the middle of its largest segments.
         """
         if self._pool is not None:
-            square = torch.zeros(16, 16, device=self.device, requires_grad=True)
-            product: torch.Tensor = _Multiply.apply(square, self)  # type: ignore[no-untyped-call]
-            torch.autograd.backward(product.sum())
+            with torch.enable_grad():
+                square = torch.zeros(16, 16, device=self.device, requires_grad=True)
+                product: torch.Tensor = _Multiply.apply(square, self)  # type: ignore[no-untyped-call]
+                torch.autograd.backward(product.sum())
 
 
 class _Multiply(torch.autograd.Function):

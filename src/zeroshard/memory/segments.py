@@ -8,10 +8,10 @@ of no use by then. Were some large ones there first, the small ones would be car
 
 So after a few steps the allocator is asked to note a step's requests, and these are rehearsed with one or two segments
 of various sizes made beforehand (``rehearsal.py``). The sizes with which least memory was reserved in the end are made,
-once, from an empty cache. Passes on larger inputs begin it anew; those on smaller ones fit into what is there.
+once, from an empty cache. Passes on larger inputs begin it anew, a few times; smaller ones fit into what is there.
 
-Where memory is so full that the allocator had to give segments back in the middle of a step, each pass begins with an
-empty cache instead: nothing of the last one may then stand in the way of the next.
+Where memory is so full that the allocator had to give segments back in the middle of a step, the next passes begin with
+an empty cache instead: nothing of the last one may then stand in the way of the next.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ WARM_UP = 2  # passes before the model's needs are looked at: optimizer states a
 SMALL = 1 << 20  # bytes: smaller requests have segments of their own
 NOTED = 200_000  # requests and frees of a step; a longer one is left alone
 SECONDS = 3.0  # that rehearsals may take
+GROWN = 1.125  # times the inputs, from which on a pass is looked at anew
+LEARNT = 8  # times that it is
+FULL = 100  # passes that begin with an empty cache after memory was full
 FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
 SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 1.0, 1.125, 1.25)
 
@@ -37,40 +40,53 @@ class Segments:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._passes = 0
-        self._inputs = -1  # elements of the largest inputs so far
+        self._passes = self._learnt = 0
+        self._inputs = -1  # elements of the inputs that were last looked at
         self._noting = False
+        self._full = 0  # passes that will begin with an empty cache
         self._made: list[int] = []  # bytes of the segments that are made first
         self._reserved = self._retries = 0  # when this was last looked at
 
     def begin(self, inputs: int) -> None:
         """A training forward begins, on inputs of so many elements: what the pass before has asked for is known."""
         self._passes += 1
-        if self._passes <= WARM_UP:
+        if self._passes <= WARM_UP or torch.cuda.is_current_stream_capturing():
             return
         reserved, retries = self._now()
         if self._noting:
             self._made = self._best(self._noted())
             self._make()
-        elif retries > self._retries:  # memory is full
+        elif retries > self._retries or self._full:
+            self._full = FULL if retries > self._retries else self._full - 1
             self._made = []
             self._make()
         elif reserved < 0.9 * self._reserved:  # somebody has emptied the cache
             self._make()
-        if inputs > self._inputs and not _others_note():
-            self._inputs, self._made = inputs, []
+        if inputs > self._inputs * GROWN and self._learnt < LEARNT:
+            self._inputs = inputs
+            self._note()
+        self._reserved, self._retries = self._now()
+
+    def close(self) -> None:
+        """Stop noting, if that is under way."""
+        if self._noting:
+            _record(0)
+            self._noting = False
+
+    def _note(self) -> None:
+        """Have the allocator note this pass, from an empty cache, unless the user has it note requests already."""
+        if not torch._C._cuda_isHistoryEnabled():
+            self._learnt += 1
+            self._made = []
             self._make()
-            _note(NOTED)
+            _record(NOTED)
             self._noting = True
-            self._retries = retries
-        self._reserved = self._now()[0]
 
     def _noted(self) -> list[Request]:
         """The requests of the pass before for large tensors, and when they were freed."""
         number = self._device.index or 0
         events = torch.cuda.memory._snapshot()["device_traces"][number]
-        _note(0)
-        self._noting = False
+        self.close()
         if len(events) >= NOTED:
             return []
         requests: list[Request] = []
@@ -119,12 +135,7 @@ def _needed(sizes: list[int], requests: list[Request]) -> int:
     return rehearsal.reserved
 
 
-def _note(most: int) -> None:
+def _record(most: int) -> None:
     """Have the allocator note what is asked of it, or stop that where ``most`` is 0."""
-    note: Any = torch.cuda.memory._record_memory_history
-    note(enabled="all" if most else None, context=None, stacks="python", max_entries=max(most, 1))
-
-
-def _others_note() -> bool:
-    """Whether the user has the allocator note requests: that is left alone, and so is the rest then."""
-    return any(torch.cuda.memory._snapshot()["device_traces"])
+    record: Any = torch.cuda.memory._record_memory_history
+    record(enabled="all" if most else None, context=None, stacks="python", max_entries=max(most, 1))

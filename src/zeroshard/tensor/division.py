@@ -37,6 +37,11 @@ class Divided:
     share: Share | None  # None: every rank has all of it
     shape: torch.Size  # of the whole
 
+    @property
+    def pieces(self) -> int:
+        """How many pieces are fused in the divided dimension."""
+        return len(self.share.spans[0]) if self.share is not None else 1
+
     def wrap(self, local: torch.Tensor) -> DTensor:
         """A DTensor of this rank's part."""
         stride = torch.empty(self.shape, device="meta").stride()
@@ -50,6 +55,7 @@ class Division:
 
     def __init__(self, model: nn.Module, parameters: dict[str, Divided]) -> None:
         self.parameters = parameters
+        self._modules = list(model.modules())
         self.homes: dict[str, Homes] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
@@ -76,8 +82,18 @@ class Division:
             hooks.pop(number, None)
         for module, attribute, value in self._attributes:
             setattr(module, attribute, value)
-        for module in {module for homes in self.homes.values() for module, _ in homes}:
+        for module in self._modules if self._hooks else ():
             module.__dict__.pop("_distribute_module_applied", None)  # torch's mark, so that it can be done again
+
+    def divide_states(self, state: dict[str, Any], groups: list[list[str]]) -> None:
+        """Divide an optimizer's whole states of parameters that stay DTensors, since the user has made them so."""
+        for number, name in enumerate(name for group in groups for name in group):
+            divided = self.parameters.get(name) if name not in self.originals else None
+            states = state.get("state", {}).get(number, {}) if divided is not None else {}
+            for key, value in states.items():
+                if divided is not None and isinstance(value, torch.Tensor) and value.shape == divided.shape:
+                    part = value if divided.share is None else divided.share.take(value)
+                    states[key] = divided.wrap(part.contiguous())
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         for module, key in self.homes[name]:
@@ -85,8 +101,8 @@ class Division:
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         """Have torch hook the model, and find out how it divides the parameters: see [Note: dividing a model]."""
-        modules = list(model.modules())
-        before = [(hooks, set(hooks)) for module in modules for hooks in _hooks_of(module)]
+        before = [(hooks, set(hooks)) for module in self._modules for hooks in _hooks_of(module)]
+        buffers = [(module, dict(module._buffers)) for module in self._modules]
         real = {name: homes[0][0]._parameters[homes[0][1]] for name, homes in self.homes.items()}
         try:
             for name, parameter in real.items():
@@ -104,6 +120,8 @@ class Division:
                 if parameter is not None:
                     self._set(name, parameter)
             self._hooks = [(hooks, number) for hooks, known in before for number in hooks if number not in known]
+            for module, plain in buffers:  # torch makes DTensors of them too, which every rank has whole anyway
+                module._buffers.update(plain)
         for pattern, attributes in plan.narrowed.items():
             for name, module in model.named_modules():
                 for attribute in attributes if matches(name, pattern) else ():
