@@ -50,19 +50,23 @@ class Segments:
     def begin(self, inputs: int) -> None:
         """A training forward begins, on inputs of so many elements: what the pass before has asked for is known."""
         self._passes += 1
-        if self._passes <= WARM_UP or torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._passes <= WARM_UP:
+            torch.cuda.empty_cache()  # of what building, and the pass before, have left
             return
         reserved, retries = self._now()
-        if self._noting:
-            self._made = self._best(self._noted())
-            self._make()
-        elif retries > self._retries or self._full:
+        if retries > self._retries or self._full:
             self._full = FULL if retries > self._retries else self._full - 1
+            self.close()
             self._made = []
+            self._make()
+        elif self._noting:
+            self._made = self._best(self._noted())
             self._make()
         elif reserved < 0.9 * self._reserved:  # somebody has emptied the cache
             self._make()
-        if inputs > self._inputs * GROWN and self._learnt < LEARNT:
+        if inputs > self._inputs * GROWN and self._learnt < LEARNT and not self._full:
             self._inputs = inputs
             self._note()
         self._reserved, self._retries = self._now()
