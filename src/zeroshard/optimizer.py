@@ -194,7 +194,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         most, least = squares.clone(), -squares
         for tensor in (most, least):
             comm.all_reduce(tensor, comm.tensor, what, dist.ReduceOp.MAX).wait()
-        unlike = most + least > 0.1 * most  # kernels that add in any order differ by far less
+        unlike = most + least > 0.1 * most  # kernels that add in any order differ by far less,
+        unlike &= most > 1e-6 * most.sum()  # but for gradients that are nothing but rounding
         found = unlike.any().float()
         comm.all_reduce_everywhere(found, what, dist.ReduceOp.MAX)
         if bool(found):
