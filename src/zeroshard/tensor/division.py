@@ -11,7 +11,8 @@ A model that the user has parallelised already is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ from zeroshard.tensor.plans import Plan, matches, plan_of
 from zeroshard.tensor.share import Share
 from zeroshard.tensor.styles import PIECES
 
-Homes = list[tuple[nn.Module, str]]  # where a parameter is found: module and key
+Weak = weakref.ref[nn.Module]  # a divided model carries its division: it must not keep itself alive
+Homes = list[tuple[Weak, str]]  # where a parameter is found: module and key
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,20 @@ class Division:
 
     def __init__(self, model: nn.Module, parameters: dict[str, Divided]) -> None:
         self.parameters = parameters
-        self._modules = list(model.modules())
+        self._modules: list[Weak] = [weakref.ref(module) for module in model.modules()]
         self.homes: dict[str, Homes] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    self.homes.setdefault(names[id(parameter)], []).append((module, key))
+                    self.homes.setdefault(names[id(parameter)], []).append((weakref.ref(module), key))
         self._hooks: list[tuple[dict[int, Any], int]] = []  # (a module's hooks, the one torch has added)
-        self._attributes: list[tuple[nn.Module, str, Any]] = []
+        self._attributes: list[tuple[Weak, str, Any]] = []
         self.originals: dict[str, nn.Parameter] = {}  # the user's own parameters, in whose place DTensors are
 
     def replace(self, name: str, parameter: nn.Parameter) -> None:
         """Put a parameter in the place of the model's, wherever it is found; :meth:`undo` puts the other back."""
-        module, key = self.homes[name][0]
-        original = module._parameters[key]
-        if original is not None:
-            self.originals.setdefault(name, original)
+        self.originals.setdefault(name, next(_found(self.homes[name])))
         self._set(name, parameter)
 
     def undo(self) -> None:
@@ -80,9 +79,9 @@ class Division:
             self._set(name, original)
         for hooks, number in self._hooks:
             hooks.pop(number, None)
-        for module, attribute, value in self._attributes:
-            setattr(module, attribute, value)
-        for module in self._modules if self._hooks else ():
+        for narrowed, attribute, value in self._attributes:
+            setattr(narrowed(), attribute, value)
+        for module in self._alive() if self._hooks else ():
             module.__dict__.pop("_distribute_module_applied", None)  # torch's mark, so that it can be done again
 
     def divide_states(self, state: dict[str, Any], groups: list[list[str]]) -> None:
@@ -95,30 +94,32 @@ class Division:
                     part = value if divided.share is None else divided.share.take(value)
                     states[key] = divided.wrap(part.contiguous())
 
+    def _alive(self) -> list[nn.Module]:
+        return [module for weak in self._modules if (module := weak()) is not None]
+
     def _set(self, name: str, parameter: nn.Parameter) -> None:
-        for module, key in self.homes[name]:
-            module._parameters[key] = parameter
+        for weak, key in self.homes[name]:
+            if (module := weak()) is not None:
+                module._parameters[key] = parameter
 
     def apply(self, model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         """Have torch hook the model, and find out how it divides the parameters: see [Note: dividing a model]."""
-        before = [(hooks, set(hooks)) for module in self._modules for hooks in _hooks_of(module)]
-        buffers = [(module, dict(module._buffers)) for module in self._modules]
-        real = {name: homes[0][0]._parameters[homes[0][1]] for name, homes in self.homes.items()}
+        before = [(hooks, set(hooks)) for module in self._alive() for hooks in _hooks_of(module)]
+        buffers = [(module, dict(module._buffers)) for module in self._alive()]
+        real = {name: next(_found(homes)) for name, homes in self.homes.items()}
         try:
             for name, parameter in real.items():
-                if parameter is not None:
-                    meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                    self._set(name, meta)
+                meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                self._set(name, meta)
             parallelize_module(model, mesh, plan.styles, src_data_rank=None)
             self.parameters = {
                 name: _divided(name, homes, mesh)
                 for name, homes in self.homes.items()
-                if any(isinstance(module._parameters[key], DTensor) for module, key in homes)
+                if any(isinstance(parameter, DTensor) for parameter in _found(homes))
             }
         finally:
             for name, parameter in real.items():
-                if parameter is not None:
-                    self._set(name, parameter)
+                self._set(name, parameter)
             self._hooks = [(hooks, number) for hooks, known in before for number in hooks if number not in known]
             for module, plain in buffers:  # torch makes DTensors of them too, which every rank has whole anyway
                 module._buffers.update(plain)
@@ -126,7 +127,7 @@ class Division:
             for name, module in model.named_modules():
                 for attribute in attributes if matches(name, pattern) else ():
                     width = getattr(module, attribute)
-                    self._attributes.append((module, attribute, width))
+                    self._attributes.append((weakref.ref(module), attribute, width))
                     setattr(module, attribute, width // mesh.size())
 
 
@@ -179,9 +180,18 @@ def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     )
 
 
+def _found(homes: Homes) -> Iterator[nn.Parameter]:
+    """The parameter, as each module has it."""
+    for weak, key in homes:
+        module = weak()
+        parameter = module._parameters[key] if module is not None else None
+        if parameter is not None:
+            yield parameter
+
+
 def _divided(name: str, homes: Homes, mesh: DeviceMesh) -> Divided:
     """How torch has divided a parameter, the same wherever it is found."""
-    found = [module._parameters[key] for module, key in homes]
+    found = list(_found(homes))
     placements = {p.placements if isinstance(p, DTensor) else None for p in found}
     first = found[0]
     if len(placements) > 1 or not isinstance(first, DTensor):
