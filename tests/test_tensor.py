@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -512,3 +514,21 @@ def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_a
                 assert torch.equal(*((t.to_local() if isinstance(t, DTensor) else t) for t in (ours_now, then)))
 
     run_threads(4, body)
+
+
+def test_a_divided_model_goes_with_its_last_reference() -> None:
+    assert run_processes(2, _is_gone) == [True, True]
+
+
+def _is_gone(rank: int) -> bool:
+    model, optimizer = zeroshard.shard(model := gpt(), sgd(model), mesh=mesh_of((1, 2)), timeout=20)
+    gpt_step(model, tokens(1, VOCABULARY, rows=4)[0])
+    optimizer.step()
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer
+        return gone() is None
+    finally:
+        gc.enable()
