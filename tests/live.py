@@ -8,10 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.checkpoint.chunks import Chunks
+
+WITHOUT_MEMORY = (Chunks, DTensor, AsyncCollectiveTensor)  # tensors around others, which are found by themselves
 
 
 def live_storages() -> dict[int, int]:
@@ -19,11 +23,13 @@ def live_storages() -> dict[int, int]:
     found: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for thing in gc.get_objects():
-            if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), Chunks):  # which has no memory
+            if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), WITHOUT_MEMORY):
                 continue
             gradient = torch.Tensor.grad.__get__(thing) if torch.Tensor.is_leaf.__get__(thing) else None
             for tensor in (thing, gradient):
-                if tensor is not None and not torch.Tensor.is_meta.__get__(tensor):
+                if tensor is None or issubclass(type(tensor), WITHOUT_MEMORY):
+                    continue
+                if not torch.Tensor.is_meta.__get__(tensor):
                     storage = torch.Tensor.untyped_storage(tensor)
                     if storage.nbytes():
                         found[storage.data_ptr()] = storage.nbytes()
