@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import hugging_face
 import pytest
 import torch
 from against_plain import assert_same, built, sgd, tokens
@@ -573,19 +574,7 @@ def test_the_reference_gpt_also_where_it_checkpoints_itself(mode: str, own: bool
 
 
 def llama() -> Any:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=13,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    config.bos_token_id = config.eos_token_id = None
-    return built(lambda: transformers.LlamaForCausalLM(config))
+    return built(lambda: hugging_face.llama(13))
 
 
 def hf_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import ranks
 import torch
 from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_processes
+from test_models_compile import in_place, wrappers
 
 import zeroshard
 
@@ -26,16 +27,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
     net_loss(model, batches(1)[0]).backward()
     return {name.replace("_orig_mod.", ""): p.grad.clone() for name, p in model.named_parameters()}
-
-
-def in_place(model: Any, backend: Any) -> None:
-    for block in model.blocks:
-        block.compile(backend=backend)
-
-
-def wrappers(model: Any, backend: Any) -> None:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend=backend)
 
 
 def inside(model: Any, backend: Any) -> None:

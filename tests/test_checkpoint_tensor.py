@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_processes, run_threads, seeded
 from safetensors.torch import load_file, save_file
+from test_checkpoint import everything, parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -189,25 +190,6 @@ def step(model: Any, optimizer: Any, place: Place, rank: int, seed: int) -> floa
 def mean(losses: Iterable[list[float]]) -> list[float]:
     """The losses of a global batch, from those of its ranks."""
     return [sum(losses) / len(losses) for losses in zip(*losses, strict=True)]
-
-
-def parameters(model: Any) -> Everything:
-    """Every parameter, whole."""
-    if hasattr(model, "_zeroshard"):
-        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def everything(model: Any, optimizer: Any) -> Everything:
-    """Every parameter and every state, whole, in a form that a plain and a sharded run share."""
-    found = parameters(model)
-    if isinstance(optimizer, zeroshard.ShardedOptimizer):
-        states = {name: zeroshard.full_state(optimizer, name) for group in optimizer.names for name in group}
-    else:
-        states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
-    for name, state in states.items():
-        found |= {f"{name}/{key}": torch.as_tensor(value).clone() for key, value in state.items()}
-    return found
 
 
 def assert_same(ours: Everything, theirs: Everything) -> None:

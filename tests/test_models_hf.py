@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import hugging_face
 import peft
 import pytest
 import torch
@@ -29,17 +30,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    config.bos_token_id = config.eos_token_id = None
-    return built(lambda: transformers.LlamaForCausalLM(config))
+    return built(lambda: hugging_face.llama(VOCABULARY))
 
 
 def mixtral() -> nn.Module:

@@ -7,6 +7,7 @@ import gc
 import weakref
 from typing import Any
 
+import hugging_face
 import pytest
 import torch
 from against_plain import adamw, built, part, sgd, tokens, train_plainly
@@ -128,17 +129,8 @@ def test_a_divided_gpt_trains_in_real_processes(stage: int) -> None:
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8,
-    )
-    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    pytest.importorskip("transformers")
+    return hugging_face.llama(VOCABULARY, layers=2)  # type: ignore[no-any-return]
 
 
 def gpt2() -> nn.Module:
