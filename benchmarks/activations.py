@@ -29,22 +29,35 @@ MODES: dict[str, tuple[bool, dict[str, Any] | None]] = {  # name → (torch's ow
     "zeroshard": (False, {}),
     "zeroshard+cpu": (False, {"offload": True}),
 }
-FIRST = {"none": (2, 4)}  # batches that a search begins with, where they are not (8, 16)
-USABLE = 0.98  # of a GPU's memory: the rest is CUDA's context and its libraries'
+FIRST = {"none": (2, 4), "zeroshard+cpu": (16, 32)}  # batches that a search begins with, where they are not (8, 16)
+USABLE = 0.98  # of a GPU's memory, where no limit is given: the rest is CUDA's context and its libraries'
 ON_CPU = 3e6  # bytes that stand for a GPU's memory where there is none
-SECONDS = 40.0  # that a search may take
+SECONDS = 120.0  # that a search may take before its last attempt
 
 
-def measure(row: str, mode: str, device: str, steps: int | None = None, frugal: bool = False) -> Result:
+def measure(
+    row: str,
+    mode: str,
+    device: str,
+    steps: int | None = None,
+    frugal: bool = False,
+    gigabytes: float | None = None,
+) -> Result:
     """Take time and memory of one mode of one row in this process or, without ``steps``, find its largest batch."""
     torch.manual_seed(0)
     preset, batch = ROWS[row]
     by_torch, activations = MODES[mode]
     config, kind = shape_of(preset, checkpoint=by_torch), FrugalGPT if frugal else GPT
-    limit = None if steps is not None else USABLE * torch.cuda.mem_get_info()[1] if device == "cuda" else ON_CPU
+    limit = None if steps is not None else _limit(device, gigabytes)
     with one_rank(device) as mesh, Memory(device, limit) as memory:
         build = partial(zeroshard_gpt, config, mesh, activations, kind, stage=3)
         return Training(build(), batch, memory).steady(steps=steps) if steps else _largest_batch(build, mode, memory)
+
+
+def _limit(device: str, gigabytes: float | None) -> float:
+    if device != "cuda":
+        return ON_CPU
+    return gigabytes * 1e9 if gigabytes is not None else USABLE * torch.cuda.mem_get_info()[1]
 
 
 def _largest_batch(build: Callable[[], Trained], mode: str, memory: Memory) -> Result:
@@ -83,42 +96,46 @@ def steps_of(trials: Trials, rows: Sequence[str], device: str, steps: int, repea
     show(("GPT, batch", "recomputed by", "ms a step", "spread", "of torch's", "allocated GB", "reserved GB"), table)
 
 
-def largest_batches(trials: Trials, rows: Sequence[str], device: str, frugal: bool) -> None:
+def largest_batches(
+    trials: Trials, rows: Sequence[str], modes: Sequence[str], device: str, frugal: bool, memory: float | None
+) -> None:
     """The largest batch of each mode."""
     table = []
     for row in rows:
         found = {
-            mode: trials.run(row=row, mode=mode, device=device, frugal=frugal) for mode in MODES if mode != "torch"
+            mode: trials.run(row=row, mode=mode, device=device, frugal=frugal, gigabytes=memory) for mode in modes
         }
-        base = found["zeroshard"].get("fits")
+        base = found.get("zeroshard", {}).get("fits")
         for mode, run in found.items():
             ended = run.get("ended_early") or run.get("error") or run.get("out_of_memory") or ""
             left = max((attempt["left"] for attempt in run.get("tried", {}).values()), default=None)
             cells = [run.get("fits"), run.get("fails"), ratio(run.get("fits"), base), gigabytes(left)]
             table.append([row.partition(",")[0], mode, *cells, ended.partition("\n")[0]])
     loss = "a sequence at a time" if frugal else "of the whole batch at once"
-    print(
-        f"\nThe largest batch, to 5 %, in {USABLE:.0%} of the device's memory; the loss {loss}. Left: what stayed of a"
-    )
+    room = f"{memory:g} GB" if memory is not None else f"{USABLE:.0%} of the device's memory"
+    print(f"\nThe largest batch, to 5 %, in {room}; the loss {loss}. Left: what stayed of a")
     print("model after it was deleted, so that the next attempt had so much less.")
     show(("GPT", "recomputed by", "fits", "does not", "of zeroshard's", "left GB", "ended early"), table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run everything and print tables."""
-    parser = options(__doc__)
+    parser = options(__doc__, timeout=300)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=["1.4B, batch 16", "7.6B, batch 4"])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=("steps", "batches"), help="one of the two tables")
     parser.add_argument("--frugal", action="store_true", help="for the largest batch: the loss a sequence at a time")
+    searched = [mode for mode in MODES if mode != "torch"]
+    parser.add_argument("--modes", nargs="*", choices=searched, default=searched, help="for the largest batch")
+    parser.add_argument("--memory", type=float, help="GB, for the largest batch: host memory limits it otherwise")
     chosen = parsed(parser, argv)
     trials, rows = Trials(__file__, chosen), ["tiny"] if chosen.tiny else chosen.rows
     print(f"one rank of 64, {machine(chosen.device)}")
     if chosen.only != "batches":
         steps_of(trials, rows, chosen.device, chosen.steps, chosen.repeats)
     if chosen.only != "steps":
-        largest_batches(trials, rows, chosen.device, chosen.frugal)
+        largest_batches(trials, rows, chosen.modes, chosen.device, chosen.frugal, chosen.memory)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+/* Optimizer updates on the host, one pass over memory: see native.py for what is equal to torch to the bit.
+
+   A stretch is cut over threads at multiples of CUT elements, and each thread goes through its part in blocks that stay
+   in its first-level cache: gradient to fp32, the update, the parameter's copy. Memory is touched once, and every loop
+   is short enough for the compiler to vectorise.
+
+   Compile with -ffp-contract=off -fno-math-errno: a rounding is fused away exactly where fmaf() is written. */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#define STREAMS 1
+#elif !defined(STREAMS)
+#define STREAMS 0 /* a core that sees whole lines written does not read them first (Arm: write streaming) */
+#endif
+
+/* Output may lie where input lies, so restrict would be a lie; elements never depend on other elements. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define EACH _Pragma("GCC ivdep")
+#endif
+
+enum { BLOCK = 1024, CUT = 64, LANES = 32 /* bytes of one streaming store */ };
+enum dtype { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
+
+/* What native.py fills in, field by field in this order. */
+struct update {
+    const float *parameter, *first, *second; /* first: Adam's exp_avg or SGD's momentum; NULL where there is none */
+    const void *gradient;
+    float *parameter_out, *first_out, *second_out;
+    void *copy;
+    int64_t numel;
+    int32_t gradient_dtype, copy_dtype;
+    float factor[2]; /* the gradient is multiplied by each; 1 changes no bit */
+    float sign;      /* -1 to maximise */
+    float l2;        /* weight decay that is added to the gradient */
+    float decay;     /* what the parameter is multiplied by: decoupled weight decay */
+    float rate;      /* of the update, with its sign: Adam's -lr / correction, SGD's -lr */
+    /* Adam */
+    float weight; /* 1 - beta1 */
+    float beta2, weight2 /* 1 - beta2 */, correction2 /* square root of 1 - beta2^step */, eps;
+    int32_t fused; /* the second moment as torch's fused kernel rounds it */
+    /* SGD */
+    float momentum, undamped /* 1 - dampening */;
+    int32_t begins, nesterov; /* begins: the momentum is the gradient */
+};
+
+typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
+
+struct part {
+    const struct update *update;
+    block_update *block;
+    int64_t begin, end;
+};
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float from_bf16(uint16_t half) { return float_of((uint32_t)half << 16); }
+
+static inline float from_fp16(uint16_t half) {
+    const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
+    const uint32_t rebased = (magnitude << 13) + (magnitude >= 0x7c00u ? 224u << 23 : 112u << 23); /* inf, NaN; others */
+    const uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
+    return float_of(sign | (magnitude < 0x0400u ? subnormal : rebased));
+}
+
+/* Both round to nearest, ties to even. */
+static inline uint16_t to_bf16(float value) {
+    const uint32_t bits = bits_of(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+static inline uint16_t to_fp16(float value) {
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f); /* the last bit of 0.5 is 2^-24 */
+    uint32_t half = magnitude < 0x38800000u ? subnormal : normal;                   /* 2^-14 */
+    half = magnitude >= 0x477ff000u ? 0x7c00u : half;                               /* 65520 */
+    half = magnitude > 0x7f800000u ? 0x7e00u : half;
+    return (uint16_t)(sign | half);
+}
+
+static void read_gradient(const struct update *u, int64_t at, int n, float *g) {
+    const float first = u->factor[0], second = u->factor[1], sign = u->sign, l2 = u->l2;
+    const float *full = (const float *)u->gradient + at, *p = u->parameter + at;
+    const uint16_t *half = (const uint16_t *)u->gradient + at;
+    if (u->gradient_dtype == FP32) {
+        EACH for (int i = 0; i < n; i++) g[i] = full[i] * first * second * sign;
+    } else if (u->gradient_dtype == BF16) {
+        EACH for (int i = 0; i < n; i++) g[i] = from_bf16(half[i]) * first * second * sign;
+    } else {
+        EACH for (int i = 0; i < n; i++) g[i] = from_fp16(half[i]) * first * second * sign;
+    }
+    if (l2 != 0) { /* apart: 0 times an infinite parameter is not nothing */
+        EACH for (int i = 0; i < n; i++) g[i] = fmaf(p[i], l2, g[i]);
+    }
+}
+
+static void write_copy(int dtype, int n, const float *p, void *copy) {
+    uint16_t *half = copy;
+    if (dtype == FP32) {
+        memcpy(copy, p, (size_t)n * sizeof *p);
+    } else if (dtype == BF16) {
+        EACH for (int i = 0; i < n; i++) half[i] = to_bf16(p[i]);
+    } else {
+        EACH for (int i = 0; i < n; i++) half[i] = to_fp16(p[i]);
+    }
+}
+
+static inline __attribute__((always_inline)) void adam_loop(
+    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const int fused) {
+    const float *p0 = u->parameter + at, *m0 = u->first + at, *v0 = u->second + at;
+    const float decay = u->decay, rate = u->rate, beta2 = u->beta2, weight2 = u->weight2, eps = u->eps;
+    const float correction2 = u->correction2;
+    /* torch's lerp goes from the nearer end */
+    const int near = fabsf(u->weight) < 0.5f;
+    const float weight = near ? u->weight : u->weight - 1.0f;
+    const float *base = near ? m0 : g;
+    EACH for (int i = 0; i < n; i++) {
+        const float gradient = g[i], scaled = weight2 * gradient;
+        const float first = fmaf(weight, gradient - m0[i], base[i]);
+        const float second = fused ? fmaf(v0[i], beta2, scaled * gradient) : fmaf(scaled, gradient, v0[i] * beta2);
+        p[i] = p0[i] * decay + rate * first / (sqrtf(second) / correction2 + eps);
+        m[i] = first;
+        v[i] = second;
+    }
+}
+
+static void adam_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
+    if (u->fused)
+        adam_loop(u, at, n, g, p, m, v, 1);
+    else
+        adam_loop(u, at, n, g, p, m, v, 0);
+}
+
+static void sgd_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
+    const float *p0 = u->parameter + at, rate = u->rate, momentum = u->momentum, undamped = u->undamped;
+    (void)v;
+    if (!u->first_out) {
+        EACH for (int i = 0; i < n; i++) p[i] = fmaf(g[i], rate, p0[i]);
+        return;
+    }
+    if (u->begins) {
+        memcpy(m, g, (size_t)n * sizeof *g);
+    } else {
+        const float *m0 = u->first + at;
+        EACH for (int i = 0; i < n; i++) m[i] = fmaf(g[i], undamped, m0[i] * momentum);
+    }
+    if (u->nesterov) {
+        EACH for (int i = 0; i < n; i++) p[i] = fmaf(fmaf(m[i], momentum, g[i]), rate, p0[i]);
+    } else {
+        EACH for (int i = 0; i < n; i++) p[i] = fmaf(m[i], rate, p0[i]);
+    }
+}
+
+/* Writes that are not read soon: past the caches, so that the lines are not first read from memory. */
+static void stream(void *to, const void *from, size_t nbytes) {
+    size_t at = 0;
+#if defined(__AVX__)
+    if ((uintptr_t)to % LANES == 0)
+        for (; at + LANES <= nbytes; at += LANES)
+            _mm256_stream_ps((float *)((char *)to + at), _mm256_load_ps((const float *)((const char *)from + at)));
+#endif
+    memcpy((char *)to + at, (const char *)from + at, nbytes - at);
+}
+
+static float *place(const float *in, float *out, int64_t at, float *buffer) {
+    return STREAMS && out && out != in ? buffer : out ? out + at : NULL;
+}
+
+static void settle(float *out, int64_t at, int n, const float *where, const float *buffer) {
+    if (where == buffer) stream(out + at, buffer, (size_t)n * sizeof *out);
+}
+
+static void *run_part(void *argument) {
+    const struct part *part = argument;
+    const struct update *u = part->update;
+    const size_t copied = u->copy_dtype == FP32 ? 4 : 2; /* bytes */
+    _Alignas(64) float g[BLOCK], pb[BLOCK], mb[BLOCK], vb[BLOCK], cb[BLOCK];
+    for (int64_t at = part->begin; at < part->end; at += BLOCK) {
+        const int n = (int)(part->end - at < BLOCK ? part->end - at : BLOCK);
+        float *p = place(u->parameter, u->parameter_out, at, pb);
+        float *m = place(u->first, u->first_out, at, mb), *v = place(u->second, u->second_out, at, vb);
+        read_gradient(u, at, n, g);
+        part->block(u, at, n, g, p, m, v);
+        if (u->copy_dtype) {
+            char *copy = (char *)u->copy + (size_t)at * copied;
+            write_copy(u->copy_dtype, n, p, STREAMS ? (void *)cb : copy);
+            if (STREAMS) stream(copy, cb, (size_t)n * copied);
+        }
+        settle(u->parameter_out, at, n, p, pb);
+        settle(u->first_out, at, n, m, mb);
+        settle(u->second_out, at, n, v, vb);
+    }
+#if defined(__AVX__)
+    _mm_sfence(); /* streamed writes are seen by whoever joins this thread */
+#endif
+    return NULL;
+}
+
+static void run(const struct update *u, block_update *block, int threads) {
+    enum { MOST = 256 };
+    pthread_t started[MOST];
+    struct part parts[MOST];
+    int count = 0, running = 0;
+    if (threads > MOST) threads = MOST;
+    const int64_t each = (u->numel / CUT / threads + 1) * CUT;
+    for (int64_t begin = 0; begin < u->numel; begin += each) {
+        const int64_t end = begin + each < u->numel ? begin + each : u->numel;
+        parts[count++] = (struct part){u, block, begin, end};
+    }
+    while (running + 1 < count && !pthread_create(&started[running], NULL, run_part, &parts[running])) running++;
+    for (int i = running; i < count; i++) run_part(&parts[i]); /* the last, and those for which no thread was to be had */
+    for (int i = 0; i < running; i++) pthread_join(started[i], NULL);
+}
+
+void zeroshard_adam(const struct update *u, int threads) { run(u, adam_block, threads); }
+
+void zeroshard_sgd(const struct update *u, int threads) { run(u, sgd_block, threads); }
