@@ -12,7 +12,9 @@ if TYPE_CHECKING:
         full_state,
         gathered,
         no_sync,
+        offload_states,
         profile,
+        reload_states,
         report,
         shard,
         unshard,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from zeroshard.config import Config
     from zeroshard.memory.profile import Profile
     from zeroshard.memory.report import Report
+    from zeroshard.offload import Offload
     from zeroshard.optimizer import ShardedOptimizer
 
 __version__ = "0.1.0"
@@ -32,6 +35,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "Loaded",
+    "Offload",
     "Profile",
     "RanksDisagreeError",
     "Report",
@@ -44,7 +48,9 @@ __all__ = [
     "gathered",
     "load",
     "no_sync",
+    "offload_states",
     "profile",
+    "reload_states",
     "report",
     "save",
     "shard",
@@ -55,6 +61,7 @@ _HOMES = {
     "CheckpointError": "checkpoint.errors",
     "Config": "config",
     "Loaded": "checkpoint.load",
+    "Offload": "offload",
     "Profile": "memory.profile",
     "RanksDisagreeError": "agreement",
     "Report": "memory.report",

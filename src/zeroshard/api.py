@@ -29,17 +29,20 @@ from zeroshard.memory.ledger import Bytes, Ledger
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.profile import Moment, Profile
 from zeroshard.memory.report import Report
+from zeroshard.memory.tiers import Tiers
 from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
+from zeroshard.runs import states_of_an_element
 from zeroshard.tensor.division import Division, divide
 
 
 class _Sharded:
     """What a sharded model carries: its engine, the handles of its hooks, and how it is divided by a tensor axis."""
 
-    def __init__(self, engine: Engine, handles: list[Any], division: Division | None) -> None:
+    def __init__(self, engine: Engine, handles: list[Any], division: Division | None, tiers: Tiers) -> None:
         self.engine = engine
+        self.tiers = tiers
         self.handles = handles
         self.division = division
         self.profiled: tuple[Traffic, Traffic] | None = None  # of tensor parallelism, of P_a, in the last profile
@@ -82,20 +85,25 @@ def shard(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
     verify_same_model(model, _described(optimizer, names), config, control)
-    placement = Placement.of_stage(config.stage, axes[-1].size)
+    placement = Placement.of_stage(config.stage, axes[-1].size, config.offload)
     comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
+    tiers = Tiers(config.offload, device, ledger)
+    state_bytes = states_of_an_element(optimizer) if config.offload is not None else 0
     plans = plan_units(model, config.units, config.bucket_size)
     division = _divide(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
     try:
         verify_same_division(division, control)
-        units = Builder(model, plans, trained, config, placement, precision, comm, ledger, pool, division).build()
+        builder = Builder(
+            model, plans, trained, config, placement, precision, comm, ledger, pool, tiers, state_bytes, division
+        )
+        units = builder.build()
     except BaseException:
         if division is not None:
             division.undo()
         raise
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
-    gradients = Gradients(units, placement, comm, order, ledger, pool, config, reduce_dtypes)
+    gradients = Gradients(units, placement, comm, order, ledger, pool, tiers, config, reduce_dtypes)
     buffers = Buffers(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
     homes: dict[str, tuple[Unit, ...]] = {}
@@ -103,13 +111,13 @@ def shard(
         for name in plan.modules:
             homes[name] = (*homes.get(name, ()), unit)
     handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
-    model._zeroshard = _Sharded(engine, handles, division)  # type: ignore[assignment]
+    model._zeroshard = _Sharded(engine, handles, division, tiers)  # type: ignore[assignment]
     comm.counters.roll()  # what building took is no step's
     comm.counters.roll()
     if optimizer is None:
         return model, None
     scale = LossScale(config.loss_scale, device) if config.precision == "fp16" else None
-    return model, ShardedOptimizer(optimizer, engine, names, scale)
+    return model, ShardedOptimizer(optimizer, engine, names, scale, tiers)
 
 
 def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
@@ -174,6 +182,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         )
     if not engine.running:
         engine.order.begin("gathered")
+        engine.finish_updates()
     released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]
     resident = [unit for unit in units if not unit.partitioned]
     for unit in released:
@@ -184,6 +193,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         yield
         if write_rank is not None:
             engine.settle()
+            engine.doubt()
             for unit in units:
                 engine.order.check(f"write unit {unit.name!r}")
                 unit.absorb(write_rank)
@@ -193,6 +203,35 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
             unit.restore_resident(copy)
         for unit in released:
             unit.drop_copy()
+
+
+def offload_states(model: nn.Module) -> None:
+    """Move all training states of a sharded model that rest on the device to host memory, for a while.
+
+    Between phases the device's memory is free for something else (generation, another model). Until
+    :func:`reload_states` the model cannot be used. Does nothing where the states are out already.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
+    >>> zeroshard.offload_states(model)
+    >>> zeroshard.report(model).total.now
+    0
+    >>> zeroshard.reload_states(model)
+    >>> model(torch.ones(1, 64)).shape
+    torch.Size([1, 64])
+    """
+    sharded = _sharded(model)
+    sharded.engine.send_away(sharded.tiers)
+
+
+def reload_states(model: nn.Module) -> None:
+    """Bring the states that :func:`offload_states` moved back, byte for byte.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
+    >>> zeroshard.reload_states(model)  # nothing was out
+    """
+    _sharded(model).engine.bring_back()
 
 
 @contextmanager

@@ -119,6 +119,10 @@ class Communicator:
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
         """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``. ``packed`` may be overwritten."""
+        if self.shard.size == 1:
+            if shard.data_ptr() != packed.data_ptr():
+                shard.copy_(packed)
+            return _Done()
         self.counters.add("reduce-scatter", packed.nbytes)
         if self._blocks_host:  # gloo's own is an all-reduce of a copy inside, and heeds no timeout
             work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
@@ -175,6 +179,13 @@ class Communicator:
 
     def _watched(self, work: Any, what: str, then: Callable[[], object] | None = None) -> Pending:
         return _Watched(work, what, self._timeout, self.control, self.stopwatch, then)
+
+
+class _Done:
+    """A collective of one rank with itself."""
+
+    def wait(self) -> None:
+        pass
 
 
 class _Timed:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.offload import Offload
+
 PRECISIONS = (None, "fp32", "bf16", "fp16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,6 +70,10 @@ class Config:
     """On a GPU, find out in the first steps which segments PyTorch's allocator is best given beforehand, so that the
     model's own temporaries take least memory (the paper's M_D); its cache is emptied for it. Off: it is left alone."""
 
+    offload: Any = None
+    """Which states rest in host memory or on disk: "host" (optimizer states, and gradients with them), a
+    :class:`zeroshard.Offload`, or its options as a dictionary. Changes memory and time, never the numbers."""
+
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
 
@@ -88,6 +94,7 @@ class Config:
             raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
+        object.__setattr__(self, "offload", Offload.of(self.offload))
         object.__setattr__(self, "reduce_dtype", _dtype("reduce_dtype", self.reduce_dtype))
         for name in ("keep_fp32", "units"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))

@@ -47,6 +47,11 @@ class Range:
         """How many elements the range holds."""
         return self.end - self.start
 
+    @property
+    def slice(self) -> slice:
+        """The same, to index with."""
+        return slice(self.start, self.end)
+
     def meet(self, other: Range) -> Range | None:
         """Return what both ranges hold, or None."""
         start, end = max(self.start, other.start), min(self.end, other.end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,11 @@ from torch.distributed.tensor import DTensor
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Flat
+from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range
+from zeroshard.memory.spread import Spread, Stretch
+from zeroshard.memory.tiers import Tiers
+from zeroshard.offload import TIERS
 from zeroshard.precision import LossScale
 from zeroshard.runs import Run, is_elementwise, place_runs
 from zeroshard.update import Update
@@ -36,12 +41,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str], loss_scale: LossScale | None
+        self,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        names: dict[int, str],
+        loss_scale: LossScale | None,
+        tiers: Tiers,
     ) -> None:
         self.inner = inner
         self._engine = engine
         self._scale = engine.loss_scale = loss_scale
-        self._update = Update(inner, engine, loss_scale)
+        self._host = HostUpdates(inner, engine, tiers, loss_scale) if tiers.offload is not None else None
+        self._update = Update(inner, engine, loss_scale, self._host)
         self._flats = list(engine.gradients.of_flat)
         self._compared = False  # gradients over the tensor axis, in the first step
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
@@ -56,6 +67,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(plain):
             self._set_runs(index, place_runs(self._flats, set(group), self._update.longest))
         self._load_states(states)
+        engine.states_on_device = weakref.WeakMethod(self._states_on_device)
+        if self._host is not None:
+            engine.updates, engine.gradients.landed = weakref.ref(self._host), weakref.WeakMethod(self._host.landed)
+            engine.gradients.look_for_overflow = loss_scale is not None
 
     # -- the user's side ----------------------------------------------------------------------------------------
 
@@ -87,6 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if norm_type not in (2, math.inf):
             raise ValueError(f"norm_type is 2 or inf, got {norm_type!r}")
+        self._engine.refuse_away()
         self._engine.order.begin("clip")
         self._engine.gradients.reduce_rest()
         norm = self._global_norm(norm_type)
@@ -100,27 +116,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is still to be reduced, update this rank's shards, and start to bring the result to all ranks."""
         loss = None
+        self._engine.refuse_away()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
             self._engine.order.begin(f"step after {self._engine.backwards} backwards")
-            self._engine.backwards = 0
+            backwards, self._engine.backwards = self._engine.backwards, 0
             self._engine.gradients.reduce_rest()
             self._refuse_partial()
             self._find_unused()
             self._engine.settle()
-            if self._update.run([run for run in self._all_runs() if self._has_gradient(run)]):
-                self._engine.copy_masters()
+            if self._update.run([run for run in self._all_runs() if self._has_gradient(run)], backwards):
+                self._engine.copy_masters(near=True)
                 self._engine.refresh_parameters()
             self._engine.gradients.coefficient = None
         self._engine.drop_pins()
-        self._engine.ledger.set("optimizer states", self.state_bytes())
+        self._count_states()
         self._engine.comm.counters.roll()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zero."""
+        if not set_to_none:
+            self._engine.finish_updates()
         self._engine.gradients.clear(set_to_none)
 
     @torch.no_grad()
@@ -143,6 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{card.name!r} is in a parameter group already")
             names.append(card.name)
         self._engine.settle()
+        self._engine.finish_updates()
         self._open_masters(set(names))
         stand_in = torch.zeros(0, requires_grad=True)  # lets the inner optimizer check the group and fill in defaults
         self.inner.add_param_group({**param_group, "params": [("", stand_in) if titles else stand_in]})
@@ -152,20 +172,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._runs.append([])
         self._set_runs(len(self.names) - 1, place_runs(self._flats, set(names), self._update.longest))
 
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's states on this rank, the master copy not counted."""
+    def state_bytes(self, tier: str | None = None) -> int:
+        """Bytes of the optimizer's states on this rank, or in one tier, the master copy not counted."""
         tensors = [
-            value for state in self.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+            value
+            for run in self._all_runs()
+            if tier is None or tier == ("device" if run.stretch is None else run.stretch.tier)
+            for value in self.state.get(run.parameter, {}).values()
+            if isinstance(value, torch.Tensor)
         ]
         return sum(tensor.nbytes for tensor in tensors)
+
+    def _states_on_device(self) -> list[torch.Tensor]:
+        states = [self.state.get(run.parameter, {}) for run in self._all_runs() if run.stretch is None]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [tensor for tensor in tensors if tensor.device == self._engine.comm.device]
+
+    def _count_states(self) -> None:
+        for tier in TIERS if self._host is not None else TIERS[:1]:
+            self._engine.ledger.set("optimizer states", self.state_bytes(tier), tier)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         comm, infinite = self._engine.comm, norm_type == math.inf
-        most = self._engine.config.bucket_size  # elements: on a CPU torch makes copies of 16-bit tensors
-        counted = [part for shard in self._engine.gradients.counted() for part in torch.split(shard, most)]
-        total = _power_sum(counted, norm_type, comm.device)
+        found = self._engine.gradients.norms(norm_type)
+        norms = torch.stack(found) if found else torch.zeros(1, device=comm.device)
+        total = norms.max() if infinite else norms.square().sum()
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         for axis in (comm.shard, comm.tensor):  # along the other axes, every rank has the same
             if axis.size > 1:
@@ -259,15 +292,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _set_runs(self, index: int, runs: list[Run]) -> None:
         self._runs[index] = runs
         self.param_groups[index]["params"] = [run.parameter for run in runs]
+        for run in runs:
+            run.group = self.param_groups[index]
+        if self._host is not None:
+            self._host.arrange(self._all_runs())
 
     def _open_masters(self, names: set[str]) -> None:
         """Give an fp32 master copy to flats that had none because nobody trained them."""
         for flat in self._flats:
             if flat.master is None and names & set(flat.names) and self._engine.precision.has_master(flat.dtype):
-                flat.master = torch.empty(flat.layout.shard_numel, device=flat.device)
-                self._engine.ledger.add("master weights", flat.master.nbytes)
-                owned, master = flat.update_from_master()
-                torch._foreach_copy_(master, owned)
+                master = torch.empty(flat.layout.shard_numel, device=flat.device)
+                flat.master = Spread([Stretch(Range(0, flat.layout.shard_numel), "device", master)])
+                self._engine.ledger.add("master weights", master.nbytes)
+                for home, owned in zip(flat.homes, flat.owned, strict=True):
+                    flat.master.write(home, owned)
 
     # -- whole states -------------------------------------------------------------------------------------------
 
@@ -282,6 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A state with a value for each element is described by its dtype; one that has not (a step count) is given. All
         ranks call it together.
         """
+        self._engine.finish_updates()
         mine: dict[str, dict[str, Any]] = {name: {} for name in (names or [n for group in self.names for n in group])}
         for run in self._all_runs():
             state = self.state.get(run.parameter, {})
@@ -326,6 +365,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's ``state_dict()``, or one of :meth:`state_dict`: each rank keeps its part."""
         self._engine.settle()
+        self._engine.finish_updates()
         groups, states = state_dict["param_groups"], state_dict["state"]
         sizes, wanted = [len(group["params"]) for group in groups], [len(names) for names in self.names]
         if sizes != wanted:
@@ -375,6 +415,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         As with torch, states of floating point take their parameter's dtype, and step counts go where the optimizer's
         kernels want them.
         """
+        self._engine.finish_updates()
+        self._engine.doubt()
         before = dict(self.state)
         self.state.clear()
         for index, runs in enumerate(self._runs):
@@ -390,7 +432,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         if key not in self.state[run.parameter]:
                             new = opened(key, value, run.parameter, on_device, old.pop(key, None))
                             self.state[run.parameter][key] = new
-        self._engine.ledger.set("optimizer states", self.state_bytes())
+        self._count_states()
 
     def held_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
         """Yield (parameter, state, elements, their values) for every elementwise state this rank holds."""
@@ -422,18 +464,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _whole(state: dict[str, Any]) -> dict[str, Any]:
     """The states of a parameter that was divided before it was sharded, whole."""
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-
-
-def _power_sum(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The sum of all squares, or for the infinity norm the largest magnitude."""
-    if not tensors:
-        return torch.zeros((), device=device)
-    wide = [tensor for tensor in tensors if tensor.dtype == torch.float64]  # torch refuses to narrow these
-    rest = [tensor for tensor in tensors if tensor.dtype != torch.float64]
-    found = [norm.float() for norm in torch._foreach_norm(wide, norm_type)] if wide else []
-    found += torch._foreach_norm(rest, norm_type, dtype=torch.float32) if rest else []
-    norms = torch.stack(found)
-    return norms.max() if norm_type == math.inf else norms.square().sum()
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.offload import Offload
+
 
 @dataclass(frozen=True)
 class Placement:
     """Which states are partitioned over the shard axis; the others are replicated on every rank.
+
+    Where they rest, on the device or further away, is ``rests.py``'s.
 
     >>> Placement.of_stage(2, ranks=4)
     Placement(parameters=False, gradients=True, optimizer=True)
@@ -16,6 +20,11 @@ class Placement:
 
     >>> Placement.of_stage(3, ranks=1)
     Placement(parameters=False, gradients=False, optimizer=False)
+
+    unless states rest outside the device: then units come and go, and gradients leave during backward, as over many.
+
+    >>> Placement.of_stage(3, ranks=1, offload=Offload(optimizer="host"))
+    Placement(parameters=False, gradients=True, optimizer=False)
     """
 
     parameters: bool  # partitioned: a unit is gathered for its computation and released after it
@@ -23,9 +32,18 @@ class Placement:
     optimizer: bool  # partitioned: each rank updates its shard, and parameters are gathered from all
 
     @classmethod
-    def of_stage(cls, stage: int, ranks: int) -> Placement:
-        """Look the stage up."""
-        return _TABLE[stage] if ranks > 1 else _TABLE[0]
+    def of_stage(cls, stage: int, ranks: int, offload: Offload | None = None) -> Placement:
+        """Look the stage up, and refuse to offload what its ranks hold whole."""
+        row = _TABLE[stage] if ranks > 1 else _TABLE[0]
+        if offload is None:
+            return row
+        if offload.parameters and not _TABLE[stage].parameters:
+            raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
+        if ranks == 1:
+            return cls(parameters=bool(offload.parameters), gradients=True, optimizer=False)
+        if offload.gradients and not row.gradients:
+            raise ValueError(f"stage {stage} sums whole gradients on each rank: to offload them, take stage=2 or 3")
+        return row
 
 
 _TABLE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -73,19 +73,19 @@ class LossScale:
         self.overflow = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
         self._streak = torch.zeros((), dtype=torch.int32, device=device)
 
-    def look(self, gradients: list[torch.Tensor]) -> None:
-        """Note values that are not finite, or would not be in fp32. Reads only, and makes no copy."""
+    def look(self, gradients: list[torch.Tensor], magnitudes: Sequence[torch.Tensor] = ()) -> None:
+        """Note values that are not finite, or would not be in fp32. Reads only, and makes no copy.
+
+        ``magnitudes`` are the largest ones of gradients that are not at hand.
+        """
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for gradient in gradients:
             if gradient.numel():
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         norms = [torch.stack(torch._foreach_norm(group, math.inf)).float() for group in by_dtype.values()]
+        norms += [torch.stack(list(magnitudes))] if magnitudes else []
         if norms:  # the norm of what holds a NaN is NaN, which is not less than anything
             torch.logical_not((torch.cat(norms) < math.inf).all(), out=self.overflow)
-
-    def unscale(self, gradients: list[torch.Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
-        torch._foreach_mul_(gradients, self.inverse)
 
     def state(self) -> list[float]:
         """The scale and the length of the present streak without overflow, as plain numbers."""

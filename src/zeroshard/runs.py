@@ -7,7 +7,7 @@ units lie side by side in one arena, so that with one group a step is one fused 
 parameters the model has. That is right for every optimizer whose update of an element looks at that element alone.
 
 No run is longer than a bucket, so that a model of any size can be updated through buffers of one size: see
-[Note: the update in batches].
+[Note: the update in batches]. A stretch that rests outside the device is a run of its own.
 
 A parameter that got no gradient on any rank must be skipped, as torch does: no weight decay, no momentum, no step
 count. The run that holds it is then cut, for good, into one run per parameter, its states with it.
@@ -15,6 +15,8 @@ count. The run that holds it is then cut, for good, into one run per parameter, 
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +28,7 @@ from torch import nn
 from zeroshard.engine.gradients import FlatGradient
 from zeroshard.engine.unit import Flat
 from zeroshard.layout import ALIGN, Range
+from zeroshard.memory.spread import Stretch
 
 
 @dataclass
@@ -50,8 +53,12 @@ class Part:
 class Run:
     """One parameter of the inner optimizer: see [Note: runs]."""
 
-    def __init__(self, parts: list[Part], tensor: torch.Tensor, hollow: int | None = None) -> None:
+    def __init__(
+        self, parts: list[Part], tensor: torch.Tensor, hollow: int | None = None, stretch: Stretch | None = None
+    ) -> None:
         self.parts = parts
+        self.stretch = stretch  # that it lies in, where that rests outside the device
+        self.group: dict[str, Any] = {}  # of the inner optimizer, that it belongs to
         self.hollow = hollow  # index of a parameter without elements: it has states, too, and no place in any shard
         self.parameter = nn.Parameter(tensor)  # [numel], the master's or the parameters' own dtype
 
@@ -88,7 +95,8 @@ class Run:
                         small[key] = value[stretch]
                     else:
                         small[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                cut.append((Run([Part(part.flat, span)], self.parameter.data[stretch]), small))
+                run = Run([Part(part.flat, span)], self.parameter.data[stretch], stretch=self.stretch)
+                cut.append((run, small))
             offset += part.span.numel
         return cut
 
@@ -114,35 +122,66 @@ def longest_run(bucket_size: int) -> int:
 
 def place_runs(flats: list[Flat], names: set[str], most: int | None = None) -> list[Run]:
     """Make runs over this rank's part of the named parameters, each of at most ``most`` elements."""
-    joined: list[tuple[list[Part], list[torch.Tensor]]] = []
+    joined: list[tuple[list[Part], list[torch.Tensor], Stretch | None]] = []
     for flat in flats:
-        members = {index for index, name in enumerate(flat.names) if name in names}
-        whole = len(members) == len(flat.names)
-        for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True) if members else ():
-            home = flat.layout.in_shard(bucket)
-            storage = owned if flat.master is None else flat.master[home.start : home.end]
-            wanted = Part(flat, home).segments()
-            for span in [home] if whole else [span for index, _, span in wanted if index in members]:
-                tensor = storage[span.start - home.start : span.end - home.start]
-                if joined and _adjoin(joined[-1][1][-1], tensor):
-                    joined[-1][0].append(Part(flat, span))
-                    joined[-1][1].append(tensor)
-                else:
-                    joined.append(([Part(flat, span)], [tensor]))
+        for span, tensor, far in _spans(flat, names):
+            if joined and joined[-1][2] is far and _adjoin(joined[-1][1][-1], tensor):
+                joined[-1][0].append(Part(flat, span))
+                joined[-1][1].append(tensor)
+            else:
+                joined.append(([Part(flat, span)], [tensor], far))
     runs = []
-    for parts, tensors in joined:
+    for parts, tensors, far in joined:
         numel = sum(tensor.numel() for tensor in tensors)
         line, merged = tensors[0].as_strided((numel,), (1,)), _merged(parts)
         for start in range(0, numel, most or numel):
-            stretch = Range(start, min(start + (most or numel), numel))
-            runs.append(Run(_within(merged, stretch), line[stretch.start : stretch.end]))
+            part = Range(start, min(start + (most or numel), numel))
+            runs.append(Run(_within(merged, part), line[part.start : part.end], stretch=far))
     for flat in flats:
         for index, name in enumerate(flat.names):
             if name in names and flat.layout.numels[index] == 0:
-                dtype = flat.dtype if flat.master is None else torch.float32
+                dtype = flat.dtype if flat.master is None else flat.master.dtype
                 empty = torch.empty(0, dtype=dtype, device=flat.device)
                 runs.append(Run([Part(flat, Range(0, 0))], empty, hollow=index))
     return [run for run in runs if next(run.places(), None) is not None]  # not those of alignment alone
+
+
+def _spans(flat: Flat, names: set[str]) -> Iterator[tuple[Range, torch.Tensor, Stretch | None]]:
+    """Yield what the named parameters have of a flat's shard: where, what to update, and the far stretch if any."""
+    members = {index for index, name in enumerate(flat.names) if name in names}
+    whole = len(members) == len(flat.names)
+    for home, owned in zip(flat.homes, flat.owned, strict=True) if members else ():
+        wanted = [home] if whole else [span for index, _, span in Part(flat, home).segments() if index in members]
+        for span in wanted:
+            if flat.master is None:
+                yield span, owned[span.start - home.start : span.end - home.start], None
+                continue
+            for stretch, common in flat.master.parts(span):
+                values = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]
+                yield common, values, stretch if stretch.far else None
+
+
+def states_of_an_element(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of the states that an optimizer keeps for an element in fp32, found by a step on a parameter of its own.
+
+    >>> states_of_an_element(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+    8
+    >>> states_of_an_element(torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9))
+    4
+    """
+    if optimizer is None or not optimizer.param_groups:
+        return 0
+    trial = nn.Parameter(torch.zeros(2))
+    trial.grad = torch.zeros(2)
+    twin: Any = copy.copy(optimizer)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.param_groups = [{**optimizer.param_groups[0], "params": [trial], "capturable": False, "fused": None}]
+    twin.state = defaultdict(dict)
+    try:
+        type(optimizer).step(twin)
+    except Exception:  # not one of torch's, and not made for this: taken to be like Adam
+        return 8
+    return sum(4 for key, value in twin.state[trial].items() if is_elementwise(key, value, trial.shape))
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

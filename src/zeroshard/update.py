@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zeroshard.engine.engine import Engine
+from zeroshard.host.updates import HostUpdates
+from zeroshard.host.verdict import Verdict
 from zeroshard.layout import ALIGN, round_up
 from zeroshard.precision import LossScale
 from zeroshard.runs import Run, longest_run
@@ -54,8 +56,9 @@ class Due:
 
     @property
     def copied(self) -> bool:
-        """Whether the optimizer needs a copy: the gradient lies in several places, or has another dtype."""
-        return len(self.reduced) > 1 or self.reduced[0].dtype != self.run.parameter.dtype
+        """Whether the optimizer needs a copy: the gradient lies in several places, elsewhere, or has another dtype."""
+        first, parameter = self.reduced[0], self.run.parameter
+        return len(self.reduced) > 1 or first.dtype != parameter.dtype or first.device != parameter.device
 
     @property
     def room(self) -> int:
@@ -67,9 +70,11 @@ class Due:
 class Update:
     """Steps one optimizer: see [Note: the update in batches]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, scale: LossScale | None) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, engine: Engine, scale: LossScale | None, host: HostUpdates | None
+    ) -> None:
         self._inner: Any = inner
-        self._engine, self._scale = engine, scale
+        self._engine, self._scale, self._host = engine, scale, host
         self._most = longest_run(engine.config.bucket_size)  # elements of a batch
 
     @property
@@ -91,28 +96,59 @@ class Update:
         )
         return any(hooks) or not (replaced is None or noted)
 
-    def run(self, runs: list[Run]) -> bool:
-        """Update the runs, which all have a gradient. False: one overflowed on some rank, and nothing was updated."""
+    def run(self, runs: list[Run], backwards: int) -> bool:
+        """Update the runs, which all have a gradient. False: one overflowed on some rank, and nothing was updated.
+
+        What rests outside the device is only started: see [Note: just in time].
+        """
         gradients = self._engine.gradients
-        due = [Due(run, run.reduced(gradients.of_flat)) for run in runs]
+        apart = self._host is not None and not self._in_one_call()
+        due = [Due(run, run.reduced(gradients.of_flat)) for run in runs if not (apart and run.stretch is not None)]
         if self._scale is None:
             self._step(due)
+            self._step_far(runs, apart, backwards, Verdict(coefficient=gradients.coefficient))
             return True
-        self._scale.look([view for one in due for view in one.reduced])
+        self._scale.look(*self._to_look_at(runs))
         what = "look for overflow"
         self._engine.order.check(what)
         self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
+        verdict = Verdict(self._scale.inverse, gradients.coefficient, self._scale.overflow)
         updated = True
         if self._skips_on_device():  # the kernel itself leaves everything as it is: no host sync
             self._inner.found_inf, self._inner.grad_scale = self._scale.overflow, None
             self._step(due)
             del self._inner.found_inf, self._inner.grad_scale
-        elif bool(self._scale.overflow):
+        elif any(one.run.parameter.numel() for one in due) and bool(self._scale.overflow):
             updated = False
         else:
             self._step(due)
+        self._step_far(runs, apart, backwards, verdict)
         self._scale.update()
         return updated
+
+    def _step_far(self, runs: list[Run], apart: bool, backwards: int, verdict: Verdict) -> None:
+        if self._host is None:
+            return
+        if not apart:
+            self._host.together(runs)
+            return
+        self._host.step(runs, verdict, backwards)
+        gradients = self._engine.gradients
+        if gradients.coefficient is not None:
+            far = [view for run in runs if run.stretch is not None for view in run.reduced(gradients.of_flat)]
+            gradients.owed = (far, gradients.coefficient)
+
+    def _to_look_at(self, runs: list[Run]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The runs' gradients on the device, and the largest magnitudes of those measured on their way out of it."""
+        near: list[torch.Tensor] = []
+        magnitudes: list[torch.Tensor] = []
+        gradients = {part.flat: self._engine.gradients.of_flat[part.flat] for run in runs for part in run.parts}
+        for run in runs:
+            parts = [(part, gradients[part.flat]) for part in run.parts]
+            near += [part.of(g.shard) for part, g in parts if g.shard is not None and not g.far]
+        for gradient in gradients.values():
+            magnitudes += [norm for norms in gradient.largest.values() for norm in norms]
+        return near, magnitudes
 
     def _skips_on_device(self) -> bool:
         if not (getattr(self._inner, "_step_supports_amp_scaling", False) and self._inner.defaults.get("fused")):
@@ -146,7 +182,7 @@ class Update:
         coefficient = self._engine.gradients.coefficient
         copied = [view for one in batch if one.copied for view in one.reduced]
         if coefficient is not None and copied:  # only the copy was clipped, and a loop may go on without zero_grad()
-            torch._foreach_mul_(copied, coefficient)
+            self._engine.gradients.multiply(copied, coefficient)
 
     def _house(self, parameters: list[torch.nn.Parameter]) -> None:
         """Move states that were just made, among the step's temporaries, to memory apart: [Note: memory apart]."""
@@ -181,13 +217,16 @@ class Update:
             parameter, gradient = one.run.parameter, one.reduced[0]
             if one.copied:
                 gradient = buffer[taken : taken + parameter.nbytes].view(parameter.dtype)
+                if parameter.device != buffer.device:
+                    self._engine.gradients.settle_far()
+                    gradient = torch.empty_like(parameter)
                 places = list(torch.split(gradient, [view.numel() for view in one.reduced]))
                 torch._foreach_copy_(places, one.reduced)
                 taken += one.room
             parameter.grad = gradient
             found.append(gradient)
         coefficient = self._engine.gradients.coefficient
-        if self._scale is not None and found:
-            self._scale.unscale(found)
-        if coefficient is not None and found:
-            torch._foreach_mul_(found, coefficient)
+        if self._scale is not None:
+            self._engine.gradients.multiply(found, self._scale.inverse)
+        if coefficient is not None:
+            self._engine.gradients.multiply(found, coefficient)

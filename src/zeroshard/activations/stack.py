@@ -24,9 +24,9 @@ from collections.abc import Callable
 
 import torch
 
-from zeroshard.activations.room import Room
 from zeroshard.layout import round_up
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.room import Room
 
 ALIGN = 16  # bytes: what copies and collectives like to begin at
 

@@ -17,10 +17,10 @@ from functools import partial
 
 import torch
 
-from zeroshard.activations.room import PinnedRoom, Room
 from zeroshard.activations.stack import Event, Slot, Stack
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.room import PinnedRoom, Room
 from zeroshard.stopwatch import Stopwatch
 
 

@@ -103,7 +103,7 @@ class ShardedStates:
 
     def parameters(self) -> dict[str, Held]:
         """Every parameter: the master's values where there are any."""
-        self._engine.wait_resident()
+        self._engine.finish_updates()
         found: dict[str, Held] = {}
         for flat in self._flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype

@@ -17,13 +17,16 @@ from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.unit import Flat, Unit, refill, share_rooms
 from zeroshard.engine.units import Plan
-from zeroshard.layout import FlatLayout
+from zeroshard.layout import FlatLayout, Range
 from zeroshard.memory.arena import Arena
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
+from zeroshard.memory.spread import Spread, Stretch
+from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
+from zeroshard.rests import Body, granules, place
 from zeroshard.tensor.division import Division
 
 
@@ -70,6 +73,7 @@ def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config,
     described += [["buffer " + name, f"{tuple(b.shape)} {b.dtype}"] for name, b in model.named_buffers()]
     decisive = ("stage", "precision", "reduce_dtype", "keep_fp32", "bucket_size", "units", "prefetch")
     options = {name: str(getattr(config, name)) for name in decisive}
+    options["offload"] = config.offload.described if config.offload is not None else "None"
     theirs = control.exchange("model", json.dumps([described, options]))
     complaint = ""
     if theirs is not None:
@@ -128,9 +132,16 @@ class Builder:
         comm: Communicator,
         ledger: Ledger,
         pool: Pool,
+        tiers: Tiers,
+        state_bytes: int,
         division: Division | None = None,
     ) -> None:
         self._model, self._config = model, config
+        self._tiers, self._state_bytes = (
+            tiers,
+            state_bytes,
+        )  # of an element, of the optimizer's states, the master's not
+        self._partitioned_gradients = placement.gradients
         self._division = division
         self._divided = division.parameters if division is not None else {}
         self._comm, self._ledger, self._precision, self._pool = comm, ledger, precision, pool
@@ -147,29 +158,88 @@ class Builder:
     def build(self) -> list[Unit]:
         """Place shards in arenas, then fill them unit by unit: never more than the shards and one whole unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
-        masters = [flat for flat in flats if self._has_master(flat)]
-        if masters:
-            numel = sum(flat.layout.shard_numel for flat in masters)
-            arena = Arena("master weights", numel, torch.float32, self._pool, self._ledger)
-            for flat in masters:
-                flat.master = arena.take(flat.layout.shard_numel)
+        self._place_rests(flats)
+        near = {flat: self._near_masters(flat) for flat in flats}
+        numel = sum(span.numel for spans in near.values() for span in spans)
+        masters = Arena("master weights", numel, torch.float32, self._pool, self._ledger) if numel else None
         shards: dict[torch.dtype, Arena] = {}
-        for dtype in dict.fromkeys(flat.dtype for flat in flats) if self._partitioned else ():
-            numel = sum(flat.layout.shard_numel for flat in flats if flat.dtype == dtype)
+        resting = [flat for flat in flats if self._partitioned and not flat.far]
+        for dtype in dict.fromkeys(flat.dtype for flat in resting):
+            numel = sum(flat.layout.shard_numel for flat in resting if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._ledger)
         for unit, plan in zip(self.units, self._plans, strict=True):
             for flat in unit.flats:
-                arena_part = shards[flat.dtype].take(flat.layout.shard_numel) if self._partitioned else None
-                with self._pool:
-                    flat.place(self._comm, arena_part)
-                if arena_part is None:
-                    self._ledger.add("parameters", flat.full.nbytes)
+                self._place(flat, shards)
+                if self._has_master(flat):
+                    flat.master = self._master(flat, masters, near[flat])
             self._fill(unit, plan)
         self._buffers()
         if self._comm.device.type == "cuda" and self._config.defragment:
             torch.cuda.empty_cache()  # what units were staged in is as large as they are whole, and of no use any more
             self._pool.take_workspaces()
         return self.units
+
+    def _place_rests(self, flats: list[Flat]) -> None:
+        """Say in which tier each state of each flat rests."""
+        offload = self._config.offload
+        if offload is None:
+            for flat in flats:
+                flat.rest.optimizer = [(Range(0, flat.layout.shard_numel), "device")]
+            return
+        bodies = [
+            Body(
+                flat.homes,
+                self._is_trained(flat),
+                flat.dtype.itemsize,
+                self._precision.reduce_dtype(flat.dtype).itemsize,
+                self._exact(flat).itemsize + self._state_bytes,
+            )
+            for flat in flats
+        ]
+        buffers = self._tiers.buffers(bodies)
+        rests, self._tiers.host_left = place(bodies, offload, self._partitioned_gradients, buffers)
+        for flat, rest in zip(flats, rests, strict=True):
+            flat.rest = rest
+
+    def _place(self, flat: Flat, shards: dict[torch.dtype, Arena]) -> None:
+        """Allocate a flat: its shard in its tier, or all of it on the device."""
+        shard, numel = None, flat.layout.shard_numel
+        if self._partitioned and flat.far:
+            shard = self._tiers.zeros("parameters", flat.rest.parameters, numel, flat.dtype, pinned=True)
+        elif self._partitioned:
+            shard = shards[flat.dtype].take(numel)
+        with self._pool:
+            flat.place(self._comm, shard)
+        if shard is None:
+            self._ledger.add("parameters", flat.full.nbytes)
+
+    def _exact(self, flat: Flat) -> torch.dtype:
+        """The dtype that a flat is updated in."""
+        return torch.float32 if self._precision.has_master(flat.dtype) else flat.dtype
+
+    def _near_masters(self, flat: Flat) -> list[Range]:
+        """The stretches of which the device has a copy for the optimizer, beside the one in computation."""
+        if not self._has_master(flat) or (self._exact(flat) == flat.dtype and not flat.far):
+            return []
+        return [span for span, tier in flat.rest.optimizer if tier == "device"]
+
+    def _master(self, flat: Flat, arena: Arena | None, near: list[Range]) -> Spread:
+        """What the optimizer updates: stretches in their tiers, and this rank's part itself where that will do."""
+        stretches: list[Stretch] = []
+        for span, tier in flat.rest.optimizer:
+            if tier != "device":
+                for part in granules(span, flat.homes):
+                    tensor = self._tiers.zeros("master weights", tier, part.numel, self._exact(flat))
+                    stretches.append(Stretch(part, tier, tensor))
+            elif span in near and arena is not None:
+                stretches.append(Stretch(span, tier, arena.take(span.numel)))
+            else:
+                for home, owned in zip(flat.homes, flat.owned, strict=True):
+                    common = span.meet(home)
+                    if common is not None:
+                        part = common.moved(-home.start)
+                        stretches.append(Stretch(common, tier, owned[part.start : part.end]))
+        return Spread(stretches)
 
     def _flats(self, plan: Plan) -> list[Flat]:
         kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
@@ -190,9 +260,13 @@ class Builder:
             flats.append(Flat(names, parameters, layout, dtype, self._comm.device, divided))
         return flats
 
+    def _is_trained(self, flat: Flat) -> bool:
+        return flat.trainable and any(id(parameter) in self._trained for parameter in flat.parameters)
+
     def _has_master(self, flat: Flat) -> bool:
-        trained = any(id(parameter) in self._trained for parameter in flat.parameters)
-        return flat.trainable and trained and self._precision.has_master(flat.dtype)
+        """Whether an optimizer updates something else than the parameters in computation: exacter, or elsewhere."""
+        apart = self._precision.has_master(flat.dtype) or flat.rest.far or flat.far
+        return self._is_trained(flat) and apart
 
     @torch.no_grad()
     def _fill(self, unit: Unit, plan: Plan) -> None:
@@ -212,7 +286,7 @@ class Builder:
 
     def _stage(self, flat: Flat) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Lay the parameters' values, or room for them, out as the flat does; apart, whole what is to be divided."""
-        dtype = torch.float32 if flat.master is not None else flat.dtype
+        dtype = flat.dtype if flat.master is None else flat.master.dtype
         values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
         wholes: dict[int, torch.Tensor] = {}
         for index, parameter in enumerate(flat.parameters):

@@ -30,20 +30,23 @@ import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
+from zeroshard.engine.away import Away
 from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import Card
 from zeroshard.engine.unit import Flat, State, Unit
-from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.ledger import STATES, Ledger
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.segments import Segments
+from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 
@@ -73,6 +76,22 @@ class Frame:
     reached_in: int = -1  # the backward that has come to it
 
 
+class Updates(Protocol):
+    """Updates of states that rest outside the device, on a thread of their own."""
+
+    def foresee(self, backwards: int) -> None:
+        """A backward begins, the how-many-eth since the last step."""
+
+    def landed(self, flat: Flat) -> None:
+        """The reduced gradient of a flat is complete for this backward."""
+
+    def doubt(self) -> None:
+        """Somebody may change the gradients: what was computed from them ahead of the step does not count."""
+
+    def wait(self) -> None:
+        """Return when no update is under way; raise what went wrong."""
+
+
 class Engine:
     """One sharded model: its units, its gradients, and where forward and backward are."""
 
@@ -100,6 +119,12 @@ class Engine:
         self.config = config
         self.spoilt: dict[str, str] = {}  # states that are of no use → why
         self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change
+        self.updates: Callable[[], Updates | None] = lambda: (
+            None
+        )  # those made outside the device: the optimizer's, weak
+        self.states_on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None  # the same
+        self._away: Away | None = None  # all states, while they are out
+        self._counted: dict[str, int] = {}  # the bytes they have on the device otherwise
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
         on_gpu = comm.device.type == "cuda"
@@ -210,6 +235,7 @@ class Engine:
 
     def fetch(self, unit: Unit) -> bool:
         """Somebody touches a parameter whose values are not in place: bring them if that is right now."""
+        self.refuse_away()
         if unit.partitioned and not self.running:
             return False
         if unit.partitioned and not in_backward():
@@ -243,6 +269,7 @@ class Engine:
             self._abort_backward()
         for why in self.spoilt.values():
             raise RuntimeError(why)
+        self.refuse_away()
         self._refuse_thawed()
         self._brought.clear()
         self._trace = Trace()
@@ -290,6 +317,7 @@ class Engine:
     def _bring(self, unit: Unit) -> None:
         """Make a unit's parameters usable, and start to gather the unit expected next."""
         if not unit.partitioned or (unit in self._brought and unit.state is State.READY):
+            self._complete(unit)
             unit.wait()
         else:
             self.order.check(unit.gather_event)
@@ -299,6 +327,13 @@ class Engine:
             upcoming = self.order.upcoming(self._gathers) if self.config.prefetch else None
             if upcoming is not None:
                 self._gather(self._gathers[upcoming])
+
+    def _complete(self, unit: Unit) -> None:
+        """Collect the new values of a resident unit that was updated outside the device."""
+        if unit.expected:
+            if self.comm.shard.size > 1:
+                self.order.check(unit.gather_event)
+            unit.gather()
 
     def _gather(self, unit: Unit) -> None:
         """Start a gather, unless under way. What an earlier pass left is gathered anew, as on ranks without it."""
@@ -382,6 +417,9 @@ class Engine:
         self.backwards += 1
         self._wake()
         self.gradients.apply_coefficient()
+        updates = self.updates()
+        if updates is not None and self.sync:
+            updates.foresee(self.backwards)
         if self.gradients.partitioned and self.gradients.queue is None and self.sync:
             self.gradients.queue = self._agreed_queue()
 
@@ -477,18 +515,19 @@ class Engine:
         """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
         flat, index = self.find(name)
         self.order.begin("read a parameter")
-        exact = flat.shard if flat.master is None else flat.master
-        if exact is None:  # every rank has all of it
-            self.wait_resident()
+        self.finish_updates()
+        if flat.master is None and flat.shard is None:  # every rank has all of it
             return self.undivided(flat.view(flat.full, index).clone(), flat, index)
-        line = torch.zeros(flat.layout.numels[index], dtype=exact.dtype, device=flat.device)
-        for piece in flat.segments:
-            if piece.parameter == index:
-                line[piece.within.start : piece.within.end] = exact[piece.at : piece.at + piece.within.numel]
+        dtype = flat.dtype if flat.master is None else flat.master.dtype
+        line = torch.zeros(flat.layout.numels[index], dtype=dtype, device=flat.device)
+        for number, within, values in flat.held():
+            if number == index:
+                line[within.start : within.end] = values
         return self.assemble(line, flat, index)
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """The whole reduced gradient of one parameter, or None where it has none. All ranks call it together."""
+        self.refuse_away()
         flat, index = self.find(name)
         gradient = self.gradients.of_flat.get(flat)
         if gradient is None:
@@ -499,6 +538,7 @@ class Engine:
         self.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
         if not used or gradient.shard is None or not gradient.has_shard:
             return None
+        gradient.settle()
         line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
         for piece in flat.segments:
             if piece.parameter == index:
@@ -511,6 +551,7 @@ class Engine:
 
     def resting_gradient(self, card: Card) -> torch.Tensor | None:
         """What ``parameter.grad`` gives between backward and the next forward."""
+        self.refuse_away()
         flat = card.flat()
         gradient = self.gradients.of_flat.get(flat) if flat is not None else None
         if flat is None or gradient is None or not any(gradient.used):
@@ -530,6 +571,8 @@ class Engine:
         self.gradients.apply_coefficient()
         if not gradient.used[card.index] or gradient.shard is None:
             return None
+        self.doubt()  # whoever has it may write into it
+        gradient.settle()
         part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
         return part if divided is None else divided.wrap(part)
 
@@ -538,17 +581,65 @@ class Engine:
         flat = card.flat()
         gradient = self.gradients.of_flat.get(flat) if flat is not None else None
         if gradient is not None:
+            self.doubt()
             gradient.clear(card.index)
 
     def absorb_resident(self) -> None:
         """Take values written into resident parameters, the same on all ranks, into shards and master copies."""
         self.settle()
+        self.finish_updates()
         for unit in self._resident:
             unit.absorb(None)
+
+    def refuse_away(self) -> None:
+        """Raise while the states are out."""
+        if self._away is not None:
+            raise RuntimeError(
+                "the model's states are in host memory since zeroshard.offload_states(): call "
+                "zeroshard.reload_states(model) first"
+            )
+
+    def send_away(self, tiers: Tiers) -> None:
+        """Move everything that rests on the device to host memory."""
+        if self._away is not None:
+            return
+        self.settle()
+        self.finish_updates()
+        self.drop_pins()
+        flats = [flat for unit in self.units for flat in unit.flats]
+        tensors = [flat.full for flat in flats if flat.shard is None]
+        tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.far]
+        for flat in flats:
+            tensors += [s.tensor for s in (flat.master.stretches if flat.master is not None else ()) if not s.far]
+        for gradient in self.gradients.of_flat.values():
+            near = [gradient.local, gradient.carried, None if gradient.far else gradient.shard]
+            tensors += [tensor for tensor in near if tensor is not None]
+        states = self.states_on_device()
+        self._away = Away([*tensors, *(states() if states is not None else ())], tiers)
+        self._counted = {
+            kind: self.ledger.kinds[kind, "device"].now for kind in STATES if (kind, "device") in self.ledger.kinds
+        }
+        for kind, nbytes in self._counted.items():
+            self.ledger.add(kind, -nbytes)
+        for unit in self._resident:
+            unit.leave()
+        self.pool.renew()
+
+    def bring_back(self) -> None:
+        """Undo :meth:`send_away`."""
+        if self._away is not None:
+            with self.pool:
+                self._away.back()
+            self._away = None
+            for kind, nbytes in self._counted.items():
+                self.ledger.add(kind, nbytes)
+            for unit in self._resident:
+                unit.come_back()
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""
         self.settle()
+        self.finish_updates()
         if self._segments is not None:
             self._segments.close()
 
@@ -558,34 +649,49 @@ class Engine:
         for reader in readers:
             reader()
 
-    def wait_resident(self) -> None:
-        """Wait for the gathers that a step has started."""
+    def doubt(self) -> None:
+        """The gradients are no longer what an update ahead of the step may have been made from."""
+        updates = self.updates()
+        if updates is not None:
+            updates.doubt()
+
+    def finish_updates(self) -> None:
+        """Wait for the updates and gathers that a step has started."""
+        self.refuse_away()
+        updates = self.updates()
+        if updates is not None:
+            updates.wait()
         for unit in self._resident:
+            self._complete(unit)
             unit.wait()
 
-    def copy_masters(self) -> None:
-        """Copy the master's values into this rank's part of the parameters in computation."""
-        pairs = [flat.update_from_master() for unit in self.units for flat in unit.flats]
+    def copy_masters(self, near: bool = False) -> None:
+        """Copy the master's values, or those on the device, into this rank's part of the parameters in computation."""
+        pairs = [flat.update_from_master(near) for unit in self.units for flat in unit.flats]
         places = [place for owned, _ in pairs for place in owned]
         if places:
-            torch._foreach_copy_(places, [source for _, master in pairs for source in master])
+            torch._foreach_copy_(places, [source for _, master in pairs for source in master], non_blocking=True)
 
     def adopt(self) -> None:
         """Bring the parameters in computation into line with shards and masters that somebody has written into."""
         self.order.begin("take in new values")
+        self.finish_updates()
         self.copy_masters()
         self.drop_pins()
         for unit in self._resident if self.comm.shard.size > 1 else ():
             self.order.check(unit.gather_event)
             unit.gather(frozen=True)
-        self.wait_resident()
+        self.finish_updates()
 
     def refresh_parameters(self) -> None:
-        """Bring every rank's updated part to all, where parameters are not partitioned. Does not wait for the end."""
-        if self.comm.shard.size == 1:
-            return
+        """Bring every rank's updated part to all, where parameters are not partitioned. Does not wait for the end.
+
+        What is updated outside the device is brought when it is wanted: the next forward waits unit by unit.
+        """
         for unit in self._resident:
-            if unit.trainable:
+            if unit.trainable and any(flat.rest.far for flat in unit.flats):
+                unit.expect()
+            elif unit.trainable and self.comm.shard.size > 1:
                 self.order.check(unit.gather_event)
                 unit.gather()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,8 @@ from zeroshard.memory.arena import Arena
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.ring import Ring
+from zeroshard.memory.ring import Ring, Slot
+from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
 
 
@@ -34,7 +36,26 @@ class FlatGradient:
         self.has_local = False
         self.has_shard = False
         self.used = [False] * len(flat.parameters)  # got a gradient on this rank since zero_grad()
+        self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, of a gradient outside the device: see ``measure``
+        self.largest: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
+        self.landing: torch.cuda.Event | None = None  # when all of a far shard is there
         self.local_views: list[torch.Tensor] = []  # the parameters' places in ``local``
+
+    @property
+    def far(self) -> bool:
+        """Whether the reduced gradient rests outside the device."""
+        return self.flat.rest.gradients != "device"
+
+    def settle(self) -> None:
+        """Wait until all of a shard outside the device is there."""
+        if self.landing is not None:
+            self.landing.synchronize()
+
+    def counted(self, number: int, everything: bool) -> list[Range]:
+        """What of one bucket's part of the shard counts in a norm: all of it, or what no other tensor rank has too."""
+        home = self.flat.homes[number]
+        stretches = [home] if everything else self.flat.divided_stretches()
+        return [common for stretch in stretches if (common := stretch.meet(home)) is not None]
 
     def take(self) -> list[torch.Tensor | None]:
         """Take what autograd has put into the parameters' ``grad``."""
@@ -53,6 +74,7 @@ class FlatGradient:
             self.local_views[index].zero_()
         reduced = self.shard if self.carried is None else self.carried
         if self.has_shard and reduced is not None:
+            self.settle()
             for piece in self.flat.segments:
                 if piece.parameter == index:
                     reduced[piece.at : piece.at + piece.within.numel].zero_()
@@ -74,6 +96,7 @@ class Gradients:
         order: Order,
         ledger: Ledger,
         pool: Pool,
+        tiers: Tiers,
         config: Config,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
     ) -> None:
@@ -83,8 +106,12 @@ class Gradients:
         self.partitioned = placement.gradients
         self.queue: list[Unit] | None = None  # the fixed order of reductions, once agreed
         self.coefficient: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
+        self.owed: tuple[list[torch.Tensor], torch.Tensor] | None = None  # clipped in the step's copy, not yet here
         self.unreduced = False  # some backward has only summed locally
+        self.landed: Callable[[], Callable[[Flat], None] | None] = lambda: None  # weak: told of each complete shard
+        self.look_for_overflow = False  # fp16: largest magnitudes are wanted too
         self._comm, self._order, self._ledger, self._pool, self._config = comm, order, ledger, pool, config
+        self._tiers = tiers
         self._lane = Lane(comm.device, comm.stopwatch)
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -150,8 +177,30 @@ class Gradients:
     def apply_coefficient(self) -> None:
         """Clip now what was to be clipped at the step: a backward is about to add to it."""
         if self.coefficient is not None:
-            torch._foreach_mul_(self.shards(), self.coefficient)
+            self.multiply(self.shards(), self.coefficient)
             self.coefficient = None
+        if self.owed is not None:  # no zero_grad() since the step
+            for flat in self.of_flat:
+                flat.arrive()  # its update has read the gradient
+            self.multiply(*self.owed)
+            self.owed = None
+
+    def multiply(self, shards: list[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply reduced gradients, wherever they rest."""
+        near = [shard for shard in shards if shard.device == factor.device]
+        if near:
+            torch._foreach_mul_(near, factor)
+        if len(near) < len(shards):
+            self.settle_far()
+            there = factor.cpu()
+            for shard in shards:
+                if shard.device != factor.device:
+                    shard.mul_(there)
+
+    def settle_far(self) -> None:
+        """Wait for all gradients on their way out of the device."""
+        for gradient in self.of_flat.values():
+            gradient.settle()
 
     @property
     def exist(self) -> bool:
@@ -162,16 +211,23 @@ class Gradients:
         """The reduced gradients this rank holds."""
         return [g.shard for g in self.of_flat.values() if g.has_shard and g.shard is not None and g.shard.numel()]
 
-    def counted(self) -> list[torch.Tensor]:
-        """The reduced gradients that this rank has to count in a norm.
+    def norms(self, norm_type: float) -> list[torch.Tensor]:
+        """The norm of each bucket's part of the reduced gradients that this rank has to count, in fp32, on the device.
 
-        What every rank of the tensor axis holds alike is counted by the first of them alone.
+        What every rank of the tensor axis holds alike is counted by the first of them alone. Gradients that rest
+        outside the device were measured on their way out, by the same kernel and in the same order.
         """
-        if self._comm.tensor.rank == 0:
-            return self.shards()
-        held = [g for g in self.of_flat.values() if g.has_shard and g.shard is not None]
-        stretches = [(g.shard, stretch) for g in held for stretch in g.flat.divided_stretches()]
-        return [shard[stretch.start : stretch.end] for shard, stretch in stretches if shard is not None]
+        everything = self._comm.tensor.rank == 0
+        found: list[torch.Tensor] = []
+        for g in self.of_flat.values():
+            for number in range(len(g.flat.homes)) if g.has_shard and g.shard is not None else ():
+                measured = g.norms.get(number) if norm_type == 2 else g.largest.get(number)
+                if measured is None and g.shard is not None:
+                    g.settle()
+                    views = [g.shard[part.start : part.end] for part in g.counted(number, everything)]
+                    measured = [norm.to(self._comm.device) for norm in norms_of(views, norm_type)]
+                found += measured or ()
+        return found
 
     def undivided(self) -> tuple[list[str], torch.Tensor]:
         """The parameters that no tensor plan has touched, and the sum of squares of this rank's part of each gradient.
@@ -186,12 +242,13 @@ class Gradients:
                 number = numbers.get((gradient, piece.parameter))
                 if number is not None and gradient.shard is not None:
                     part = gradient.shard[piece.at : piece.at + piece.within.numel]
-                    squares[number] += part.float().square().sum()
+                    gradient.settle()
+                    squares[number] += part.float().square().sum().to(squares.device)
         return [gradient.flat.names[index] for gradient, index in plain], squares
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
-        self.coefficient = None
+        self.coefficient = self.owed = None
         for gradient in self.of_flat.values():
             self._drop_carried(gradient)
             if set_to_none:
@@ -199,6 +256,9 @@ class Gradients:
                 gradient.used = [False] * len(gradient.used)
                 gradient.has_local = gradient.has_shard = False
             else:
+                gradient.settle()
+                gradient.norms.clear()
+                gradient.largest.clear()
                 for tensor in (gradient.local if gradient.has_local else None, gradient.shard):
                     if tensor is not None:
                         tensor.zero_()
@@ -226,6 +286,7 @@ class Gradients:
 
     def _open_local(self, gradient: FlatGradient) -> torch.Tensor:
         flat = gradient.flat
+        flat.arrive()  # an update of its values may still read the gradient of the step before
         if gradient.local is None:
             with self._pool:
                 gradient.local = torch.zeros(flat.layout.numel, dtype=gradient.dtype, device=flat.device)
@@ -293,6 +354,7 @@ class Gradients:
             ring = self._ring(gradient.dtype)
             ring.open()
             self._open_shard(gradient)
+            gradient.flat.arrive()  # an update of its values may still read the gradient of the step before
             with self._lane:
                 for number in range(len(gradient.flat.layout.buckets)):
                     self._launch(gradient, ring, number, taken, unit.reduce_event)
@@ -315,13 +377,20 @@ class Gradients:
             if packer is None:
                 packer = self._packers[flat, number, slot.index] = _Packer(flat, bucket, packed)
             packer.pack(taken)
-        if gradient.shard is not None:
-            home = flat.layout.in_shard(bucket)
-            mine = gradient.shard[home.start : home.end]
-            add = gradient.has_shard  # else the result can land where it belongs
-            result = slot.reduced[: home.numel] if add else mine
-            pending = self._comm.reduce_scatter(result, packed, what)
+        if gradient.shard is None:
+            return
+        home, add = flat.homes[number], gradient.has_shard
+        mine = gradient.shard[home.start : home.end]
+        if gradient.far:
+            result = packed if self._comm.shard.size == 1 else slot.reduced[: home.numel]
+        else:
+            result = slot.reduced[: home.numel] if add else mine  # else the result can land where it belongs
+        pending = self._comm.reduce_scatter(result, packed, what)
+        if gradient.far:
+            slot.finish = partial(self._land_far, pending, slot, result, gradient, number, what, add)
+        else:
             slot.finish = partial(self._land, pending, result, mine, what, add)
+            slot.then = partial(self._tell, gradient, number)
 
     def _land(self, pending: Pending, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
         """End a reduction: sum over the replicas, average, and put the result where it belongs."""
@@ -331,6 +400,52 @@ class Gradients:
             shard.add_(result)
         elif result.data_ptr() != shard.data_ptr():
             shard.copy_(result)
+
+    def _land_far(
+        self,
+        pending: Pending,
+        slot: Slot,
+        result: torch.Tensor,
+        gradient: FlatGradient,
+        number: int,
+        what: str,
+        add: bool,
+    ) -> None:
+        """End the reduction of a gradient that rests outside the device: measure it, and send it there."""
+        pending.wait()
+        self._average(result, what)
+        home = gradient.flat.homes[number]
+        if gradient.shard is None:
+            return
+        mine = gradient.shard[home.start : home.end]
+        if add:
+            result.add_(self._earlier(mine, slot, result))
+        self._measure(gradient, number, result)
+        mine.copy_(result, non_blocking=True)
+        gradient.landing = self._lane.mark()
+        self._tell(gradient, number)
+
+    def _earlier(self, mine: torch.Tensor, slot: Slot, result: torch.Tensor) -> torch.Tensor:
+        """What the backwards before have left outside the device, on the device."""
+        if mine.device == result.device:
+            return mine
+        if result.data_ptr() != slot.packed.data_ptr():  # it has been reduced into another buffer, and is free
+            return slot.packed[: mine.numel()].copy_(mine, non_blocking=True)
+        return slot.reduced[: mine.numel()].copy_(mine, non_blocking=True)
+
+    def _measure(self, gradient: FlatGradient, number: int, result: torch.Tensor) -> None:
+        """Take the norms of what is about to leave the device."""
+        start = gradient.flat.homes[number].start
+        parts = gradient.counted(number, everything=self._comm.tensor.rank == 0)
+        views = [result[part.start - start : part.end - start] for part in parts]
+        gradient.norms[number] = norms_of(views, 2.0)
+        if self.look_for_overflow:
+            gradient.largest[number] = norms_of([result], math.inf)
+
+    def _tell(self, gradient: FlatGradient, number: int) -> None:
+        landed = self.landed() if number == len(gradient.flat.homes) - 1 else None
+        if landed is not None:
+            landed(gradient.flat)
 
     def _average(self, shard: torch.Tensor, what: str) -> None:
         for axis in self._comm.replicas:
@@ -384,7 +499,11 @@ class Gradients:
         """Place the shard, in one arena for all flats of a dtype and in their order, so that runs can join them."""
         if gradient.shard is not None:
             return
-        group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype]
+        if gradient.far:
+            tier, numel = gradient.flat.rest.gradients, gradient.flat.layout.shard_numel
+            gradient.shard = self._tiers.zeros("gradients", tier, numel, gradient.dtype, pinned=True)
+            return
+        group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype and not other.far]
         numel = sum(other.flat.layout.shard_numel for other in group)
         arena = Arena("gradients", numel, gradient.dtype, self._pool, self._ledger)
         for other in group:
@@ -396,6 +515,15 @@ class Gradients:
         self._ledger.add("autograd", nbytes)
         self._ledger.add("autograd", -nbytes)
         return made_by_autograd
+
+
+def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in fp32; torch refuses to narrow those of float64 by itself."""
+    if not tensors:
+        return []
+    if tensors[0].dtype == torch.float64:
+        return [norm.float() for norm in torch._foreach_norm(tensors, norm_type)]
+    return list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))
 
 
 class _Packer:

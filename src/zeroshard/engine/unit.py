@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -14,11 +14,20 @@ from zeroshard.engine.parameter import Card, card_of, dress, point, values_of
 from zeroshard.layout import FlatLayout, Piece, Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.spread import Spread
+from zeroshard.rests import Rest
 from zeroshard.tensor.division import Divided
 from zeroshard.tensor.share import Share
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
+
+
+class Arrival(Protocol):
+    """Values that are on their way from another tier."""
+
+    def wait(self) -> None:
+        """Return when what comes next on this thread and stream may use them."""
 
 
 class State(enum.Enum):
@@ -69,13 +78,22 @@ class Flat:
         self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned
         self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``
-        self.master: torch.Tensor | None = None  # [layout.shard_numel] fp32
+        self.landings: list[torch.Tensor] = []  # the same parts' places in ``full``
+        self.homes = tuple(layout.in_shard(bucket) for bucket in layout.buckets)  # the same parts' places in the shard
+        self.rest = Rest()  # in which tiers its states rest
+        self.master: Spread | None = None  # [layout.shard_numel], what an optimizer updates in the parameters' stead
+        self.arrival: Arrival | None = None  # of new values for ``owned``, from an update outside the device
         self.views: list[torch.Tensor] = []  # each parameter in ``full``
         self.stand_ins: list[torch.Tensor] = []  # what each absent parameter points at between passes
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
         self.rank = 0  # on the axis that the flat is partitioned over
         self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
         self.room = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``share_rooms``
+
+    @property
+    def far(self) -> bool:
+        """Whether this rank's part of the parameters rests outside the device."""
+        return self.rest.parameters != "device"
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -107,13 +125,12 @@ class Flat:
         self.rank = comm.shard.rank
         self.segments = self.layout.segments(self.rank)
         self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
+        parts = [self.layout.owned(bucket, comm.shard.rank) for bucket in self.layout.buckets]
+        self.landings = [self.full[part.start : part.end] for part in parts]
+        self.owned = self.landings
         if shard is not None:
-            parts = [self.layout.in_shard(bucket) for bucket in self.layout.buckets]
-            self.owned = [shard[part.start : part.end] for part in parts]
+            self.owned = [shard[home.start : home.end] for home in self.homes]
             self.full.untyped_storage().resize_(0)
-        else:
-            parts = [self.layout.owned(bucket, comm.shard.rank) for bucket in self.layout.buckets]
-            self.owned = [self.full[part.start : part.end] for part in parts]
 
     def stand_in(self, shape: torch.Size) -> torch.Tensor:
         """A value of no use, for a parameter of ``shape`` to point at: see [Note: absent parameters]."""
@@ -121,21 +138,24 @@ class Flat:
 
     def scatter(self, values: torch.Tensor, rank: int) -> None:
         """Keep this rank's part of ``values``, a full tensor laid out like this flat."""
-        for bucket, owned in zip(self.layout.buckets, self.owned, strict=True):
+        for bucket, home, owned in zip(self.layout.buckets, self.homes, self.owned, strict=True):
             part = self.layout.owned(bucket, rank)
             owned.copy_(values[part.start : part.end])
             if self.master is not None:
-                home = self.layout.in_shard(bucket)
-                self.master[home.start : home.end].copy_(values[part.start : part.end])
+                self.master.write(home, values[part.start : part.end])
         if self.shard is None:
             self.full.copy_(values)
 
     def held(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
         """Yield (parameter, elements of it, their exact values, the master's where there is one) this rank owns."""
-        parts = self.owned if self.master is None else self.update_from_master()[1]
-        for bucket, part in zip(self.layout.buckets, parts, strict=True):
+        for bucket, home, owned in zip(self.layout.buckets, self.homes, self.owned, strict=True):
             for piece in self.layout.owned_pieces(bucket, self.rank):
-                yield piece.parameter, piece.within, part[piece.at : piece.at + piece.within.numel]
+                if self.master is None:
+                    yield piece.parameter, piece.within, owned[piece.at : piece.at + piece.within.numel]
+                    continue
+                first = home.start + piece.at
+                for common, values in self.master.within(Range(first, first + piece.within.numel)):
+                    yield piece.parameter, common.moved(piece.within.start - first), values
 
     def divided_stretches(self) -> list[Range]:
         """Where, in this rank's shard, the values are that no other rank of the tensor axis has too."""
@@ -150,12 +170,33 @@ class Flat:
                 stretches.append(here)
         return stretches
 
-    def update_from_master(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's parts and the master's parts they are to be copied from."""
-        if self.master is None:
-            return [], []
-        homes = [self.layout.in_shard(bucket) for bucket in self.layout.buckets]
-        return self.owned, [self.master[home.start : home.end] for home in homes]
+    def update_from_master(self, near: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return this rank's parts and the master's parts they are to be copied from; ``near``: those on the device."""
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for home, owned in zip(self.homes, self.owned, strict=True):
+            for stretch, common in self.master.parts(home) if self.master is not None else ():
+                source = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]
+                place = owned[common.start - home.start : common.end - home.start]
+                if not (near and stretch.far) and place.data_ptr() != source.data_ptr():
+                    places.append(place)
+                    sources.append(source)
+        return places, sources
+
+    def arrive(self) -> None:
+        """Wait for new values of this rank's part that are on their way."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.wait()
+
+    def bring(self) -> list[torch.Tensor]:
+        """Return this rank's part of each bucket on the device, for the other ranks to gather."""
+        self.arrive()
+        if not self.far:
+            return self.owned
+        for place, owned in zip(self.landings, self.owned, strict=True):
+            place.copy_(owned, non_blocking=True)
+        return self.landings
 
 
 class Unit:
@@ -178,6 +219,7 @@ class Unit:
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
         self.veiled = False  # READY, but a use is to be noticed
+        self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
@@ -242,11 +284,19 @@ class Unit:
             self._ledger.add("gathered", self.full_bytes)
         elif not self.partitioned:
             self._dress(absent=True)  # until the new values are in
+        self.expected = False
+        changed = [flat for flat in self.flats if self.partitioned or flat.trainable or frozen]
+        for flat in changed:
+            flat.arrive()
         with self._lane:
-            changed = [flat for flat in self.flats if self.partitioned or flat.trainable or frozen]
             self._pending = self._all_gather(changed)
         self._gathered = self._lane.mark()
         self.state = State.GATHERING
+
+    def expect(self) -> None:
+        """New values of a resident unit are being made outside the device: its parameters are absent until then."""
+        self._dress(absent=True)
+        self.expected = True
 
     def wait(self) -> None:
         """Make the full parameters usable."""
@@ -282,6 +332,16 @@ class Unit:
         self._lane.join(self._gathered)
         self._gathered = None
 
+    def leave(self) -> None:
+        """The values of a resident unit are out: its parameters are absent, and point at no memory of the flat's."""
+        self._dress(absent=True)
+        self._point("stand_ins")
+
+    def come_back(self) -> None:
+        """Undo :meth:`leave`."""
+        self._point("views")
+        self._dress(absent=False) if self._resting else self._undress()
+
     def rest(self) -> None:
         """Make ``grad`` of a resident unit's parameters the reduced gradient."""
         self._resting = True
@@ -300,8 +360,9 @@ class Unit:
         self.copied = True
         for flat in self.flats:
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+            flat.arrive()
             for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True):
-                self._comm.all_gather(fresh[bucket.start : bucket.end], owned, self.gather_event).wait()
+                self._gather_whole(fresh[bucket.start : bucket.end], owned)
             for index, parameter in enumerate(flat.parameters):
                 parameter.__class__ = _original(parameter)
                 point(parameter, flat.view(fresh, index))
@@ -329,15 +390,11 @@ class Unit:
         """Make the parameters plain again: own memory, first dtype, the master's values where there is one."""
         self.wait()
         for flat in self.flats:
-            exact = flat.master is not None
-            whole = torch.empty(flat.layout.numel, dtype=torch.float32 if exact else flat.dtype, device=flat.device)
-            for number, bucket in enumerate(flat.layout.buckets):
-                home = flat.layout.in_shard(bucket)
-                mine = flat.owned[number] if flat.master is None else flat.master[home.start : home.end]
-                if self._comm.shard.size > 1:
-                    self._comm.all_gather(whole[bucket.start : bucket.end], mine, self.gather_event).wait()
-                else:
-                    whole[bucket.start : bucket.end].copy_(mine)
+            dtype = flat.dtype if flat.master is None else flat.master.dtype
+            whole = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+            for bucket, home, owned in zip(flat.layout.buckets, flat.homes, flat.owned, strict=True):
+                mine = owned if flat.master is None else flat.master.read(home, flat.device)
+                self._gather_whole(whole[bucket.start : bucket.end], mine)
             for index, parameter in enumerate(flat.parameters):
                 parameter.__class__ = _original(parameter)
                 view = flat.view(whole, index)
@@ -373,25 +430,34 @@ class Unit:
     def _keep(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
         number = flat.layout.buckets.index(bucket)
         part = flat.layout.owned(bucket, self._comm.shard.rank).moved(-bucket.start)
+        new = values[part.start : part.end]
+        if flat.master is not None:  # first: on the device it may be the part itself
+            master = flat.master.read(flat.homes[number], flat.device)
+            kept = torch.where(master.to(flat.dtype) == new, master, new.to(master.dtype))  # what is unchanged is exact
+            flat.master.write(flat.homes[number], kept)
         if flat.shard is None:
             flat.buckets[number].copy_(values)
         else:
-            flat.owned[number].copy_(values[part.start : part.end])
-        if flat.master is not None:
-            home, new = flat.layout.in_shard(bucket), values[part.start : part.end]
-            master = flat.master[home.start : home.end]
-            master.copy_(
-                torch.where(master.to(flat.dtype) == new, master, new.float())
-            )  # what is unchanged stays exact
+            flat.owned[number].copy_(new)
 
     def _all_gather(self, flats: list[Flat]) -> list[Pending]:
-        if self._comm.shard.size == 1:
-            return []
-        return [
-            self._comm.all_gather(full, owned, self.gather_event)
-            for flat in flats
-            for full, owned in zip(flat.buckets, flat.owned, strict=True)
-        ]
+        pending: list[Pending] = []
+        for flat in flats:
+            parts = flat.bring()
+            if self._comm.shard.size > 1:
+                pairs = zip(flat.buckets, parts, strict=True)
+                pending += [self._comm.all_gather(full, part, self.gather_event) for full, part in pairs]
+            elif parts is not flat.landings:  # one rank, whose parameters come and go
+                torch._foreach_copy_(flat.landings, parts)
+        return pending
+
+    def _gather_whole(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Collect every rank's part of a bucket, wherever it rests, and wait for it."""
+        part = part.to(whole.device)
+        if self._comm.shard.size > 1:
+            self._comm.all_gather(whole, part, self.gather_event).wait()
+        else:
+            whole.copy_(part)
 
     def _dress(self, absent: bool) -> None:
         for parameter in self.parameters:

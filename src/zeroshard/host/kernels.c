@@ -35,6 +35,7 @@ struct update {
     float *parameter_out, *first_out, *second_out;
     void *copy;
     int64_t numel;
+    int64_t plain; /* from this element on, moments are rounded as torch's fused kernels do: see native.py */
     int32_t gradient_dtype, copy_dtype;
     float factor[2]; /* the gradient is multiplied by each; 1 changes no bit */
     float sign;      /* -1 to maximise */
@@ -44,7 +45,6 @@ struct update {
     /* Adam */
     float weight; /* 1 - beta1 */
     float beta2, weight2 /* 1 - beta2 */, correction2 /* square root of 1 - beta2^step */, eps;
-    int32_t fused; /* the second moment as torch's fused kernel rounds it */
     /* SGD */
     float momentum, undamped /* 1 - dampening */;
     int32_t begins, nesterov; /* begins: the momentum is the gradient */
@@ -123,7 +123,7 @@ static void write_copy(int dtype, int n, const float *p, void *copy) {
 }
 
 static inline __attribute__((always_inline)) void adam_loop(
-    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const int fused) {
+    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const int plain) {
     const float *p0 = u->parameter + at, *m0 = u->first + at, *v0 = u->second + at;
     const float decay = u->decay, rate = u->rate, beta2 = u->beta2, weight2 = u->weight2, eps = u->eps;
     const float correction2 = u->correction2;
@@ -134,7 +134,7 @@ static inline __attribute__((always_inline)) void adam_loop(
     EACH for (int i = 0; i < n; i++) {
         const float gradient = g[i], scaled = weight2 * gradient;
         const float first = fmaf(weight, gradient - m0[i], base[i]);
-        const float second = fused ? fmaf(v0[i], beta2, scaled * gradient) : fmaf(scaled, gradient, v0[i] * beta2);
+        const float second = plain ? fmaf(scaled, gradient, v0[i] * beta2) : fmaf(v0[i], beta2, scaled * gradient);
         p[i] = p0[i] * decay + rate * first / (sqrtf(second) / correction2 + eps);
         m[i] = first;
         v[i] = second;
@@ -142,7 +142,7 @@ static inline __attribute__((always_inline)) void adam_loop(
 }
 
 static void adam_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
-    if (u->fused)
+    if (at < u->plain)
         adam_loop(u, at, n, g, p, m, v, 1);
     else
         adam_loop(u, at, n, g, p, m, v, 0);
@@ -159,7 +159,11 @@ static void sgd_block(const struct update *u, int64_t at, int n, const float *g,
         memcpy(m, g, (size_t)n * sizeof *g);
     } else {
         const float *m0 = u->first + at;
-        EACH for (int i = 0; i < n; i++) m[i] = fmaf(g[i], undamped, m0[i] * momentum);
+        if (at < u->plain) {
+            EACH for (int i = 0; i < n; i++) m[i] = fmaf(g[i], undamped, m0[i] * momentum);
+        } else {
+            EACH for (int i = 0; i < n; i++) m[i] = fmaf(m0[i], momentum, g[i] * undamped);
+        }
     }
     if (u->nesterov) {
         EACH for (int i = 0; i < n; i++) p[i] = fmaf(fmaf(m[i], momentum, g[i]), rate, p0[i]);
@@ -192,8 +196,10 @@ static void *run_part(void *argument) {
     const struct update *u = part->update;
     const size_t copied = u->copy_dtype == FP32 ? 4 : 2; /* bytes */
     _Alignas(64) float g[BLOCK], pb[BLOCK], mb[BLOCK], vb[BLOCK], cb[BLOCK];
-    for (int64_t at = part->begin; at < part->end; at += BLOCK) {
-        const int n = (int)(part->end - at < BLOCK ? part->end - at : BLOCK);
+    for (int64_t at = part->begin, next; at < part->end; at = next) {
+        next = at + BLOCK < part->end ? at + BLOCK : part->end;
+        if (at < u->plain && u->plain < next) next = u->plain; /* a block is rounded one way */
+        const int n = (int)(next - at);
         float *p = place(u->parameter, u->parameter_out, at, pb);
         float *m = place(u->first, u->first_out, at, mb), *v = place(u->second, u->second_out, at, vb);
         read_gradient(u, at, n, g);

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+STATES = ("parameters", "gradients", "master weights", "optimizer states")  # kinds of model states
+
 
 @dataclass
 class Bytes:

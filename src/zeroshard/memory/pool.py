@@ -46,6 +46,12 @@ class Pool:
         if self._pool is not None:
             self._guards.pop().__exit__(kind, error, trace)
 
+    def renew(self) -> None:
+        """Begin anew: what was taken before goes back to the device when nobody uses it any more."""
+        if self._pool is not None:
+            self._pool = torch.cuda.MemPool(use_on_oom=True)
+            torch.cuda.empty_cache()
+
     def take_workspaces(self) -> None:
         """Have cuBLAS make its workspaces here: 32 MiB for each thread that multiplies, kept for good.
 

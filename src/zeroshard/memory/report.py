@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zeroshard.comm import Traffic
-from zeroshard.memory.ledger import Bytes
+from zeroshard.memory.ledger import STATES, Bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Report:
     """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
     "gradients": what was summed or reduced; "master weights", "optimizer states"; "buckets": the ring gradients travel
     through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32 during a step;
-    "staging": one unit while it is being partitioned; "activations": what checkpoint_activations() keeps."""
+    "staging": one unit while it is being partitioned; "activations": what checkpoint_activations() keeps; "ahead of the
+    step": what an update outside the device writes beside the old values; "away": see offload_states()."""
     total: Bytes = field(default_factory=Bytes)
     """On the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
@@ -44,8 +45,7 @@ class Report:
     @property
     def states(self) -> int:
         """Bytes of model states at rest: parameters, gradients, and optimizer states with their master copy."""
-        kinds = ("parameters", "gradients", "master weights", "optimizer states")
-        return sum(held.now for (kind, _), held in self.memory.items() if kind in kinds)
+        return sum(held.now for (kind, _), held in self.memory.items() if kind in STATES)
 
     @property
     def communicated(self) -> int:

@@ -1,4 +1,4 @@
-"""Room: one allocation that a stack places activations in."""
+"""Room: one allocation apart: on a device in a pool of its own, or pinned in host memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,81 @@
+"""Options: what the native updates are told of a parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SERVED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """The hyper-parameters of Adam and AdamW, as plain numbers: equal options compare equal.
+
+    >>> AdamOptions(lr=1e-3) == AdamOptions(lr=1e-3, betas=(0.9, 0.999))
+    True
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True  # AdamW: the parameter decays; otherwise decay is added to the gradient
+    maximize: bool = False
+    fused: bool = False  # round as torch's fused kernel does on the CPU
+
+
+@dataclass(frozen=True)
+class SGDOptions:
+    """The hyper-parameters of SGD, as plain numbers.
+
+    >>> SGDOptions(lr=0.1, momentum=0.9).nesterov
+    False
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    fused: bool = False  # round as torch's fused kernel does on the CPU
+
+
+def options_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamOptions | SGDOptions | None:
+    """Return what the native update of a group needs; None: only torch's own update gives torch's numbers.
+
+    Served are torch's Adam, AdamW and SGD themselves, of which a subclass may do anything, without ``amsgrad``,
+    ``capturable`` and ``differentiable``. The learning rate may be a tensor, which is read: on a device, that waits.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> options_for(optimizer, optimizer.param_groups[0])
+    SGDOptions(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False, fused=False)
+    """
+    kind = type(optimizer)
+    if kind not in SERVED or any(group.get(key) for key in ("amsgrad", "capturable", "differentiable")):
+        return None
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    maximize, fused = bool(group["maximize"]), bool(group.get("fused"))
+    if kind is torch.optim.SGD:
+        return SGDOptions(
+            lr=lr,
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=weight_decay,
+            nesterov=bool(group["nesterov"]),
+            maximize=maximize,
+            fused=fused,
+        )
+    return AdamOptions(
+        lr=lr,
+        betas=(float(group["betas"][0]), float(group["betas"][1])),
+        eps=float(group["eps"]),
+        weight_decay=weight_decay,
+        decoupled=bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
+        maximize=maximize,
+        fused=fused,
+    )

@@ -1,0 +1,78 @@
+"""Shelf: the few buffers that states on disk are read into, updated in and written from, granule by granule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeroshard.host.granule import MASTER, Granule
+from zeroshard.memory.disk import Transfer, buffer
+from zeroshard.memory.tiers import SLOTS, Tiers
+
+
+class _Loan:
+    """The states of one granule in memory."""
+
+    def __init__(self, granule: Granule, buffers: dict[str, torch.Tensor], tiers: Tiers) -> None:
+        self.granule, self.buffers = granule, buffers
+        rests = {MASTER: granule.stretch.tensor, **granule.states}
+        self.lines = {key: buffers[key][: tensor.nbytes].view(tensor.dtype) for key, tensor in rests.items()}
+        self._rests, self._tiers = rests, tiers
+        self._transfers: list[Transfer] = [tiers.disk.read(tensor, buffers[key]) for key, tensor in rests.items()]
+
+    def wait(self) -> None:
+        """Return when what was started last, the reads or the writes, is over."""
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            transfer.wait()
+
+    def write(self) -> None:
+        """Start to write everything back."""
+        self._transfers = [self._tiers.disk.write(self.buffers[key], tensor) for key, tensor in self._rests.items()]
+
+
+class Shelf:
+    """While one granule is worked on, the next is read and the one before written. Used by one thread."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._free: list[dict[str, torch.Tensor]] = [{} for _ in range(SLOTS)]  # sets of buffers, by key
+        self._read: dict[Granule, _Loan] = {}
+        self._written: deque[_Loan] = deque()
+
+    @contextmanager
+    def taken(self, granule: Granule, following: list[Granule]) -> Iterator[dict[str, torch.Tensor]]:
+        """Inside, the granule's master and states are in memory, by key; what is changed there is written back.
+
+        ``following`` are all granules of the step in their order: the one after this is read meanwhile.
+        """
+        loan = self._read.pop(granule, None) or self._lend(granule)
+        after = following.index(granule) + 1
+        if after < len(following) and following[after] not in self._read:
+            self._read[following[after]] = self._lend(following[after])
+        loan.wait()
+        yield loan.lines
+        loan.write()
+        self._written.append(loan)
+
+    def finish(self) -> None:
+        """Wait for all that is being written."""
+        while self._written:
+            self._give(self._written.popleft())
+
+    def _lend(self, granule: Granule) -> _Loan:
+        while not self._free:
+            self._give(self._written.popleft())
+        buffers = self._free.pop()
+        for key, tensor in {MASTER: granule.stretch.tensor, **granule.states}.items():
+            if key not in buffers or buffers[key].nbytes < tensor.nbytes:
+                buffers[key] = buffer(tensor.nbytes)
+        self._tiers.count("buckets", sum(line.nbytes for one in (*self._free, buffers) for line in one.values()))
+        return _Loan(granule, buffers, self._tiers)
+
+    def _give(self, loan: _Loan) -> None:
+        loan.wait()
+        self._free.append(loan.buffers)

@@ -1,0 +1,435 @@
+"""HostUpdates: the optimizer's step for states that rest outside the device, on a thread of its own.
+
+[Note: just in time]
+Gradients leave the device unit by unit while backward runs. ``step()`` only decides what is to be done and returns; a
+thread of the host updates one granule after the other, in the order the next forward wants them, and sends the new
+parameters to the device; forward waits for each unit as it comes to it. Where the loop is expected to step after this
+backward (``foresight.py``), the thread begins as soon as a gradient is there, and writes beside the old values
+([Note: beside the old values]); ``step()`` then has only to confirm it. So the update hides behind backward and the
+next forward, and the semantics are PyTorch's: before ``step()`` nothing has changed, after it everything.
+
+[Note: who may starve]
+The thread lowers its own priority before it does anything. On Linux that is a thread's own, and threads that it starts
+inherit it: the native update's and OpenMP's alike. So the thread that launches the GPU's work gets a processor as soon
+as it wants one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.unit import Flat
+from zeroshard.host.desk import Desk
+from zeroshard.host.foresight import Foresight
+from zeroshard.host.granule import MASTER, Granule
+from zeroshard.host.native import Kernels, kernels
+from zeroshard.host.recipe import Recipe, recipe_for
+from zeroshard.host.shelf import Shelf
+from zeroshard.host.verdict import Ruling, Verdict
+from zeroshard.memory.host import host_memory_left
+from zeroshard.memory.spread import Stretch
+from zeroshard.memory.tiers import Tiers
+from zeroshard.precision import LossScale
+from zeroshard.runs import Run, is_elementwise, states_of_an_element
+
+NICE = 10  # how much lower the priority of updates is
+SHARE = 0.7  # of the memory that is left: for what is made ahead of a step
+
+
+@dataclass(frozen=True)
+class Task:
+    """The update of one granule in one step."""
+
+    granule: Granule
+    runs: tuple[Run, ...]
+    recipes: tuple[Recipe, ...] | None  # None: by torch
+    groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An update that was begun before the step."""
+
+    task: Task
+    done: Future[Ruling]
+
+
+class Coming:
+    """New parameters of one flat, on their way."""
+
+    def __init__(
+        self, jobs: list[Future[torch.cuda.Event | None]], failed: Callable[[BaseException], Exception]
+    ) -> None:
+        self._jobs, self._failed = jobs, failed
+
+    def wait(self) -> None:
+        """Block until the host has made them, and let the current stream wait for their copy."""
+        for job in self._jobs:
+            try:
+                event = job.result()
+            except BaseException as error:
+                raise self._failed(error) from error
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+
+
+class HostUpdates:
+    """Updates the far stretches of one model: see [Note: just in time]."""
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: Tiers, scale: LossScale | None) -> None:
+        self._inner, self._engine, self._tiers, self._scale = inner, engine, tiers, scale
+        flats = list(engine.gradients.of_flat)
+        self._of: dict[Flat, list[Granule]] = {
+            flat: [Granule(flat, stretch) for stretch in flat.master.stretches if stretch.far]
+            for flat in flats
+            if flat.master is not None
+        }
+        self._granules: dict[Stretch, Granule] = {g.stretch: g for found in self._of.values() for g in found}
+        self._threads = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
+        self._kernels: Kernels | None = kernels()
+        self._desk = Desk(engine.comm.device, tiers, self._granules.values())
+        self._shelf = Shelf(tiers)
+        self._pool: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[Any]] = []
+        self._foresight = Foresight()
+        self._ahead: dict[Granule, Ahead] = {}
+        self._guessing = False
+        self._inverse = Verdict()
+        self._whole: set[Granule] = set()  # whose runs cover it
+        self._left = self._spare()  # bytes for what is made ahead
+
+    # -- told by the optimizer and the engine ------------------------------------------------------------------------
+
+    def arrange(self, runs: list[Run]) -> None:
+        """Take note of the runs there are."""
+        self.doubt()
+        for granule in self._granules.values():
+            granule.runs = []
+        for run in runs:
+            if run.stretch is not None:
+                self._granules[run.stretch].runs.append(run)
+        self._whole = {granule for granule in self._granules.values() if granule.covered(granule.runs)}
+
+    def foresee(self, backwards: int) -> None:
+        """A backward begins: see [Note: just in time]."""
+        self.doubt()
+        self._guessing = self._foresight.last(backwards) and self._left > 0 and self._kernels is not None
+        if self._guessing:
+            self._inverse = Verdict(inverse=None if self._scale is None else self._scale.inverse)
+
+    def landed(self, flat: Flat) -> None:
+        """Begin to update what a flat's gradient is there for, ahead of the step."""
+        gradient = self._engine.gradients.of_flat[flat]
+        if not (self._guessing and all(gradient.used)):
+            return
+        for granule in self._of.get(flat, ()):
+            if granule not in self._whole or granule.tier == "disk":
+                continue
+            task = self._task(granule, granule.runs)
+            if task.recipes is not None and self._open_beside(granule, task.recipes):
+                there = self._desk.mark() if not gradient.far else gradient.landing
+                done = self._submit(self._work_ahead, task, self._inverse, there)
+                self._ahead[granule] = Ahead(task, done)
+
+    def doubt(self) -> None:
+        """What was begun ahead of the step does not count."""
+        self._guessing = False
+        if self._ahead:
+            for ahead in self._ahead.values():
+                ahead.done.cancel()
+            self._ahead.clear()
+            self._foresight.wrong()
+
+    def step(self, runs: list[Run], verdict: Verdict, backwards: int) -> None:
+        """Start the update of these runs."""
+        self.wait()
+        self._foresight.stepped(backwards)
+        self._guessing = False
+        ahead, self._ahead = self._ahead, {}
+        due: dict[Granule, list[Run]] = {}
+        for run in runs:
+            if run.stretch is not None:
+                due.setdefault(self._granules[run.stretch], []).append(run)
+        tasks = [self._task(granule, due[granule]) for granule in self._granules.values() if granule in due]
+        for granule, vain in ahead.items():
+            if granule not in due:
+                vain.done.cancel()
+                self._foresight.wrong()
+        now = self._desk.mark()
+        following = [task.granule for task in tasks if task.granule.tier == "disk"]
+        coming: dict[Flat, list[Future[Any]]] = {}
+        for task in tasks:
+            begun = ahead.get(task.granule)
+            if begun is not None and begun.done.cancel():  # not begun after all
+                begun = None
+            job = self._submit(self._work, task, verdict, begun, now, following)
+            coming.setdefault(task.granule.flat, []).append(job)
+        for flat, jobs in coming.items():
+            flat.arrival = Coming(jobs, self._fail)
+        if following:
+            self._submit(self._shelf.finish)
+
+    def together(self, runs: list[Run]) -> None:
+        """Bring about what the optimizer itself has just updated, in one call for all runs."""
+        now = self._desk.mark()
+        due: dict[Granule, list[Run]] = {}
+        for run in runs:
+            if run.stretch is not None:
+                granule = self._granules[run.stretch]
+                granule.house(run, self._inner.state.get(run.parameter, {}), self._tiers)
+                due.setdefault(granule, []).append(run)
+        for granule, found in due.items():
+            event = self._deliver_masters(granule, found, now)
+            if event is not None:
+                event.synchronize()
+
+    def wait(self) -> None:
+        """Return when no update is under way."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            try:
+                job.result()
+            except BaseException as error:
+                raise self._fail(error) from error
+
+    # -- on the thread of the step -----------------------------------------------------------------------------------
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "zeroshard update", initializer=step_back)
+        job = self._pool.submit(work, *arguments)
+        if work != self._work_ahead:
+            self._jobs.append(job)
+        return job
+
+    def _fail(self, error: BaseException) -> Exception:
+        why = f"the update outside the device failed: {type(error).__name__}: {error}"
+        self._engine.spoilt["update"] = f"{why}. The states are of no use any more: load a checkpoint"
+        return RuntimeError(why)
+
+    def _task(self, granule: Granule, runs: list[Run]) -> Task:
+        recipes: list[Recipe] = []
+        for run in runs if self._kernels is not None else ():
+            state = self._inner.state[run.parameter]
+            gradient = self._engine.gradients.of_flat[granule.flat]
+            dtypes = (granule.stretch.tensor.dtype, gradient.dtype, granule.flat.dtype)
+            recipe = recipe_for(self._inner, run.group, state, dtypes)
+            if recipe is None:
+                break
+            self._begin(granule, run, recipe)
+            recipes.append(recipe)
+        native = tuple(recipes) if len(recipes) == len(runs) else None
+        groups = tuple(
+            {**run.group, "capturable": False} if "capturable" in run.group else {**run.group} for run in runs
+        )
+        return Task(granule, tuple(runs), native, () if native is not None else groups)
+
+    def _begin(self, granule: Granule, run: Run, recipe: Recipe) -> None:
+        """Make the states of a run that has none yet, or bring them into the granule."""
+        state = self._inner.state[run.parameter]
+        within = granule.within(run)
+        for key in recipe.keys:
+            if state.get(key) is None:
+                if key not in granule.states:
+                    granule.states[key] = self._tiers.zeros(None, granule.tier, granule.numel, torch.float32)
+                state[key] = granule.states[key][within.start : within.end]
+        if "exp_avg" in recipe.keys and "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        granule.house(run, state, self._tiers)
+
+    def _spare(self) -> int:
+        """Bytes of host memory that may be taken to work ahead: a part of what is left once all states are there."""
+        if self._tiers.offload is None or not self._tiers.offload.speculate:
+            return 0
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gradients = self._engine.gradients.of_flat.values()
+        coming = sum(g.flat.layout.shard_numel * g.dtype.itemsize for g in gradients if g.far)
+        coming += sum(granule.numel for granule in self._granules.values()) * states_of_an_element(self._inner)
+        left = int(SHARE * max(0, host_memory_left() // max(1, ranks) - coming))
+        limit = self._tiers.host_left
+        return left if limit is None else min(left, limit)
+
+    def _open_beside(self, granule: Granule, recipes: tuple[Recipe, ...]) -> bool:
+        """Whether there is room to update a granule ahead of the step."""
+        keys = sorted({key for recipe in recipes for key in recipe.keys})
+        missing = [key for key in (MASTER, *keys) if key not in granule.beside]
+        nbytes = granule.numel * (4 * len(missing) + (granule.flat.dtype.itemsize if granule.copy is None else 0))
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        if missing:
+            granule.open_beside(self._tiers, keys)
+        return True
+
+    # -- on the thread of updates ------------------------------------------------------------------------------------
+
+    def _work_ahead(self, task: Task, verdict: Verdict, there: torch.cuda.Event | None) -> Ruling:
+        """Update a granule beside its old values."""
+        ruling = verdict.read()
+        if there is not None:
+            there.synchronize()
+        granule = task.granule
+        self._cook(task, {MASTER: granule.stretch.tensor, **granule.states}, granule.beside, granule.copy, ruling)
+        return ruling
+
+    def _work(
+        self, task: Task, verdict: Verdict, begun: Ahead | None, now: torch.cuda.Event | None, following: list[Granule]
+    ) -> torch.cuda.Event | None:
+        """Confirm what was made ahead, or update a granule now."""
+        ruling, granule = verdict.read(), task.granule
+        if not ruling.counts:
+            return None
+        gradient = self._engine.gradients.of_flat[granule.flat]
+        if gradient.far:
+            gradient.settle()
+        elif now is not None:
+            now.synchronize()
+        if begun is not None:
+            made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes
+            if same and made.inverse == ruling.inverse and ruling.coefficient in (None, 1.0):
+                return self._confirm(task, now)
+            self._foresight.wrong()
+        if granule.tier == "disk":
+            with self._shelf.taken(granule, following) as lines:
+                return self._update(task, lines, ruling, now)
+        return self._update(task, {MASTER: granule.stretch.tensor, **granule.states}, ruling, now)
+
+    def _confirm(self, task: Task, now: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        granule = task.granule
+        states = {run: self._inner.state[run.parameter] for run in task.runs}
+        keys = sorted({key for recipe in task.recipes or () for key in recipe.keys})
+        granule.exchange(keys, states)
+        self._count(task)
+        return self._desk.deliver(granule.place, granule.copy, now)
+
+    def _update(
+        self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling, now: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        granule = task.granule
+        if task.recipes is None:
+            with self._pointed(task, lines):
+                self._by_torch(task, ruling)
+                return self._deliver_masters(granule, list(task.runs), now)
+        direct = self._desk.direct(granule.place, now)
+        slot = None if direct else self._desk.take()
+        copy = granule.place if slot is None else slot.copy_of(granule)
+        self._cook(task, lines, lines, copy, ruling)
+        self._count(task)
+        if slot is None:
+            return None
+        pieces = [None] if granule in self._whole and len(task.runs) == len(granule.runs) else list(task.runs)
+        for piece in pieces:
+            span = slice(None) if piece is None else granule.within(piece).slice
+            slot.event = self._desk.deliver(granule.place[span], copy[span], now)
+        return slot.event
+
+    def _cook(
+        self,
+        task: Task,
+        old: dict[str, torch.Tensor],
+        new: dict[str, torch.Tensor],
+        copy: torch.Tensor | None,
+        ruling: Ruling,
+    ) -> None:
+        for run, recipe in zip(task.runs, task.recipes or (), strict=True):
+            span = task.granule.within(run).slice
+            gradient = self._desk.gradient(run, self._engine.gradients)
+            recipe.cook(
+                self._kernels_there,
+                {key: old[key][span] for key in (MASTER, *recipe.keys)},
+                {key: new[key][span] for key in (MASTER, *recipe.keys)},
+                gradient,
+                None if copy is None else copy[span],
+                ruling.factors,
+                self._threads,
+            )
+
+    @property
+    def _kernels_there(self) -> Kernels:
+        if self._kernels is None:
+            raise RuntimeError("the native update is not there: please report this")
+        return self._kernels
+
+    def _count(self, task: Task) -> None:
+        for run in task.runs:
+            state = self._inner.state[run.parameter]
+            if "step" in state:
+                state["step"] += 1
+
+    @contextlib.contextmanager
+    def _pointed(self, task: Task, lines: dict[str, torch.Tensor]) -> Any:
+        """Let runs and their states point at lines in memory, where they rest on disk."""
+        granule = task.granule
+        if granule.tier != "disk":
+            yield
+            return
+        for run in task.runs:
+            self._point(granule, run, lines)
+        try:
+            yield
+        finally:
+            for run in task.runs:
+                self._point(granule, run, {MASTER: granule.stretch.tensor, **granule.states})
+
+    def _point(self, granule: Granule, run: Run, lines: dict[str, torch.Tensor]) -> None:
+        span, state = granule.within(run).slice, self._inner.state[run.parameter]
+        run.parameter.data = lines[MASTER][span]
+        for key in granule.states:
+            if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
+                state[key] = lines[key][span]
+
+    def _by_torch(self, task: Task, ruling: Ruling) -> None:
+        """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
+        twin: Any = copy.copy(self._inner)
+        twin.param_groups = []
+        for run, group in zip(task.runs, task.groups, strict=True):
+            gradient = self._desk.gradient(run, self._engine.gradients)
+            wide = gradient.to(run.parameter.dtype, copy=True)
+            for factor in ruling.factors:
+                wide.mul_(factor)
+            run.parameter.grad = wide
+            twin.param_groups.append({**group, "params": [run.parameter]})
+        try:
+            type(self._inner).step(twin)
+        finally:
+            for run in task.runs:
+                run.parameter.grad = None
+        for run in task.runs:
+            task.granule.house(run, self._inner.state[run.parameter], self._tiers)
+
+    def _deliver_masters(
+        self, granule: Granule, runs: list[Run], now: torch.cuda.Event | None
+    ) -> torch.cuda.Event | None:
+        """Send values that were updated elsewhere to the parameters in computation."""
+        if self._desk.direct(granule.place, now):
+            for run in runs:
+                granule.place[granule.within(run).slice].copy_(run.parameter.data)
+            return None
+        slot = self._desk.take()
+        for run in runs:
+            span = granule.within(run).slice
+            slot.copy_of(granule)[span].copy_(run.parameter.data)
+            slot.event = self._desk.deliver(granule.place[span], slot.copy_of(granule)[span], now)
+        return slot.event
+
+
+def default_threads() -> int:
+    """This rank's share of the processors, less two: one launches the device's work, one runs backward."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks) - 2)
+
+
+def step_back() -> None:
+    """Lower the priority of this thread, and of those it will start: see [Note: who may starve]."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,244 @@
+"""Disk: tensors that rest in a file, and their way to host memory and back.
+
+A tensor of a disk is a CPU tensor over a shared map of the file ([Note: maps and direct I/O], in ``file.py``): whoever
+reads, writes, saves or loads it need not know. A step of the optimizer, which needs all of them, would fill the page
+cache that way and wait for one page after the other; it moves them with :meth:`Disk.read` and :meth:`Disk.write`
+instead, asynchronously and past the cache, between the file and buffers of :func:`buffer`.
+
+```
+file      | tensor 0        ......| tensor 1 ..| gap            | tensor 2            ...|
+           begins with a page; the rest of its last page belongs to it too
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from typing import Literal, NamedTuple
+
+import torch
+
+from zeroshard.memory.extents import Extents
+from zeroshard.memory.file import PAGE, DiskError, File
+from zeroshard.memory.report import size
+from zeroshard.memory.transfer import PIECE, Movers, Piece, Transfer
+
+__all__ = ["Disk", "DiskError", "Transfer", "buffer"]
+
+
+class Place(NamedTuple):
+    """Where a tensor rests in the file."""
+
+    offset: int
+    nbytes: int  # in whole pages
+    array: ctypes.Array[ctypes.c_char]  # the map: no other may get its address before the tensor is freed
+
+
+class Disk:
+    """One rank's part of the disk tier: a file without a name, which the system removes however the process ends.
+
+    >>> import tempfile
+    >>> disk = Disk(tempfile.gettempdir(), limit=1 << 20)
+    >>> moments = disk.empty(1000, torch.float32)
+    >>> moments.sum(), disk.used
+    (tensor(0.), 4096)
+    >>> near = buffer(moments.nbytes)
+    >>> disk.read(moments, into=near).wait()
+    >>> near.view(torch.float32)[:1000] += 1
+    >>> disk.write(near, to=moments).wait()
+    >>> moments.sum()
+    tensor(1000.)
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], limit: int | None = None, threads: int = 8) -> None:
+        """Make a file in ``directory`` of at most ``limit`` bytes, moved by up to ``threads`` threads at once."""
+        if threads < 1:
+            raise ValueError(f"a disk has {threads} threads, and needs at least 1 to move anything")
+        self._limit = limit
+        self._file: File | None = File(directory)
+        self.directory = self._file.directory
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._extents = Extents()
+        self._places: dict[int, Place] = {}  # by the address of the map
+        self._blank = True  # whether space that was given back reads as zeros
+        self._movers = Movers(threads)
+        self._closing = weakref.finalize(self, self._movers.close)
+        self._closing.atexit = False  # threads need no word then
+
+    @property
+    def used(self) -> int:
+        """Bytes of the file that are reserved."""
+        return self._extents.used
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers pass the page cache by. False where the file system refuses that: they go through it."""
+        return self._open().direct
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``numel`` zeros on disk, as a CPU tensor. Space is reserved here: later writes find it.
+
+        >>> import tempfile
+        >>> Disk(tempfile.gettempdir(), limit=8192).empty(3000, torch.float32)
+        Traceback (most recent call last):
+            ...
+        zeroshard.memory.file.DiskError: 12.29 kB were asked for on disk, where 0 B of at most 8.19 kB are taken: ...
+        """
+        if numel < 0:
+            raise ValueError(f"a tensor of {numel} elements was asked for; it has to be 0 or more")
+        nbytes = max(PAGE, _pages(numel * dtype.itemsize))
+        with self._lock:
+            file = self._open()
+            used = self._extents.used
+            if self._limit is not None and used + nbytes > self._limit:
+                raise DiskError(
+                    f"{size(nbytes)} were asked for on disk, where {size(used)} of at most {size(self._limit)} are "
+                    f"taken: raise the limit of {self.directory}, or keep less there"
+                )
+            offset = self._extents.take(nbytes)
+            try:
+                file.reserve(offset, nbytes)
+                array = file.map(offset, nbytes)
+            except DiskError:
+                self._give(file, offset, nbytes)
+                raise
+            self._places[ctypes.addressof(array)] = Place(offset, nbytes, array)
+        tensor = torch.frombuffer(array, dtype=dtype, count=max(1, numel))[:numel]
+        return tensor if self._blank else tensor.zero_()
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give the space of a tensor back. Nobody may use it, or a view of it, any more: another will rest there."""
+        with self._lock:
+            file = self._open()
+            place = self._places.pop(tensor.untyped_storage().data_ptr(), None)
+            if place is None:
+                raise ValueError(self._foreign(tensor))
+            self._give(file, place.offset, place.nbytes)
+
+    def _give(self, file: File, offset: int, nbytes: int) -> None:
+        self._blank = file.release(offset, nbytes) and self._blank
+        self._extents.give(offset, nbytes)
+
+    def read(self, tensor: torch.Tensor, into: torch.Tensor) -> Transfer:
+        """Start to read a tensor of this disk, or a view of one that begins with a page, into a buffer.
+
+        The buffer is filled up to the end of the page that the tensor ends in. Until the transfer is over nobody may
+        touch either.
+        """
+        return self._start("read", tensor, into)
+
+    def write(self, values: torch.Tensor, to: torch.Tensor) -> Transfer:
+        """Start to write what a buffer begins with to a tensor of this disk, or to a view of one made of whole pages.
+
+        Until the transfer is over nobody may touch either; it has succeeded when :meth:`Transfer.wait` returns.
+        """
+        return self._start("write", to, values)
+
+    def _start(self, way: Literal["read", "write"], tensor: torch.Tensor, near: torch.Tensor) -> Transfer:
+        nbytes = _pages(tensor.nbytes)
+        starts = range(0, nbytes, PIECE)
+        with self._lock:  # a piece behind close()'s last word would wait for ever
+            file = self._open()
+            offset = self._offset(tensor, whole=way == "write")
+            memory = _memory(near, tensor, nbytes)
+            transfer = Transfer(len(starts))
+            for start in starts:
+                self._movers.submit(Piece(transfer, file, way, memory[start : start + PIECE], near, offset + start))
+        return transfer
+
+    def _offset(self, tensor: torch.Tensor, whole: bool) -> int:
+        """Where a tensor begins in the file. ``whole``: its last page must not be shared with what lies behind it."""
+        storage = tensor.untyped_storage()
+        place = self._places.get(storage.data_ptr())
+        if place is None:
+            raise ValueError(self._foreign(tensor))
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        stop = start + tensor.nbytes
+        if not tensor.is_contiguous() or start % PAGE or (whole and stop % PAGE and stop != storage.nbytes()):
+            raise ValueError(
+                f"bytes {start} to {stop} of a tensor of {storage.nbytes()} bytes were to be moved. Only contiguous "
+                f"views that begin at a multiple of {PAGE} bytes, and to be written end at one or at the tensor's end, "
+                "can be: move the whole tensor, or cut it elsewhere"
+            )
+        return place.offset + start
+
+    def _foreign(self, tensor: torch.Tensor) -> str:
+        return (
+            f"a tensor of {tensor.numel()} elements, {tensor.dtype}, on {tensor.device} is none of the disk in "
+            f"{self.directory}, or was freed: give one that its empty() returned, or a view of it"
+        )
+
+    def _open(self) -> File:
+        file = self._file
+        if file is None:
+            raise DiskError(f"the disk in {self.directory} was closed: make a new one")
+        if os.getpid() != self._process:  # it has the file in common with its parent, and no threads
+            raise DiskError(
+                f"the disk in {self.directory} belongs to process {self._process}: make one in this process"
+            )
+        return file
+
+    def close(self) -> None:
+        """Let the file go. Transfers under way end first, and tensors keep their values for as long as they are there.
+
+        >>> import tempfile
+        >>> disk = Disk(tempfile.gettempdir())
+        >>> disk.close()
+        >>> disk.empty(1, torch.float32)
+        Traceback (most recent call last):
+            ...
+        zeroshard.memory.file.DiskError: the disk in ... was closed: make a new one
+        """
+        with self._lock:
+            self._closing()
+            self._file = None
+            self._places.clear()
+
+
+def buffer(nbytes: int) -> torch.Tensor:
+    """Return host memory for either side of a transfer: whole pages, beginning with one, as uint8.
+
+    Views of it that begin with a page serve as well. It is not pinned; whoever owns it may do so. Processes forked from
+    this one do not have it.
+
+    >>> near = buffer(5000)
+    >>> near.numel(), near.data_ptr() % 4096
+    (8192, 0)
+    """
+    if nbytes < 0:
+        raise ValueError(f"a buffer of {nbytes} bytes was asked for; it has to be 0 or more")
+    memory = mmap.mmap(-1, max(PAGE, _pages(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # before Linux 6.3 a fork during a direct read could lose what was read
+    with contextlib.suppress(OSError):  # kernels may be built without: then it takes 5 times the CPU to move a byte
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _pages(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _memory(near: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """The first ``nbytes`` of a buffer, after a look at whether it is one."""
+    storage = near.untyped_storage()
+    start = int(near.storage_offset()) * near.itemsize
+    address = storage.data_ptr() + start
+    if near.device.type != "cpu" or not near.is_contiguous() or address % PAGE or storage.nbytes() - start < nbytes:
+        raise ValueError(
+            f"a tensor of {near.nbytes} bytes on {near.device} cannot be one side of a transfer of {nbytes} bytes: it "
+            f"has to be contiguous, to begin at a multiple of {PAGE} and to have room for whole pages. "
+            "Take it from zeroshard.memory.disk.buffer()"
+        )
+    if near.nbytes < tensor.nbytes or near.dtype not in (torch.uint8, tensor.dtype):
+        raise ValueError(
+            f"a buffer of {near.numel()} × {near.dtype} was given for a tensor of {tensor.numel()} × {tensor.dtype}: "
+            "it has to be of the same dtype, or of uint8, and of at least as many bytes"
+        )
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

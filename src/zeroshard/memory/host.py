@@ -1,0 +1,28 @@
+"""How much of the host's memory this process may still take."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+CGROUPS = (  # (limit, used), of version 2 and of version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def host_memory_left() -> int:
+    """Bytes of memory that can be taken without swapping, within the limits of a container; 0 where nobody tells.
+
+    >>> host_memory_left() >= 0
+    True
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        found += [int(available[1]) * 1024] if available is not None else []
+    for limit, used in CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+    return min(found, default=0)

@@ -1,0 +1,154 @@
+"""Offload: which training states rest outside the device, in which tier, and how much of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+TIERS = ("device", "host", "disk")  # the nearest first
+KINDS = ("optimizer", "gradients", "parameters")
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+Rest = str | tuple[str, float] | Mapping[str, float]
+"""A tier, a tier and a fraction, or fractions by tier; what is left over stays on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where states rest. Each kind goes wholly or by fraction; the units that come first in forward stay nearest.
+
+    Backward comes to those last, so their gradients arrive last and the next forward wants them first: what is near
+    them need not wait for a slower tier.
+
+    >>> Offload(optimizer=("host", 0.75)).optimizer
+    {'host': 0.75}
+    >>> Offload(optimizer={"host": 0.5, "disk": 0.25}, directory=".").optimizer
+    {'disk': 0.25, 'host': 0.5}
+    >>> Offload(optimizer="hots")
+    Traceback (most recent call last):
+        ...
+    ValueError: optimizer rests on 'device', 'host' or 'disk', got 'hots'
+    """
+
+    optimizer: Any = "device"
+    """Optimizer states with their master copy of the parameters: "host", "disk", ("host", 0.5), or
+    {"host": 0.5, "disk": 0.5}. What rests outside the device is updated by the host's processors."""
+
+    gradients: Any = None
+    """Reduced gradients, where they are partitioned (stages 2 and 3, or one rank). None: on the host where the
+    optimizer's states are not on the device, since they go there in any case; else on the device."""
+
+    parameters: Any = "device"
+    """This rank's part of the parameters, in stage 3: brought to the device for each use."""
+
+    host_bytes: int | str | None = None
+    """The most host memory this rank may take, as a number of bytes or "64GB". What does not fit stays nearer."""
+
+    disk_bytes: int | str | None = None
+    """The same for disk."""
+
+    directory: str | os.PathLike[str] | None = None
+    """Where this rank's file lies, for what rests on disk. The file has no name, so nothing is left after a crash."""
+
+    speculate: bool = True
+    """Begin to update on the host while backward is still running, where the loop is expected to step next. The result
+    is written beside the old values and counts only once ``step()`` confirms it; that takes as much host memory again,
+    as far as there is some. Off: the update begins with ``step()``."""
+
+    threads: int | None = None
+    """Threads that update on the host. None: this rank's share of the processors, less two for PyTorch's own."""
+
+    def __new__(cls, **options: Any) -> Offload:
+        """Refuse unknown names."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"offload knows no {name!r}: it has {', '.join(known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, and bring every kind into one form: fractions by tier, the farthest first."""
+        for kind in KINDS:
+            given = getattr(self, kind)
+            if kind != "gradients" or given is not None:
+                object.__setattr__(self, kind, _fractions(kind, given))
+        for name in ("host_bytes", "disk_bytes"):
+            object.__setattr__(self, name, _bytes(name, getattr(self, name)))
+        if not isinstance(self.speculate, bool):
+            raise ValueError(f"speculate is True or False, got {self.speculate!r}")
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ValueError(f"threads is a whole number from 1 up, or None, got {self.threads!r}")
+        if self.directory is None:
+            for kind in KINDS:
+                if "disk" in (getattr(self, kind) or ()):
+                    raise ValueError(f"{kind} rests on disk: say where with directory=…, on a fast local disk")
+        elif not isinstance(self.directory, (str, os.PathLike)):
+            raise ValueError(f"directory is a path, got {self.directory!r}")
+
+    @classmethod
+    def of(cls, given: Any) -> Offload | None:
+        """What was given to ``shard(offload=…)``: None, a tier for the optimizer's states, a dictionary, or an Offload.
+
+        >>> Offload.of("host") == Offload.of({"optimizer": "host"}) == Offload(optimizer="host")
+        True
+        >>> Offload.of(Offload()) is None  # nothing leaves the device
+        True
+        """
+        if given is None or given is False:
+            return None
+        if isinstance(given, str):
+            given = cls(optimizer=given)
+        elif isinstance(given, Mapping):
+            given = cls(**given)
+        if not isinstance(given, Offload):
+            raise ValueError(f"offload is None, 'host', a dictionary or a zeroshard.Offload, got {given!r}")
+        return given if any(getattr(given, kind) for kind in KINDS) else None
+
+    def limit(self, tier: str) -> int | None:
+        """The most bytes of a tier."""
+        found: int | None = getattr(self, f"{tier}_bytes", None)
+        return found
+
+    @property
+    def described(self) -> str:
+        """What all ranks must have alike, in words. Where a rank's file lies, and its threads, are its own."""
+        return ", ".join(f"{name} {getattr(self, name)}" for name in (*KINDS, "host_bytes", "disk_bytes"))
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything rests on disk."""
+        return any("disk" in (getattr(self, kind) or ()) for kind in KINDS)
+
+
+def _fractions(kind: str, given: Any) -> dict[str, float]:
+    """Fractions by tier, the farthest first, none that is zero, the device's left out."""
+    if isinstance(given, str):
+        given = {given: 1.0}
+    elif isinstance(given, (tuple, list)) and len(given) == 2:
+        given = {given[0]: given[1]}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{kind} is a tier, a pair of a tier and a fraction, or fractions by tier, as 'host', ('host', 0.5) or "
+            f"{{'host': 0.5, 'disk': 0.5}}, got {given!r}"
+        )
+    for tier, fraction in given.items():
+        if tier not in TIERS:
+            raise ValueError(f"{kind} rests on 'device', 'host' or 'disk', got {tier!r}")
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+            raise ValueError(f"the fraction of {kind} on {tier} is a number from 0 to 1, got {fraction!r}")
+    if sum(given.values()) > 1 + 1e-9:
+        raise ValueError(f"the fractions of {kind} add up to {sum(given.values()):g}, which is more than 1")
+    return {tier: float(given[tier]) for tier in reversed(TIERS[1:]) if given.get(tier)}
+
+
+def _bytes(name: str, given: Any) -> int | None:
+    found = _SIZE.fullmatch(given) if isinstance(given, str) else None
+    if found is not None and found[2] in _UNITS:
+        return int(float(found[1]) * _UNITS[found[2]])
+    if given is None or (type(given) is int and given >= 0):
+        return given
+    raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB' or '60GiB', got {given!r}")
