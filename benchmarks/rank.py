@@ -47,6 +47,16 @@ def one_rank(device: str, shape: Sequence[int] = (64,), names: Sequence[str] = (
         dist.destroy_process_group()
 
 
+@contextmanager
+def alone(device: str) -> Iterator[DeviceMesh]:
+    """Be the only rank, on the backend that training uses: NCCL on a GPU, gloo on a CPU."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+
+
 def precision(device: str) -> str:
     """bf16 on a GPU; fp32 on a CPU, where products in bf16 can be a hundred times as slow."""
     return "bf16" if device == "cuda" else "fp32"
@@ -103,21 +113,27 @@ def zeroshard_gpt(
     return model, optimizer
 
 
-def fsdp2_gpt(config: GPTConfig, mesh: DeviceMesh, mixed: bool | None = None) -> Trained:
-    """The model as FSDP2's documentation shards it: every block, then the root. ``mixed``: bf16 over fp32 masters."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def fsdp2_gpt(config: GPTConfig, mesh: DeviceMesh, mixed: bool | None = None, offload: bool = False) -> Trained:
+    """The model as FSDP2's documentation shards it: every block, then the root. ``mixed``: bf16 over fp32 masters.
+
+    ``offload``: parameters, gradients and optimizer states rest on the host, and are updated there.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mixed = precision(mesh.device_type) == "bf16" if mixed is None else mixed
     dtype = torch.bfloat16 if mixed else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     with torch.device("meta"):
         model = GPT(config)
+    on_gpu = mesh.device_type == "cuda"
+    resting = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=mesh.device_type)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=resting)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=resting)
+    model.to_empty(device="cpu" if offload else mesh.device_type)
     for parameter in model.parameters():
-        nn.init.normal_(parameter.to_local(), std=0.02)  # type: ignore[attr-defined]
+        local = parameter.to_local()  # type: ignore[attr-defined]
+        local.data.copy_(torch.empty_like(local, device=mesh.device_type).normal_(std=0.02))  # a CPU draws slowly
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
@@ -199,9 +215,15 @@ class Memory:
 class Training:
     """Steps of one model on random tokens."""
 
-    def __init__(self, trained: tuple[nn.Module, torch.optim.Optimizer | None], batch: int, memory: Memory) -> None:
+    def __init__(
+        self,
+        trained: tuple[nn.Module, torch.optim.Optimizer | None],
+        batch: int,
+        memory: Memory,
+        clip: float | None = None,  # the most that the norm of all gradients may be, under zeroshard
+    ) -> None:
         self.model, self.optimizer = trained
-        self.memory = memory
+        self.memory, self.clip = memory, clip
         config: Any = self.model.config
         device = "cuda" if memory.on_gpu else "cpu"
         self.tokens = torch.randint(config.vocab_size, (batch, config.context), device=device)
@@ -211,6 +233,8 @@ class Training:
         tokens = self.tokens[:, :length]
         self.model(tokens, tokens).backward()
         if self.optimizer is not None:
+            if self.clip is not None:
+                self.optimizer.clip_grad_norm_(self.clip)  # type: ignore[attr-defined]
             self.optimizer.step()
         (self.optimizer or self.model).zero_grad()
 

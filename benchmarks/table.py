@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trial import Result
 
@@ -37,6 +38,17 @@ def ratio(value: float | None, base: float | None) -> float | None:
 def gigabytes(nbytes: float | None) -> float | None:
     """GB as the paper counts them: 10^9 bytes."""
     return None if nbytes is None else nbytes / 1e9
+
+
+def listed(values: Mapping[Any, float]) -> str:
+    """Names and numbers in a line."""
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+
+
+def said(result: Result) -> str:
+    """The last line of what went wrong; empty where nothing did."""
+    words = result.get("error") or result.get("out_of_memory") or ""
+    return str(words.splitlines()[-1]) if words else ""
 
 
 def _cell(value: object) -> str:

@@ -121,7 +121,8 @@ class Case:
 
     def make(self, offload: Any = None) -> tuple[Any, Any]:
         """The sharded pair."""
-        model = NETS[self.net]()
+        with seeded(0):  # in threads, too
+            model = NETS[self.net]()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = grouped(model, self.optimizer) if self.groups else OPTIMIZERS[self.optimizer](trained)
         mesh = None if self.mesh is None else init_device_mesh("cpu", self.mesh)
@@ -146,7 +147,7 @@ def loop(model: Any, optimizer: Any, case: Case, rank: int = 0, world: int = 1, 
             last = backward == backwards - 1
             apart = zeroshard.no_sync(model) if case.unsynchronised and not last else contextlib.nullcontext()
             with apart:
-                loss = net_loss(model, split(batch, rank, world))
+                loss = net_loss(model, split((batch + backward) % 11, rank, world))  # each backward has other data
                 told.append(loss.item())
                 loss = loss * (1e38 if number == case.overflow else 1 / backwards)
                 optimizer.scale(loss).backward()

@@ -24,8 +24,8 @@ from zeroshard.presets import PRESETS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # the scripts import each other by name
-NAMES = ("activations", "memory", "paper", "rank", "search", "stage3", "stages", "table", "trial")
-activations, memory, paper, rank, search, stage3, stages, table, trial = map(import_module, NAMES)
+NAMES = ("activations", "filling", "memory", "offload", "paper", "rank", "search", "stage3", "stages", "table", "trial")
+activations, filling, memory, offload, paper, rank, search, stage3, stages, table, trial = map(import_module, NAMES)
 
 
 @pytest.fixture
@@ -326,3 +326,67 @@ def test_the_papers_figures(
     largest = {row[0]: (row[2], *row[3:6], row[8]) for row in rows if row[0] in saves}
     assert largest["C1"] == ("40", "43.52", "1.09", "53", "54")
     assert int(largest["C5"][3]) <= 160 < int(largest["C5"][4]) <= 1.02 * int(largest["C5"][3])
+
+
+# ------------------------------------------------------------------------------------------------ tiers of memory
+
+
+@given(
+    psi=st.integers(10**6, 10**11),
+    space=st.fixed_dictionaries({tier: st.floats(1e9, 1e12) for tier in ("device", "host", "disk")}),
+    taken=st.fixed_dictionaries({tier: st.floats(0, 1e9) for tier in ("device", "host")}),
+)
+def test_tiers_hold_every_byte_and_are_filled_alike(psi: int, space: dict[str, float], taken: dict[str, float]) -> None:
+    filled = filling.fill(psi, space, taken)
+    assert sum(filled.held.values()) == pytest.approx(16 * psi + sum(taken.values()))
+    on_host, on_disk = filled.optimizer.get("host", 0), filled.optimizer.get("disk", 0)
+    assert on_host >= 0 and on_disk >= 0 and on_host + on_disk <= 1 + 1e-9
+    assert filled.held["disk"] == pytest.approx(12 * on_disk * psi, abs=1e-6 * psi)
+    near = 2 * (1 - filled.parameters.get("host", 0)) + 14 * (1 - on_host - on_disk)
+    assert filled.held["device"] == pytest.approx(near * psi + taken["device"], rel=1e-6)
+    if min(on_host, on_disk, 1 - on_host - on_disk) > 1e-6:  # no tier is empty, so none is limited by what it may hold
+        for tier, nbytes in filled.held.items():
+            assert nbytes == pytest.approx(filled.share * space[tier])
+
+
+def test_a_tier_is_not_overfilled() -> None:
+    space = {"device": 100e9, "host": 60e9}
+    assert filling.fill(10**9 * 155 // 16, space, {}).too_large(space) is None
+    refused = filling.fill(10**9 * 156 // 16, space, {}).too_large(space)
+    assert refused == "58.5 GB are needed on host, at most 58.2 may be taken"
+
+
+def test_the_largest_model_over_three_tiers(
+    inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(import_module("deepest"), "SHARES", (0.96, 0.98))
+    results = run(offload, tmp_path, "--only", "disk", "--directory", str(tmp_path))
+    shown = [row for row in cells(capsys.readouterr().out) if row[0].isdigit()]
+    trained = [result for result in results if result["what"] == "depth"]
+    assert [row[-1].partition(":")[0] for row in shown] == [""] * len(trained) + ["not begun"]
+    assert int(shown[-1][0]) - int(shown[-2][0]) == 1
+    last = trained[-1]
+    taken = filling.taken_beside(rank.Preset(**last["shape"]), last["batch"], on_gpu=False)
+    held = last["filling"]["held"]
+    assert held["disk"] == pytest.approx(last["disk"], rel=0.03)  # to vectors
+    assert held["host"] - taken["host"] <= last["host"] <= held["host"]  # buffers are smaller on a CPU
+
+
+def test_no_run_begins_for_which_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("deepest"), "host_memory_left", lambda: 10**9)
+    needs = {"optimizer": {"host": 1.0}, "parameters": {}, "held": {"host": 2e9}}
+    with pytest.raises(torch.OutOfMemoryError, match="2 GB of host memory are needed, 1 are left"):
+        offload.measure("depth", shape={}, batch=1, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)
+
+
+def test_a_step_with_states_on_the_host(
+    inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(offload, "WARMUP", 1)
+    results = run(offload, tmp_path, "--only", "step", "--steps", "1", "--repeats", "1")
+    shown = {row[0]: row for row in cells(capsys.readouterr().out)[2:]}
+    ms = {result["variant"]: result["ms"] for result in results}
+    floor = max(ms["device floor"], ms["host floor"])
+    assert float(shown["zeroshard"][3]) == pytest.approx(ms["zeroshard"] / floor, rel=0.01)
+    assert shown["FSDP2, CPUOffloadPolicy"][4] == "1.00"
+    assert all(float(shown[name][7]) > 0 for name in offload.OURS)  # bytes on the host

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 import platform
 import stat
@@ -166,7 +167,7 @@ def test_the_copy_is_rounded_as_torch_rounds(native_kernels: Kernels, dtype: tor
 
 @settings(max_examples=60, deadline=None)
 @given(
-    numel=st.integers(1, 5000),
+    numel=st.one_of(st.integers(1, 3000), st.integers(30_000, 60_000)),  # a thread takes 8192 at least
     threads=st.integers(1, 9),
     shift=st.integers(0, 9),
     fused=st.booleans(),
@@ -360,3 +361,14 @@ def test_where_it_cannot_be_built_one_warning_says_why(
     assert words in str(warning.message)
     assert "torch's own slower update" in str(warning.message)
     assert "Install a C compiler" in str(warning.message)
+
+
+# ------------------------------------------------------------------------------------------------ the benchmark
+
+
+def test_the_benchmark_measures_every_kind(native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    host_adam = importlib.import_module("host_adam")
+    for kind in host_adam.KINDS:
+        if "DeepSpeed" not in kind:
+            assert host_adam.measure(kind, numel=100, threads=1, repeats=1)["ns"] > 0

@@ -12,6 +12,7 @@ read here where it went.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -58,6 +59,8 @@ class Agreement:
         try:
             self._store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
         except RuntimeError as error:
+            if failure := self._failure():
+                raise RanksDisagreeError(f"rank {self.rank} waits in vain to {what}: {failure}") from error
             waited = f"waited {self._timeout:g} s to {what}, where the recorded order has: {expected}"
             raise self._error(waited) from error
         if self._store.get(f"{key}/verdict") != b"go":
@@ -102,12 +105,24 @@ class Agreement:
             raise RanksDisagreeError(f"{waited}: have all ranks called shard()?") from error
         return self._store.get(key)
 
+    def tell_failure(self, why: str) -> None:
+        """Leave word for the ranks that will wait for this one in vain."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store went down with its rank
+                self._store.set(f"{self._prefix}/failure", f"rank {self.rank} failed: {why}")
+
+    def _failure(self) -> str:
+        key = f"{self._prefix}/failure"
+        return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
+
     def stuck(self, what: str, error: RuntimeError) -> RanksDisagreeError:
         """Explain a collective that did not end."""
         first_line = str(error).partition("\n")[0]
         if self._store is None:
             return RanksDisagreeError(f"{what} failed: {first_line}")
         try:
+            if failure := self._failure():
+                return RanksDisagreeError(f"rank {self.rank} could not finish to {what}, because {failure}")
             return self._error(f"could not finish to {what} within {self._timeout:g} s ({first_line})")
         except RuntimeError:  # the store went down with its rank
             return RanksDisagreeError(f"rank {self.rank} could not finish to {what}: {first_line}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,14 @@ from zeroshard.activations.traffic import compared
 from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.build import Builder, check_model, open_agreement, verify_same_division, verify_same_model
+from zeroshard.engine.build import (
+    Builder,
+    check_model,
+    open_agreement,
+    open_tiers,
+    verify_same_division,
+    verify_same_model,
+)
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install
@@ -85,10 +93,12 @@ def shard(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
     verify_same_model(model, _described(optimizer, names), config, control)
-    placement = Placement.of_stage(config.stage, axes[-1].size, config.offload)
+    replicas = math.prod(axis.size for axis in axes[:-1])
+    placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas)
     comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     tiers = Tiers(config.offload, device, ledger)
+    open_tiers(tiers, control)
     state_bytes = states_of_an_element(optimizer) if config.offload is not None else 0
     plans = plan_units(model, config.units, config.bucket_size)
     division = _divide(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused

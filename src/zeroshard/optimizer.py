@@ -138,6 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zero."""
+        self._engine.doubt()
         if not set_to_none:
             self._engine.finish_updates()
         self._engine.gradients.clear(set_to_none)
@@ -178,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             value
             for run in self._all_runs()
             if tier is None or tier == ("device" if run.stretch is None else run.stretch.tier)
-            for value in self.state.get(run.parameter, {}).values()
+            for value in list(self.state.get(run.parameter, {}).values())  # an update under way may add to it
             if isinstance(value, torch.Tensor)
         ]
         return sum(tensor.nbytes for tensor in tensors)
@@ -430,8 +431,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for flat, parameter, _, _ in run.places():
                     for key, value in states.get(flat.names[parameter], {}).items():
                         if key not in self.state[run.parameter]:
-                            new = opened(key, value, run.parameter, on_device, old.pop(key, None))
-                            self.state[run.parameter][key] = new
+                            room = old.pop(key, None)
+                            if run.stretch is not None and self._host is not None and isinstance(value, torch.dtype):
+                                room = self._host.room(run.stretch, run, key, state_dtype(value, run.parameter))
+                            self.state[run.parameter][key] = opened(key, value, run.parameter, on_device, room)
         self._count_states()
 
     def held_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
@@ -472,10 +475,15 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
+def state_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that a parameter keeps a state of ``dtype`` in."""
+    return parameter.dtype if dtype.is_floating_point and parameter.is_floating_point() else dtype
+
+
 def opened(key: str, value: Any, parameter: torch.Tensor, on_device: bool, old: Any = None) -> Any:
     """Room for one state of a parameter: that of the ``old`` one where it will do, since new memory takes time."""
     if isinstance(value, torch.dtype):
-        dtype = parameter.dtype if value.is_floating_point and parameter.is_floating_point() else value
+        dtype = state_dtype(value, parameter)
         if torch.is_tensor(old) and old.dtype == dtype and old.shape == parameter.shape:
             return old.zero_()
         return torch.zeros_like(parameter, dtype=dtype)

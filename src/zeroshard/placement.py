@@ -32,18 +32,20 @@ class Placement:
     optimizer: bool  # partitioned: each rank updates its shard, and parameters are gathered from all
 
     @classmethod
-    def of_stage(cls, stage: int, ranks: int, offload: Offload | None = None) -> Placement:
-        """Look the stage up, and refuse to offload what its ranks hold whole."""
+    def of_stage(cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1) -> Placement:
+        """Look the stage up, and refuse to offload what its ranks hold whole.
+
+        ``ranks`` are those of the shard axis, of which there are ``replicas``.
+        """
         row = _TABLE[stage] if ranks > 1 else _TABLE[0]
         if offload is None:
             return row
         if offload.parameters and not _TABLE[stage].parameters:
             raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
-        if ranks == 1:
-            return cls(parameters=bool(offload.parameters), gradients=True, optimizer=False)
-        if offload.gradients and not row.gradients:
+        leave = _TABLE[stage].gradients or ranks * replicas == 1  # one by one in backward
+        if offload.gradients and not leave:
             raise ValueError(f"stage {stage} sums whole gradients on each rank: to offload them, take stage=2 or 3")
-        return row
+        return row if ranks > 1 else cls(parameters=bool(offload.parameters), gradients=leave, optimizer=False)
 
 
 _TABLE = {

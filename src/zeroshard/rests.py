@@ -12,14 +12,16 @@ device.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zeroshard.layout import ALIGN, Range
+from zeroshard.layout import ALIGN, Range, round_up
 from zeroshard.offload import TIERS, Offload
 
-PAGE = 4096  # bytes that a tensor on disk begins at a multiple of
-GRANULE = 2**24  # elements that are updated, or moved, at once: some milliseconds of work
+PAGE = max(4096, mmap.PAGESIZE)  # bytes that a tensor on disk begins at a multiple of
+TENSORS = 4  # of a granule at most: its master and three states, as Adam with amsgrad has
+GRANULES = {"host": 2**26, "disk": 2**24}  # most elements that are updated, and moved, at once: 20 ms of work
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,12 @@ def place(
     >>> rests[0].optimizer
     [(Range(start=0, end=3200), 'device'), (Range(start=3200, end=6400), 'host')]
     """
-    tensors = sum(4 * len(granules(Range(0, body.numel), body.homes)) + 2 for body in bodies)
+    tensors = sum(TENSORS * len(granules(Range(0, body.numel), body.homes, GRANULES["disk"])) + 2 for body in bodies)
     room = _Room(offload, buffers, tensors * PAGE)
     rests = [Rest() for _ in bodies]
-    _place_optimizer(bodies, rests, offload.optimizer, room)
+    limit = offload.limit("host")
+    reached = {tier: f for tier, f in offload.optimizer.items() if tier != "disk" or limit is None or buffers <= limit}
+    _place_optimizer(bodies, rests, reached, room)  # to what is on disk the way leads through the buffers
     if not partitioned_gradients:
         wanted: Mapping[str, float] = {}
     elif offload.gradients is None:
@@ -158,16 +162,17 @@ def _whole(rests: list[Rest], sizes: list[int], fractions: Mapping[str, float], 
     return placed
 
 
-def granules(span: Range, homes: Sequence[Range], most: int = GRANULE) -> list[Range]:
-    """Cut a stretch of a shard where buckets end, and into parts of at most ``most`` elements.
+def granules(span: Range, homes: Sequence[Range], most: int) -> list[Range]:
+    """Cut a stretch of a shard where buckets end, and into even parts of at most ``most`` elements.
 
-    >>> granules(Range(64, 256), [Range(0, 128), Range(128, 256)], most=100)
-    [Range(start=64, end=128), Range(start=128, end=192), Range(start=192, end=256)]
+    >>> granules(Range(64, 448), [Range(0, 128), Range(128, 448)], most=256)
+    [Range(start=64, end=128), Range(start=128, end=320), Range(start=320, end=448)]
     """
-    step = max(most // ALIGN, 1) * ALIGN
     found = []
     for home in homes:
         common = home.meet(span)
         if common is not None:
+            parts = -(-common.numel // (max(most // ALIGN, 1) * ALIGN))
+            step = round_up(-(-common.numel // parts), ALIGN)
             found += [Range(at, min(at + step, common.end)) for at in range(common.start, common.end, step)]
     return found

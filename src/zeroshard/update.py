@@ -17,6 +17,7 @@ Under fp16 nothing may be updated when one gradient overflowed on any rank, so t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.gradients import norms_of
 from zeroshard.host.updates import HostUpdates
 from zeroshard.host.verdict import Verdict
 from zeroshard.layout import ALIGN, round_up
@@ -103,6 +105,8 @@ class Update:
         """
         gradients = self._engine.gradients
         apart = self._host is not None and not self._in_one_call()
+        if self._host is not None and not apart:
+            self._host.wait()
         due = [Due(run, run.reduced(gradients.of_flat)) for run in runs if not (apart and run.stretch is not None)]
         if self._scale is None:
             self._step(due)
@@ -118,8 +122,9 @@ class Update:
             self._inner.found_inf, self._inner.grad_scale = self._scale.overflow, None
             self._step(due)
             del self._inner.found_inf, self._inner.grad_scale
-        elif any(one.run.parameter.numel() for one in due) and bool(self._scale.overflow):
-            updated = False
+        elif due and bool(self._scale.overflow):
+            # A rank whose part is all far does not look: with far parts, all ranks go on as it does.
+            updated = self._host is not None
         else:
             self._step(due)
         self._step_far(runs, apart, backwards, verdict)
@@ -148,6 +153,9 @@ class Update:
             near += [part.of(g.shard) for part, g in parts if g.shard is not None and not g.far]
         for gradient in gradients.values():
             magnitudes += [norm for norms in gradient.largest.values() for norm in norms]
+            if gradient.far and not gradient.largest and gradient.shard is not None:  # changed where it rests
+                gradient.settle()
+                magnitudes += [norm.to(self._engine.comm.device) for norm in norms_of([gradient.shard], math.inf)]
         return near, magnitudes
 
     def _skips_on_device(self) -> bool:

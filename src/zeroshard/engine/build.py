@@ -19,6 +19,7 @@ from zeroshard.engine.unit import Flat, Unit, refill, share_rooms
 from zeroshard.engine.units import Plan
 from zeroshard.layout import FlatLayout, Range
 from zeroshard.memory.arena import Arena
+from zeroshard.memory.disk import DiskError
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
@@ -26,7 +27,7 @@ from zeroshard.memory.spread import Spread, Stretch
 from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
-from zeroshard.rests import Body, granules, place
+from zeroshard.rests import GRANULES, Body, granules, place
 from zeroshard.tensor.division import Division
 
 
@@ -86,6 +87,20 @@ def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config,
     if complaints:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
         raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {told}")
+
+
+def open_tiers(tiers: Tiers, control: Agreement) -> None:
+    """Make this rank's file for what rests on disk; raise on every rank where one has none."""
+    complaint = ""
+    try:
+        tiers.open()
+    except DiskError as error:
+        if not control.real:
+            raise
+        complaint = str(error)
+    complaints = control.complain("disk", complaint)
+    if complaints:
+        raise DiskError("; ".join(f"rank {rank}: {text}" for rank, text in complaints.items()))
 
 
 def verify_same_division(division: Division | None, control: Agreement) -> None:
@@ -228,7 +243,7 @@ class Builder:
         stretches: list[Stretch] = []
         for span, tier in flat.rest.optimizer:
             if tier != "device":
-                for part in granules(span, flat.homes):
+                for part in granules(span, flat.homes, GRANULES[tier]):
                     tensor = self._tiers.zeros("master weights", tier, part.numel, self._exact(flat))
                     stretches.append(Stretch(part, tier, tensor))
             elif span in near and arena is not None:

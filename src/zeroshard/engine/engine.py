@@ -229,7 +229,7 @@ class Engine:
         self._frames.pop()
         if self._frames:
             return
-        if not isinstance(error, RanksDisagreeError):
+        if not (isinstance(error, RanksDisagreeError) or self.spoilt):  # else this rank has nothing to give any more
             self._take_part_in_rest()
         self._abort_forward()
 
@@ -572,6 +572,7 @@ class Engine:
         if not gradient.used[card.index] or gradient.shard is None:
             return None
         self.doubt()  # whoever has it may write into it
+        gradient.forget_norms()
         gradient.settle()
         part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
         return part if divided is None else divided.wrap(part)
@@ -588,6 +589,7 @@ class Engine:
         """Take values written into resident parameters, the same on all ranks, into shards and master copies."""
         self.settle()
         self.finish_updates()
+        self.doubt()
         for unit in self._resident:
             unit.absorb(None)
 
@@ -676,6 +678,7 @@ class Engine:
         """Bring the parameters in computation into line with shards and masters that somebody has written into."""
         self.order.begin("take in new values")
         self.finish_updates()
+        self.doubt()
         self.copy_masters()
         self.drop_pins()
         for unit in self._resident if self.comm.shard.size > 1 else ():

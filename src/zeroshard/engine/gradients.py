@@ -67,9 +67,15 @@ class FlatGradient:
         """Whether autograd has left gradients here."""
         return any(has_autograd_gradient(parameter) for parameter in self.flat.parameters)
 
+    def forget_norms(self) -> None:
+        """The gradient changes where it rests: what was measured on its way there does not hold any more."""
+        self.norms.clear()
+        self.largest.clear()
+
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter."""
         self.used[index] = False
+        self.forget_norms()
         if self.has_local:
             self.local_views[index].zero_()
         reduced = self.shard if self.carried is None else self.carried
@@ -157,6 +163,7 @@ class Gradients:
 
     def reduce_rest(self) -> None:
         """Reduce what this rank has only summed for itself so far."""
+        self._pay()
         for unit in self._with_autograd_gradients():  # left by a backward that no hook noticed
             self._add_local(unit)
             self.unreduced = True
@@ -176,14 +183,23 @@ class Gradients:
 
     def apply_coefficient(self) -> None:
         """Clip now what was to be clipped at the step: a backward is about to add to it."""
+        self._pay()
         if self.coefficient is not None:
             self.multiply(self.shards(), self.coefficient)
             self.coefficient = None
-        if self.owed is not None:  # no zero_grad() since the step
-            for flat in self.of_flat:
-                flat.arrive()  # its update has read the gradient
-            self.multiply(*self.owed)
-            self.owed = None
+            for gradient in self.of_flat.values():
+                gradient.forget_norms()
+
+    def _pay(self) -> None:
+        """Clip what only the step's copy was clipped of: there was no zero_grad() since."""
+        if self.owed is None:
+            return
+        for flat in self.of_flat:
+            flat.arrive()  # its update has read the gradient
+        self.multiply(*self.owed)
+        self.owed = None
+        for gradient in self.of_flat.values():
+            gradient.forget_norms()
 
     def multiply(self, shards: list[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply reduced gradients, wherever they rest."""
@@ -257,8 +273,7 @@ class Gradients:
                 gradient.has_local = gradient.has_shard = False
             else:
                 gradient.settle()
-                gradient.norms.clear()
-                gradient.largest.clear()
+                gradient.forget_norms()
                 for tensor in (gradient.local if gradient.has_local else None, gradient.shard):
                     if tensor is not None:
                         tensor.zero_()
@@ -391,6 +406,8 @@ class Gradients:
         else:
             slot.finish = partial(self._land, pending, result, mine, what, add)
             slot.then = partial(self._tell, gradient, number)
+        if self._comm.ranks == 1:  # nobody is waited for
+            slot.settle()
 
     def _land(self, pending: Pending, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
         """End a reduction: sum over the replicas, average, and put the result where it belongs."""
@@ -422,7 +439,7 @@ class Gradients:
             result.add_(self._earlier(mine, slot, result))
         self._measure(gradient, number, result)
         mine.copy_(result, non_blocking=True)
-        gradient.landing = self._lane.mark()
+        gradient.landing = self._lane.moment()
         self._tell(gradient, number)
 
     def _earlier(self, mine: torch.Tensor, slot: Slot, result: torch.Tensor) -> torch.Tensor:

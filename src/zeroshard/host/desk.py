@@ -8,6 +8,7 @@ import torch
 
 from zeroshard.engine.gradients import Gradients
 from zeroshard.host.granule import Granule
+from zeroshard.memory.lane import moment
 from zeroshard.memory.tiers import SLOTS, Tiers
 from zeroshard.runs import Run
 
@@ -43,7 +44,7 @@ class Desk:
 
     def mark(self) -> torch.cuda.Event | None:
         """The present moment of this thread's stream."""
-        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+        return moment(torch.cuda.current_stream()) if self._on_gpu else None
 
     def gradient(self, run: Run, gradients: Gradients) -> torch.Tensor:
         """The reduced gradient of a run in host memory; valid until the next is asked for. It has to be complete."""
@@ -55,7 +56,7 @@ class Desk:
         there = self._gradient[: found.nbytes].view(found.dtype)
         with torch.cuda.stream(self._stream):
             there.copy_(found, non_blocking=True)
-            self._stream.record_event().synchronize()
+            moment(self._stream).synchronize()
         return there
 
     def direct(self, place: torch.Tensor, now: torch.cuda.Event | None) -> bool:
@@ -93,5 +94,4 @@ class Desk:
             self._stream.wait_event(now)
         with torch.cuda.stream(self._stream):
             place.copy_(values, non_blocking=True)
-            event: torch.cuda.Event = self._stream.record_event()
-            return event
+            return moment(self._stream)

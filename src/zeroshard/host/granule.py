@@ -61,16 +61,19 @@ class Granule:
         wanted = sum(piece.numel for piece in pieces if piece is not None)
         return wanted == sum(within.numel for run in runs for _, _, within, _ in run.places())
 
+    def room(self, run: Run, key: str, dtype: torch.dtype, tiers: Tiers) -> torch.Tensor:
+        """Where a state of a run belongs."""
+        line = self.states.get(key)
+        if line is None or line.dtype != dtype:
+            line = self.states[key] = tiers.zeros(None, self.tier, self.numel, dtype)
+        return line[self.within(run).slice]
+
     def house(self, run: Run, state: dict[str, Any], tiers: Tiers) -> None:
         """Bring states of a run that were made or loaded elsewhere into the granule's own tensors."""
-        within = self.within(run)
         for key, value in state.items():
             if not is_elementwise(key, value, run.parameter.shape):
                 continue
-            line = self.states.get(key)
-            if line is None or line.dtype != value.dtype:
-                line = self.states[key] = tiers.zeros(None, self.tier, self.numel, value.dtype)
-            view = line[within.start : within.end]
+            view = self.room(run, key, value.dtype, tiers)
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
                 state[key] = view

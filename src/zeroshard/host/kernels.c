@@ -26,6 +26,7 @@
 #endif
 
 enum { BLOCK = 1024, CUT = 64, LANES = 32 /* bytes of one streaming store */ };
+enum { LEAST = 8192 /* elements worth a thread: they take about as long as starting one */, MOST = 256 /* threads */ };
 enum dtype { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
 /* What native.py fills in, field by field in this order. */
@@ -48,6 +49,7 @@ struct update {
     /* SGD */
     float momentum, undamped /* 1 - dampening */;
     int32_t begins, nesterov; /* begins: the momentum is the gradient */
+    int32_t cuda;             /* Adam is rounded as torch's foreach kernels do on a GPU */
 };
 
 typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
@@ -74,7 +76,8 @@ static inline float from_bf16(uint16_t half) { return float_of((uint32_t)half <<
 
 static inline float from_fp16(uint16_t half) {
     const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
-    const uint32_t rebased = (magnitude << 13) + (magnitude >= 0x7c00u ? 224u << 23 : 112u << 23); /* inf, NaN; others */
+    const uint32_t offset = magnitude >= 0x7c00u ? 224u << 23 : 112u << 23; /* of infinities and NaN; of the rest */
+    const uint32_t rebased = (magnitude << 13) + offset;
     const uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
     return float_of(sign | (magnitude < 0x0400u ? subnormal : rebased));
 }
@@ -122,8 +125,10 @@ static void write_copy(int dtype, int n, const float *p, void *copy) {
     }
 }
 
+enum rounding { OTHER, PLAIN, CUDA }; /* see native.py */
+
 static inline __attribute__((always_inline)) void adam_loop(
-    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const int plain) {
+    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const enum rounding way) {
     const float *p0 = u->parameter + at, *m0 = u->first + at, *v0 = u->second + at;
     const float decay = u->decay, rate = u->rate, beta2 = u->beta2, weight2 = u->weight2, eps = u->eps;
     const float correction2 = u->correction2;
@@ -134,18 +139,23 @@ static inline __attribute__((always_inline)) void adam_loop(
     EACH for (int i = 0; i < n; i++) {
         const float gradient = g[i], scaled = weight2 * gradient;
         const float first = fmaf(weight, gradient - m0[i], base[i]);
-        const float second = plain ? fmaf(scaled, gradient, v0[i] * beta2) : fmaf(v0[i], beta2, scaled * gradient);
-        p[i] = p0[i] * decay + rate * first / (sqrtf(second) / correction2 + eps);
+        const float second = way == CUDA    ? fmaf(weight2, gradient * gradient, v0[i] * beta2)
+                             : way == PLAIN ? fmaf(scaled, gradient, v0[i] * beta2)
+                                            : fmaf(v0[i], beta2, scaled * gradient);
+        const float root = sqrtf(second) / correction2 + eps, decayed = p0[i] * decay;
+        p[i] = way == CUDA ? fmaf(rate, first / root, decayed) : decayed + rate * first / root;
         m[i] = first;
         v[i] = second;
     }
 }
 
 static void adam_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
-    if (at < u->plain)
-        adam_loop(u, at, n, g, p, m, v, 1);
+    if (u->cuda)
+        adam_loop(u, at, n, g, p, m, v, CUDA);
+    else if (at < u->plain)
+        adam_loop(u, at, n, g, p, m, v, PLAIN);
     else
-        adam_loop(u, at, n, g, p, m, v, 0);
+        adam_loop(u, at, n, g, p, m, v, OTHER);
 }
 
 static void sgd_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
@@ -220,18 +230,18 @@ static void *run_part(void *argument) {
 }
 
 static void run(const struct update *u, block_update *block, int threads) {
-    enum { MOST = 256 };
     pthread_t started[MOST];
     struct part parts[MOST];
     int count = 0, running = 0;
     if (threads > MOST) threads = MOST;
+    if (threads > u->numel / LEAST + 1) threads = (int)(u->numel / LEAST + 1);
     const int64_t each = (u->numel / CUT / threads + 1) * CUT;
     for (int64_t begin = 0; begin < u->numel; begin += each) {
         const int64_t end = begin + each < u->numel ? begin + each : u->numel;
         parts[count++] = (struct part){u, block, begin, end};
     }
     while (running + 1 < count && !pthread_create(&started[running], NULL, run_part, &parts[running])) running++;
-    for (int i = running; i < count; i++) run_part(&parts[i]); /* the last, and those for which no thread was to be had */
+    for (int i = running; i < count; i++) run_part(&parts[i]); /* the last, and those without a thread */
     for (int i = 0; i < running; i++) pthread_join(started[i], NULL);
 }
 

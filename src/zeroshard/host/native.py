@@ -12,7 +12,9 @@ gradient, p the parameter and one rounding for each operation, of which fma() is
     exp_avg                 fma(1 - beta1, g - m, m); from the other end, fma(-beta1, g - m, g), where beta1 ≤ 1/2
     exp_avg_sq       plain  fma((1 - beta2) · g, g, v · beta2)
                      other  fma(v, beta2, (1 - beta2) · g · g)
+                     CUDA   fma(1 - beta2, g · g, v · beta2)
     Adam's parameter        p + (-step_size · m) / (√v / correction + eps)
+                     CUDA   fma(-step_size, m / (√v / correction + eps), p)
     momentum         plain  fma(g, 1 - dampening, b · momentum); the first time it is g
                      other  fma(b, momentum, g · (1 - dampening))
     Nesterov's gradient     fma(b, momentum, g)
@@ -28,8 +30,11 @@ Seen on aarch64 (NEON) with torch 2.13, and on x86-64 (AVX2, which torch's fused
 with torch 2.11 in emulation; tests/test_host_kernels.py asserts it wherever it runs. One exception: on x86-64 torch's
 for-loop and `foreach` take Adam's square root from MKL, whose last bit is MKL's own; here, and in torch's fused
 kernel, it is the correctly rounded one, so there Adam's parameter may differ from theirs in the last bit, and nothing
-else does. Not known: x86-64 without FMA, Arm with SVE of 256 bits. CUDA's kernels round otherwise: an update that moves
-from the device to the host differs in last bits.
+else does. Not known: x86-64 without FMA, Arm with SVE of 256 bits.
+
+On a GPU torch's `foreach` kernels, its default there, do what the lines for CUDA say and the same otherwise:
+tests/test_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused` kernel
+gives the same; Adam's computes in double, so with ``fused=True`` on a GPU last bits differ.
 
 A gradient of 16 bits is widened first, then multiplied by each factor, each with a rounding of its own: what torch
 gives for ``gradient.float().mul_(factor)``. A copy in bf16 or fp16 is rounded to nearest, ties to even, as by
@@ -72,7 +77,7 @@ class _Update(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("sign", "l2", "decay", "rate")),
         *((name, ctypes.c_float) for name in ("weight", "beta2", "weight2", "correction2", "eps")),
         *((name, ctypes.c_float) for name in ("momentum", "undamped")),
-        *((name, ctypes.c_int32) for name in ("begins", "nesterov")),
+        *((name, ctypes.c_int32) for name in ("begins", "nesterov", "cuda")),
     ]
 
 
@@ -122,6 +127,7 @@ class Kernels:
         update.weight, update.beta2, update.weight2 = 1 - beta1, beta2, 1 - beta2
         update.correction2 = math.sqrt(correction2) if options.fused else correction2**0.5  # as torch has them
         update.eps = options.eps
+        update.cuda = options.cuda
         if options.fused and LANES == 4:  # Arm
             update.plain = 0
         self._library.zeroshard_adam(ctypes.byref(update), _positive(threads))

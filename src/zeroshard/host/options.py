@@ -26,6 +26,7 @@ class AdamOptions:
     decoupled: bool = True  # AdamW: the parameter decays; otherwise decay is added to the gradient
     maximize: bool = False
     fused: bool = False  # round as torch's fused kernel does on the CPU
+    cuda: bool = False  # round as torch's foreach kernels do on a GPU
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,12 @@ class SGDOptions:
     fused: bool = False  # round as torch's fused kernel does on the CPU
 
 
-def options_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamOptions | SGDOptions | None:
+def options_for(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], cuda: bool = False
+) -> AdamOptions | SGDOptions | None:
     """Return what the native update of a group needs; None: only torch's own update gives torch's numbers.
+
+    ``cuda``: these are the numbers that torch gives on a GPU.
 
     Served are torch's Adam, AdamW and SGD themselves, of which a subclass may do anything, without ``amsgrad``,
     ``capturable`` and ``differentiable``. The learning rate may be a tensor, which is read: on a device, that waits.
@@ -77,5 +82,6 @@ def options_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> A
         weight_decay=weight_decay,
         decoupled=bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
         maximize=maximize,
-        fused=fused,
+        fused=fused and not cuda,
+        cuda=cuda,
     )

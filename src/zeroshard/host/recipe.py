@@ -64,12 +64,14 @@ def recipe_for(
     group: dict[str, Any],
     state: dict[str, Any],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    cuda: bool = False,
 ) -> Recipe | None:
     """The recipe of a run's next update; None where only torch's own update will do.
 
-    ``dtypes`` are those of the master, the gradient, and the parameters in computation.
+    ``dtypes`` are those of the master, the gradient, and the parameters in computation; ``cuda``: these compute on a
+    GPU, whose numbers the update is to give.
     """
-    options = options_for(optimizer, group)
+    options = options_for(optimizer, group, cuda)
     if options is None or dtypes[0] != torch.float32 or any(dtype not in DTYPES for dtype in dtypes):
         return None
     held = {key for key, value in state.items() if value is not None}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from zeroshard.host.granule import MASTER, Granule
-from zeroshard.memory.disk import Transfer, buffer
+from zeroshard.memory.disk import DiskError, Transfer, buffer
 from zeroshard.memory.tiers import SLOTS, Tiers
 
 
@@ -24,10 +24,16 @@ class _Loan:
         self._transfers: list[Transfer] = [tiers.disk.read(tensor, buffers[key]) for key, tensor in rests.items()]
 
     def wait(self) -> None:
-        """Return when what was started last, the reads or the writes, is over."""
+        """Return when what was started last, the reads or the writes, is over; raise only then."""
         transfers, self._transfers = self._transfers, []
+        failures: list[DiskError] = []
         for transfer in transfers:
-            transfer.wait()
+            try:
+                transfer.wait()
+            except DiskError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def write(self) -> None:
         """Start to write everything back."""
@@ -39,7 +45,8 @@ class Shelf:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._free: list[dict[str, torch.Tensor]] = [{} for _ in range(SLOTS)]  # sets of buffers, by key
+        self._buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(SLOTS)]  # sets, by key
+        self._free = list(self._buffers)
         self._read: dict[Granule, _Loan] = {}
         self._written: deque[_Loan] = deque()
 
@@ -47,11 +54,13 @@ class Shelf:
     def taken(self, granule: Granule, following: list[Granule]) -> Iterator[dict[str, torch.Tensor]]:
         """Inside, the granule's master and states are in memory, by key; what is changed there is written back.
 
-        ``following`` are all granules of the step in their order: the one after this is read meanwhile.
+        ``following`` are the granules that the step still has to come to, this one included, which is taken from it.
+        The one after it is read meanwhile, though granules may be taken in another order.
         """
         loan = self._read.pop(granule, None) or self._lend(granule)
-        after = following.index(granule) + 1
-        if after < len(following) and following[after] not in self._read:
+        after = following.index(granule)
+        following.remove(granule)  # read again, it would be kept as it is now until the next step
+        if after < len(following) and not self._read:  # one at a time, or the buffers would not do
             self._read[following[after]] = self._lend(following[after])
         loan.wait()
         yield loan.lines
@@ -63,6 +72,15 @@ class Shelf:
         while self._written:
             self._give(self._written.popleft())
 
+    def forget(self) -> None:
+        """After a failure: let what is under way end, and begin anew."""
+        for loan in (*self._read.values(), *self._written):
+            with suppress(DiskError):
+                loan.wait()
+        self._read.clear()
+        self._written.clear()
+        self._free = list(self._buffers)
+
     def _lend(self, granule: Granule) -> _Loan:
         while not self._free:
             self._give(self._written.popleft())
@@ -70,7 +88,7 @@ class Shelf:
         for key, tensor in {MASTER: granule.stretch.tensor, **granule.states}.items():
             if key not in buffers or buffers[key].nbytes < tensor.nbytes:
                 buffers[key] = buffer(tensor.nbytes)
-        self._tiers.count("buckets", sum(line.nbytes for one in (*self._free, buffers) for line in one.values()))
+        self._tiers.count("buckets", sum(line.nbytes for one in self._buffers for line in one.values()))
         return _Loan(granule, buffers, self._tiers)
 
     def _give(self, loan: _Loan) -> None:

@@ -2,16 +2,11 @@
 
 [Note: just in time]
 Gradients leave the device unit by unit while backward runs. ``step()`` only decides what is to be done and returns; a
-thread of the host updates one granule after the other, in the order the next forward wants them, and sends the new
+thread of the host updates one granule after the other ([Note: what the host does next]) and sends the new
 parameters to the device; forward waits for each unit as it comes to it. Where the loop is expected to step after this
 backward (``foresight.py``), the thread begins as soon as a gradient is there, and writes beside the old values
 ([Note: beside the old values]); ``step()`` then has only to confirm it. So the update hides behind backward and the
 next forward, and the semantics are PyTorch's: before ``step()`` nothing has changed, after it everything.
-
-[Note: who may starve]
-The thread lowers its own priority before it does anything. On Linux that is a thread's own, and threads that it starts
-inherit it: the native update's and OpenMP's alike. So the thread that launches the GPU's work gets a processor as soon
-as it wants one.
 """
 
 from __future__ import annotations
@@ -19,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,13 +34,14 @@ from zeroshard.host.native import Kernels, kernels
 from zeroshard.host.recipe import Recipe, recipe_for
 from zeroshard.host.shelf import Shelf
 from zeroshard.host.verdict import Ruling, Verdict
+from zeroshard.host.worker import Job, Worker
+from zeroshard.memory.disk import DiskError
 from zeroshard.memory.host import host_memory_left
 from zeroshard.memory.spread import Stretch
 from zeroshard.memory.tiers import Tiers
 from zeroshard.precision import LossScale
 from zeroshard.runs import Run, is_elementwise, states_of_an_element
 
-NICE = 10  # how much lower the priority of updates is
 SHARE = 0.7  # of the memory that is left: for what is made ahead of a step
 
 
@@ -52,6 +51,7 @@ class Task:
 
     granule: Granule
     runs: tuple[Run, ...]
+    states: tuple[dict[str, Any], ...]  # of the runs; the optimizer may have others by the time they are updated
     recipes: tuple[Recipe, ...] | None  # None: by torch
     groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
 
@@ -70,7 +70,8 @@ class Coming:
     def __init__(
         self, jobs: list[Future[torch.cuda.Event | None]], failed: Callable[[BaseException], Exception]
     ) -> None:
-        self._jobs, self._failed = jobs, failed
+        self._jobs = jobs
+        self._failed = weakref.WeakMethod(failed)  # weak: its object refers to the flat
 
     def wait(self) -> None:
         """Block until the host has made them, and let the current stream wait for their copy."""
@@ -78,7 +79,8 @@ class Coming:
             try:
                 event = job.result()
             except BaseException as error:
-                raise self._failed(error) from error
+                failed = self._failed()
+                raise error if failed is None else failed(error) from error
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
 
@@ -99,7 +101,9 @@ class HostUpdates:
         self._kernels: Kernels | None = kernels()
         self._desk = Desk(engine.comm.device, tiers, self._granules.values())
         self._shelf = Shelf(tiers)
-        self._pool: ThreadPoolExecutor | None = None
+        self._order = {granule: number for number, granule in enumerate(self._granules.values())}
+        self._there: dict[Flat, torch.cuda.Event | None] = {}  # when a flat's gradient is complete, where that is told
+        self._worker = Worker()
         self._jobs: list[Future[Any]] = []
         self._foresight = Foresight()
         self._ahead: dict[Granule, Ahead] = {}
@@ -120,6 +124,10 @@ class HostUpdates:
                 self._granules[run.stretch].runs.append(run)
         self._whole = {granule for granule in self._granules.values() if granule.covered(granule.runs)}
 
+    def room(self, stretch: Stretch, run: Run, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Where a state of a run in a far stretch belongs, in its tier; what is there now has no meaning."""
+        return self._granules[stretch].room(run, key, dtype, self._tiers)
+
     def foresee(self, backwards: int) -> None:
         """A backward begins: see [Note: just in time]."""
         self.doubt()
@@ -129,17 +137,20 @@ class HostUpdates:
 
     def landed(self, flat: Flat) -> None:
         """Begin to update what a flat's gradient is there for, ahead of the step."""
+        if flat not in self._of:
+            return
         gradient = self._engine.gradients.of_flat[flat]
+        there = self._there[flat] = gradient.landing if gradient.far else self._desk.mark()
         if not (self._guessing and all(gradient.used)):
             return
-        for granule in self._of.get(flat, ()):
+        for granule in self._of[flat]:
             if granule not in self._whole or granule.tier == "disk":
                 continue
             task = self._task(granule, granule.runs)
             if task.recipes is not None and self._open_beside(granule, task.recipes):
-                there = self._desk.mark() if not gradient.far else gradient.landing
-                done = self._submit(self._work_ahead, task, self._inverse, there)
-                self._ahead[granule] = Ahead(task, done)
+                moments = [there, self._inverse.there]
+                job = Job((self._order[granule], 1), moments, partial(self._work_ahead, task, self._inverse))
+                self._ahead[granule] = Ahead(task, self._worker.do(job))
 
     def doubt(self) -> None:
         """What was begun ahead of the step does not count."""
@@ -169,15 +180,17 @@ class HostUpdates:
         following = [task.granule for task in tasks if task.granule.tier == "disk"]
         coming: dict[Flat, list[Future[Any]]] = {}
         for task in tasks:
-            begun = ahead.get(task.granule)
-            if begun is not None and begun.done.cancel():  # not begun after all
-                begun = None
-            job = self._submit(self._work, task, verdict, begun, now, following)
-            coming.setdefault(task.granule.flat, []).append(job)
+            granule = task.granule
+            moments = [self._there.get(granule.flat, now), verdict.there]
+            if granule.place.device.type == "cpu":  # the device has to have read the old values
+                moments.append(now)
+            work = partial(self._work, task, verdict, ahead.get(granule), now, following)
+            done = self._worker.do(Job((self._order[granule], 0), moments, work))
+            coming.setdefault(granule.flat, []).append(done)
+            self._jobs.append(done)
+        self._there.clear()
         for flat, jobs in coming.items():
             flat.arrival = Coming(jobs, self._fail)
-        if following:
-            self._submit(self._shelf.finish)
 
     def together(self, runs: list[Run]) -> None:
         """Bring about what the optimizer itself has just updated, in one call for all runs."""
@@ -200,22 +213,27 @@ class HostUpdates:
             try:
                 job.result()
             except BaseException as error:
+                self._jobs = jobs
                 raise self._fail(error) from error
+        try:
+            self._shelf.finish()
+        except DiskError as error:
+            raise self._fail(error) from error
 
     # -- on the thread of the step -----------------------------------------------------------------------------------
 
-    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "zeroshard update", initializer=step_back)
-        job = self._pool.submit(work, *arguments)
-        if work != self._work_ahead:
-            self._jobs.append(job)
-        return job
-
     def _fail(self, error: BaseException) -> Exception:
+        """Let everything that is under way end, and say so to whoever wants to go on without a load."""
         why = f"the update outside the device failed: {type(error).__name__}: {error}"
-        self._engine.spoilt["update"] = f"{why}. The states are of no use any more: load a checkpoint"
-        return RuntimeError(why)
+        self._engine.comm.control.tell_failure(why)
+        jobs, self._jobs = self._jobs, []
+        wait_for(jobs)
+        self._shelf.forget()
+        for flat in self._of:
+            flat.arrival = None
+        told = f"{why}. The states are of no use any more: load a checkpoint"
+        self._engine.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
+        return RuntimeError(told)
 
     def _task(self, granule: Granule, runs: list[Run]) -> Task:
         recipes: list[Recipe] = []
@@ -223,7 +241,7 @@ class HostUpdates:
             state = self._inner.state[run.parameter]
             gradient = self._engine.gradients.of_flat[granule.flat]
             dtypes = (granule.stretch.tensor.dtype, gradient.dtype, granule.flat.dtype)
-            recipe = recipe_for(self._inner, run.group, state, dtypes)
+            recipe = recipe_for(self._inner, run.group, state, dtypes, self._engine.comm.device.type == "cuda")
             if recipe is None:
                 break
             self._begin(granule, run, recipe)
@@ -232,7 +250,8 @@ class HostUpdates:
         groups = tuple(
             {**run.group, "capturable": False} if "capturable" in run.group else {**run.group} for run in runs
         )
-        return Task(granule, tuple(runs), native, () if native is not None else groups)
+        states = tuple(self._inner.state[run.parameter] for run in runs)
+        return Task(granule, tuple(runs), states, native, () if native is not None else groups)
 
     def _begin(self, granule: Granule, run: Run, recipe: Recipe) -> None:
         """Make the states of a run that has none yet, or bring them into the granule."""
@@ -242,7 +261,9 @@ class HostUpdates:
             if state.get(key) is None:
                 if key not in granule.states:
                     granule.states[key] = self._tiers.zeros(None, granule.tier, granule.numel, torch.float32)
-                state[key] = granule.states[key][within.start : within.end]
+                else:  # of a run whose states were forgotten
+                    granule.states[key][within.slice].zero_()
+                state[key] = granule.states[key][within.slice]
         if "exp_avg" in recipe.keys and "step" not in state:
             state["step"] = torch.tensor(0.0)
         granule.house(run, state, self._tiers)
@@ -273,12 +294,9 @@ class HostUpdates:
 
     # -- on the thread of updates ------------------------------------------------------------------------------------
 
-    def _work_ahead(self, task: Task, verdict: Verdict, there: torch.cuda.Event | None) -> Ruling:
+    def _work_ahead(self, task: Task, verdict: Verdict) -> Ruling:
         """Update a granule beside its old values."""
-        ruling = verdict.read()
-        if there is not None:
-            there.synchronize()
-        granule = task.granule
+        ruling, granule = verdict.read(), task.granule
         self._cook(task, {MASTER: granule.stretch.tensor, **granule.states}, granule.beside, granule.copy, ruling)
         return ruling
 
@@ -289,12 +307,7 @@ class HostUpdates:
         ruling, granule = verdict.read(), task.granule
         if not ruling.counts:
             return None
-        gradient = self._engine.gradients.of_flat[granule.flat]
-        if gradient.far:
-            gradient.settle()
-        elif now is not None:
-            now.synchronize()
-        if begun is not None:
+        if begun is not None and not begun.done.cancel():  # it is done: there is one thread
             made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes
             if same and made.inverse == ruling.inverse and ruling.coefficient in (None, 1.0):
                 return self._confirm(task, now)
@@ -306,7 +319,7 @@ class HostUpdates:
 
     def _confirm(self, task: Task, now: torch.cuda.Event | None) -> torch.cuda.Event | None:
         granule = task.granule
-        states = {run: self._inner.state[run.parameter] for run in task.runs}
+        states = dict(zip(task.runs, task.states, strict=True))
         keys = sorted({key for recipe in task.recipes or () for key in recipe.keys})
         granule.exchange(keys, states)
         self._count(task)
@@ -320,18 +333,23 @@ class HostUpdates:
             with self._pointed(task, lines):
                 self._by_torch(task, ruling)
                 return self._deliver_masters(granule, list(task.runs), now)
-        direct = self._desk.direct(granule.place, now)
-        slot = None if direct else self._desk.take()
-        copy = granule.place if slot is None else slot.copy_of(granule)
+        if self._desk.direct(granule.place, now):
+            self._cook(task, lines, lines, granule.place, ruling)
+            self._count(task)
+            return None
+        slot = (
+            self._desk.take() if granule.copy is None else None
+        )  # few: until the device is at the step, they stay taken
+        copy = granule.copy if slot is None else slot.copy_of(granule)
         self._cook(task, lines, lines, copy, ruling)
         self._count(task)
-        if slot is None:
-            return None
-        pieces = [None] if granule in self._whole and len(task.runs) == len(granule.runs) else list(task.runs)
-        for piece in pieces:
-            span = slice(None) if piece is None else granule.within(piece).slice
-            slot.event = self._desk.deliver(granule.place[span], copy[span], now)
-        return slot.event
+        whole = granule in self._whole and len(task.runs) == len(granule.runs)
+        event = None
+        for span in [slice(None)] if whole else [granule.within(run).slice for run in task.runs]:
+            event = self._desk.deliver(granule.place[span], copy[span] if copy is not None else None, now)
+        if slot is not None:
+            slot.event = event
+        return event
 
     def _cook(
         self,
@@ -361,8 +379,7 @@ class HostUpdates:
         return self._kernels
 
     def _count(self, task: Task) -> None:
-        for run in task.runs:
-            state = self._inner.state[run.parameter]
+        for state in task.states:
             if "step" in state:
                 state["step"] += 1
 
@@ -373,25 +390,26 @@ class HostUpdates:
         if granule.tier != "disk":
             yield
             return
-        for run in task.runs:
-            self._point(granule, run, lines)
+        self._point(task, lines)
         try:
             yield
         finally:
-            for run in task.runs:
-                self._point(granule, run, {MASTER: granule.stretch.tensor, **granule.states})
+            self._point(task, {MASTER: granule.stretch.tensor, **granule.states})
 
-    def _point(self, granule: Granule, run: Run, lines: dict[str, torch.Tensor]) -> None:
-        span, state = granule.within(run).slice, self._inner.state[run.parameter]
-        run.parameter.data = lines[MASTER][span]
-        for key in granule.states:
-            if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
-                state[key] = lines[key][span]
+    def _point(self, task: Task, lines: dict[str, torch.Tensor]) -> None:
+        for run, state in zip(task.runs, task.states, strict=True):
+            span = task.granule.within(run).slice
+            run.parameter.data = lines[MASTER][span]
+            for key in task.granule.states:
+                if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
+                    state[key] = lines[key][span]
 
     def _by_torch(self, task: Task, ruling: Ruling) -> None:
         """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
         twin: Any = copy.copy(self._inner)
         twin.param_groups = []
+        states = zip(task.runs, task.states, strict=True)
+        twin.state = defaultdict(dict, {run.parameter: state for run, state in states})
         for run, group in zip(task.runs, task.groups, strict=True):
             gradient = self._desk.gradient(run, self._engine.gradients)
             wide = gradient.to(run.parameter.dtype, copy=True)
@@ -404,8 +422,8 @@ class HostUpdates:
         finally:
             for run in task.runs:
                 run.parameter.grad = None
-        for run in task.runs:
-            task.granule.house(run, self._inner.state[run.parameter], self._tiers)
+        for run, state in zip(task.runs, task.states, strict=True):
+            task.granule.house(run, state, self._tiers)
 
     def _deliver_masters(
         self, granule: Granule, runs: list[Run], now: torch.cuda.Event | None
@@ -427,9 +445,3 @@ def default_threads() -> int:
     """This rank's share of the processors, less two: one launches the device's work, one runs backward."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // max(1, ranks) - 2)
-
-
-def step_back() -> None:
-    """Lower the priority of this thread, and of those it will start: see [Note: who may starve]."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroshard.memory.lane import moment
+
 
 @dataclass(frozen=True)
 class Ruling:
@@ -41,17 +43,17 @@ class Verdict:
         found = {name: value.detach().float().reshape(()) for name, value in given.items() if value is not None}
         self._names = list(found)
         self._values: torch.Tensor | None = None
-        self._there: torch.cuda.Event | None = None
+        self.there: torch.cuda.Event | None = None  # when the device has found it
         if found:
             line = torch.stack(list(found.values()))
             on_gpu = line.device.type == "cuda"
             self._values = torch.empty(len(found), pin_memory=on_gpu)
             self._values.copy_(line, non_blocking=True)
-            self._there = torch.cuda.current_stream().record_event() if on_gpu else None
+            self.there = moment(torch.cuda.current_stream()) if on_gpu else None
 
     def read(self) -> Ruling:
         """Wait for the device, and tell."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self.there is not None:
+            self.there.synchronize()
         values = dict(zip(self._names, self._values.tolist() if self._values is not None else (), strict=True))
         return Ruling(not values.get("overflow"), values.get("inverse"), values.get("coefficient"))

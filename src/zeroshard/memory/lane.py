@@ -10,6 +10,13 @@ import torch
 from zeroshard.stopwatch import Stopwatch
 
 
+def moment(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Note a stream's present end. A thread that waits for it sleeps; for other events it keeps a processor busy."""
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
 class Lane:
     """Work issued inside ``with lane:`` runs beside the compute stream.
 
@@ -42,6 +49,10 @@ class Lane:
     def mark(self) -> torch.cuda.Event | None:
         """Note the lane's present end, to be awaited later."""
         return self._stream.record_event() if self._stream is not None else None
+
+    def moment(self) -> torch.cuda.Event | None:
+        """The same, for a thread of the host to wait for."""
+        return moment(self._stream) if self._stream is not None else None
 
     def join(self, event: torch.cuda.Event | None) -> None:
         """Make the compute stream wait for a mark."""

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 from typing import Any
 
 import torch
 
 from zeroshard.memory.pool import Pool
+
+LARGE = 2**22  # bytes from which on memory of the host is taken in large pages: finding small ones takes its time
+
+
+def host_zeros(nbytes: int) -> torch.Tensor:
+    """Bytes of host memory, all zero, in large pages where the system has them.
+
+    >>> host_zeros(3)
+    tensor([0, 0, 0], dtype=torch.uint8)
+    """
+    if nbytes < LARGE:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Room:
@@ -31,10 +49,10 @@ class PinnedRoom(Room):
     """
 
     def __init__(self, nbytes: int, serves: torch.device) -> None:
-        super().__init__(nbytes, torch.device("cpu"))
+        self.tensor = host_zeros(nbytes)
         self._serves = serves
         self.pinned = False
-        self.tensor.zero_()
+        self.tensor.zero_()  # takes the memory, with all threads
         thread = threading.Thread(target=self._pin)  # a refusal would be told by the next kernel on this thread
         thread.start()
         thread.join()

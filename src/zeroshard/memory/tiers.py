@@ -8,9 +8,9 @@ import torch
 
 from zeroshard.memory.disk import Disk
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.room import PinnedRoom
+from zeroshard.memory.room import PinnedRoom, host_zeros
 from zeroshard.offload import Offload
-from zeroshard.rests import GRANULE, Body
+from zeroshard.rests import GRANULES, PAGE, TENSORS, Body
 
 SLOTS = 3  # buffers that far states travel through: one comes, one is worked on, one goes
 
@@ -38,13 +38,19 @@ class Tiers:
 
     def buffers(self, bodies: Sequence[Body]) -> int:
         """Bytes of host memory that states travel through, whatever the size of the model."""
-        longest = min(GRANULE, max((body.numel for body in bodies), default=0))
-        each = 0
+        longest, nbytes = max((body.numel for body in bodies), default=0), 0
         if self._device.type == "cuda":
-            each += max((body.parameter_bytes + body.gradient_bytes for body in bodies), default=0)
+            each = max((body.parameter_bytes + body.gradient_bytes for body in bodies), default=0)
+            nbytes += SLOTS * min(longest, GRANULES["host"]) * each
         if self.offload is not None and self.offload.uses_disk:
-            each += max((body.state_bytes for body in bodies), default=0)
-        return SLOTS * longest * each
+            each = max((body.state_bytes for body in bodies), default=0)
+            nbytes += SLOTS * (min(longest, GRANULES["disk"]) * each + TENSORS * PAGE)  # each buffer is whole pages
+        return nbytes
+
+    def open(self) -> None:
+        """Make this rank's file, where there is to be one."""
+        if self.offload is not None and self.offload.uses_disk:
+            self._disk = self.disk
 
     @property
     def disk(self) -> Disk:
@@ -68,7 +74,7 @@ class Tiers:
             self._rooms.append(room)
             tensor = room.tensor.view(dtype)
         else:
-            tensor = torch.zeros(numel, dtype=dtype)
+            tensor = host_zeros(nbytes).view(dtype)
         if kind is not None:
             self._ledger.add(kind, nbytes, tier)
         return tensor
@@ -77,7 +83,7 @@ class Tiers:
         """Host memory for a while, pinned where a GPU is to copy into it."""
         self._ledger.add("away", nbytes, "host")
         if self._device.type != "cuda":
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return host_zeros(nbytes)
         room = PinnedRoom(nbytes, serves=self._device)
         self._lent[room.tensor.data_ptr()] = room
         return room.tensor

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from zeroshard.memory.report import size
+from zeroshard.offload import TIERS
 from zeroshard.planner.memory import Memory, predict_memory
 from zeroshard.train.job import batching_of, check_tensor, chosen_precision, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
-from zeroshard.train.options import Options
+from zeroshard.train.options import Options, ShardOptions
 from zeroshard.train.summary import groups, sharding
 
 STAGES = (0, 1, 2, 3)
@@ -49,12 +51,13 @@ def dry_run(options: Options, ranks: int) -> str:
     tokens = batching.micro * sequence  # a rank and backward
     lines = [f"{label:<10}{value}" for label, value in pairs]
     lines += ["", f"memory a rank (activations come on top{_inputs(options, language_model, precision, tokens)})"]
-    tensor = options.sharding.tensor
-    plans = {
-        stage: predict_memory(language_model.module, ranks=ranks, tensor=tensor, stage=stage, precision=precision)
-        for stage in STAGES
-    }
+    plans = {stage: _planned(language_model.module, options.sharding, stage, ranks, precision) for stage in STAGES}
     return "\n".join([*lines, *_table(plans, options.sharding.stage)])
+
+
+def _planned(module: nn.Module, chosen: ShardOptions, stage: int, ranks: int, precision: str) -> Memory:
+    offload = chosen.offloaded if stage == 3 else {**chosen.offloaded, "parameters": "device"}
+    return predict_memory(module, ranks=ranks, tensor=chosen.tensor, stage=stage, precision=precision, offload=offload)
 
 
 def _inputs(options: Options, language_model: LanguageModel, precision: str, tokens: int) -> str:
@@ -72,6 +75,10 @@ def _table(plans: dict[int, Memory], chosen: int) -> list[str]:
     rows = [(kind, [size(plan.states[kind]) for plan in plans.values()]) for kind in kinds]
     rows.append(("states", [size(plan.at_rest) for plan in plans.values()]))
     rows.append(("most in a step", [size(plan.peak) for plan in plans.values()]))
+    for tier in TIERS[1:]:
+        far = [sum(nbytes for (_, there), nbytes in plan.far.items() if there == tier) for plan in plans.values()]
+        if any(far):
+            rows.append((f"states on {tier}", [size(nbytes) for nbytes in far]))
     titles = [f"stage {stage}" + (" ←" if stage == chosen else "") for stage in plans]
     lines = [(" " * 18 + "".join(f"{title:>13}" for title in titles)).rstrip()]
     return lines + [f"{name:<18}" + "".join(f"{value:>13}" for value in values) for name, values in rows]

@@ -240,6 +240,7 @@ def _shard(
         adamw,
         mesh=world.mesh(),
         stage=options.sharding.stage,
+        offload=options.sharding.offloaded,
         precision=precision,
         timeout=options.sharding.timeout,
         init_fn=language_model.init_fn,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from zeroshard.offload import Offload
 from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 Stage = Literal[0, 1, 2, 3]
@@ -148,6 +149,14 @@ class ShardOptions:
     configuration: Configuration | None = None
     """one of the paper's, see `zeroshard presets`: sets stage, recompute, partition-activations and
     offload-activations, where these are not given beside it"""
+    offload: Literal["device", "host", "disk"] = "device"
+    """where optimizer states rest, and gradients with them: outside the device, the host's processors update"""
+    offload_fraction: float = 1.0
+    """how much of them, from 0 to 1"""
+    offload_parameters: bool = False
+    """in stage 3: this rank's part of the parameters in host memory, too"""
+    offload_directory: str | None = None
+    """for disk: a directory on a fast local disk. Nothing is left there afterwards"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """of computation; auto: bf16 on a GPU that has it, else fp32. 16 bits have an fp32 master copy"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -161,6 +170,22 @@ class ShardOptions:
         """Refuse what cannot be meant."""
         _at_least_one(self, "ranks", "tensor")
         _positive(self, "timeout")
+        Offload.of(self.offloaded)
+        if self.offload_parameters and self.stage != 3:
+            raise ValueError(f"offload_parameters is for stage 3, got stage {self.stage}")
+
+    @property
+    def offloaded(self) -> dict[str, Any]:
+        """What :func:`zeroshard.shard` is given as ``offload``.
+
+        >>> ShardOptions(offload="host", offload_fraction=0.5).offloaded
+        {'optimizer': ('host', 0.5), 'parameters': 'device', 'directory': None}
+        """
+        return {
+            "optimizer": (self.offload, self.offload_fraction),
+            "parameters": "host" if self.offload_parameters else "device",
+            "directory": self.offload_directory,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

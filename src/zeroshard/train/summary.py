@@ -43,6 +43,11 @@ def sharding(options: Options, precision: str) -> list[tuple[str, str]]:
     name = options.sharding.configuration
     changed = "" if name is None or options == options.configured(name) else ", changed"
     lines = [("ZeRO", (f"{name}{changed}: " if name else "") + f"stage {options.sharding.stage}, {precision}")]
+    if options.sharding.offload != "device" and options.sharding.offload_fraction:
+        part = "" if options.sharding.offload_fraction == 1 else f"{options.sharding.offload_fraction:.0%} of "
+        lines.append(("tiers", f"{part}optimizer states on {options.sharding.offload}, updated there"))
+    if options.sharding.offload_parameters:
+        lines.append(("", "parameters in host memory, brought for each use"))
     if options.model.recomputed:
         where = "in host memory" if options.model.offload_activations else "on the device"
         lines.append(("blocks", f"recomputed from inputs kept {where}{_parts(options)}"))
