@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything
-from plain import batches, net_loss
+from plain import batches, make_net, net_loss
 
 import zeroshard
 from zeroshard.checkpoint.errors import CheckpointError
@@ -293,6 +293,15 @@ def loaded_optimizer(model, optimizer, batch) -> None:
     end(optimizer)
 
 
+def loaded_moments(model, optimizer, batch) -> None:
+    """The same number of steps, so that nothing but the values tells."""
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        one["exp_avg"].mul_(2)
+    optimizer.load_state_dict(state)
+    end(optimizer)
+
+
 def fresh_optimizer(model, optimizer, batch) -> None:
     state = optimizer.state_dict()
     optimizer.load_state_dict({**state, "state": {}})
@@ -405,6 +414,7 @@ WRONG = [
     clipped_by_torch,
     one_gradient_cleared,
     loaded_optimizer,
+    loaded_moments,
     fresh_optimizer,
     forgotten_states,
     loaded_model,
@@ -425,6 +435,43 @@ def test_a_disturbed_step_leaves_the_bits_of_the_run_without_offload(disturb, of
     ours, begun = run(case, offload, disturb)
     assert begun[DISTURBED] > 0, "nothing was begun ahead of the step that is disturbed"
     assert_same(ours, wanted)
+
+
+def test_another_loss_scale_since_the_backward_drops_what_was_made_with_the_old_one(exchanges) -> None:
+    def run(offload: Any) -> Any:
+        model, optimizer = Case(options={"stage": 2, "precision": "fp16"}).make(offload)
+        for batch in batches(4):
+            optimizer.scale(net_loss(model, batch)).backward()
+            let_ahead_finish(optimizer)
+            optimizer.load_loss_scale([2.0**10, 0])
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_loss_scale([2.0**12, 0])
+        return everything(model, optimizer)
+
+    assert_same(run("host"), run(None))
+    assert not exchanges
+
+
+def test_states_are_made_by_the_step_and_not_ahead_of_it() -> None:
+    """torch's first momentum is the gradient itself, whatever the dampening: it shows whether there was one."""
+
+    def run(offload: Any) -> Any:
+        model = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        model, optimizer = zeroshard.shard(model, sgd, stage=2, offload=offload)
+        held = []
+        for number, batch in enumerate(batches(5)):
+            if number == 3:
+                optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+            net_loss(model, batch).backward()
+            let_ahead_finish(optimizer)
+            held.append(sorted(zeroshard.full_state(optimizer, "head.bias")))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"held": held, **everything(model, optimizer)}
+
+    assert_same(run("host"), run(None))
 
 
 def test_an_overflow_is_seen_in_gradients_that_were_changed_where_they_rest() -> None:

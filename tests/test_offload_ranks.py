@@ -202,11 +202,11 @@ def test_ranks_may_keep_their_files_in_different_directories(tmp_path: Path) -> 
 # ---------------------------------------------------------------------------------------------- a failing disk
 
 
-def lose_the_disk(rank: int, world: int, stage: int) -> None:
+def lose_the_disk(rank: int, world: int, stage: int, kind: str) -> None:
     """Rank 0's disk fails after two steps."""
     case = Case(net="wide", steps=2, options={"stage": stage})
     case.options["bucket_size"] = 600
-    model, optimizer = case.make(offload("disk"))
+    model, optimizer = case.make({kind: "disk", "directory": THERE})
     loop(model, optimizer, case, rank, world)
 
     def fail(self: File, way: str, memory: memoryview, offset: int) -> None:
@@ -217,10 +217,18 @@ def lose_the_disk(rank: int, world: int, stage: int) -> None:
     loop(model, optimizer, replace(case, steps=6), rank, world, first=2)
 
 
+def test_where_parameters_cannot_be_read_no_process_is_left_waiting() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_processes(2, lose_the_disk, 2, 3, "parameters", timeout=60)
+    accounts = failed.value.accounts
+    assert "DiskError: the read of " in accounts[0] and "Input/output error. The device failed" in accounts[0]
+    assert "RanksDisagreeError" in accounts[1]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_processes(2, lose_the_disk, 2, stage, timeout=60)
+        run_processes(2, lose_the_disk, 2, stage, "optimizer", timeout=60)
     accounts = failed.value.accounts
     assert "the update outside the device failed: DiskError" in accounts[0]
     assert "Input/output error. The device failed" in accounts[0]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroshard.layout import ALIGN, Range
 from zeroshard.offload import Offload
-from zeroshard.rests import PAGE, Body, Rest, granules, place
+from zeroshard.rests import GRANULES, PAGE, Body, Rest, granules, place
 
 DISTANCE = {"device": 0, "host": 1, "disk": 2}
 
@@ -127,7 +127,7 @@ def test_limits_are_kept_with_buffers_and_whole_pages(
     assert left == max(0, host - buffers) - on_host
     on_disk = 0
     for one, rest in zip(bodies, rests, strict=True):
-        spans = [granules(span, one.homes) for span, tier in rest.optimizer if tier == "disk"]
+        spans = [granules(span, one.homes, GRANULES["disk"]) for span, tier in rest.optimizer if tier == "disk"]
         for part in itertools.chain(*spans):  # a master and two moments of 4 bytes, or as many bytes in all
             on_disk += part.numel * one.state_bytes + 3 * PAGE
         for tier, width in ((rest.gradients, one.gradient_bytes), (rest.parameters, one.parameter_bytes)):

@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from zeroshard.activations.traffic import compared
 from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
 from zeroshard.config import Config
+from zeroshard.engine import whole
+from zeroshard.engine.away import Away
 from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.build import (
     Builder,
@@ -231,7 +233,8 @@ def offload_states(model: nn.Module) -> None:
     torch.Size([1, 64])
     """
     sharded = _sharded(model)
-    sharded.engine.send_away(sharded.tiers)
+    if sharded.engine.away is None:
+        sharded.engine.away = Away(sharded.engine, sharded.tiers)
 
 
 def reload_states(model: nn.Module) -> None:
@@ -241,7 +244,10 @@ def reload_states(model: nn.Module) -> None:
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
     >>> zeroshard.reload_states(model)  # nothing was out
     """
-    _sharded(model).engine.bring_back()
+    engine = _sharded(model).engine
+    away, engine.away = engine.away, None
+    if away is not None:
+        away.back()
 
 
 @contextmanager
@@ -334,7 +340,7 @@ def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
     """
     engine: Engine = _sharded(model).engine
     with torch.no_grad():
-        return engine.full_parameter(name)
+        return whole.full_parameter(engine, name)
 
 
 def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -348,7 +354,7 @@ def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
     """
     engine: Engine = _sharded(model).engine
     with torch.no_grad():
-        return engine.full_gradient(name)
+        return whole.full_gradient(engine, name)
 
 
 def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
@@ -394,7 +400,7 @@ def _undivide(engine: Engine, division: Division) -> None:
             for index, (name, parameter) in enumerate(flat.named_parameters):
                 if name in division.originals:
                     part = values_of(parameter)
-                    division.originals[name].data = engine.undivided(part, flat, index)
+                    division.originals[name].data = whole.undivided(engine.comm, part, flat, index)
     division.undo()
 
 

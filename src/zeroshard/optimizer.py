@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Flat
+from zeroshard.engine.whole import assemble, find
 from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range
 from zeroshard.memory.spread import Spread, Stretch
@@ -333,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {name: next((rank[name] for rank in told if rank[name]), {}) for name in mine}
 
     def _whole_state(self, name: str, described: dict[str, Any]) -> dict[str, Any]:
-        flat, index = self._engine.find(name)
+        flat, index = find(self._engine.units, name)
         places = self._places(flat, index)
         result: dict[str, Any] = {}
         for key, value in described.items():
@@ -343,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             line = torch.zeros(flat.layout.numels[index], dtype=value, device=flat.device)
             for run, within, at in places:
                 line[within.start : within.end] = self.state[run.parameter][key][at : at + within.numel]
-            result[key] = self._engine.assemble(line, flat, index)
+            result[key] = assemble(self._engine.comm, line, flat, index)
         return result
 
     @torch.no_grad()

@@ -122,8 +122,8 @@ class Update:
             self._inner.found_inf, self._inner.grad_scale = self._scale.overflow, None
             self._step(due)
             del self._inner.found_inf, self._inner.grad_scale
-        elif due and bool(self._scale.overflow):
-            # A rank whose part is all far does not look: with far parts, all ranks go on as it does.
+        elif (due or self._host is None) and bool(self._scale.overflow):
+            # A rank that has nothing near need not look: where there may be such, all go on as it does.
             updated = self._host is not None
         else:
             self._step(due)

@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
+from zeroshard.engine.engine import Engine
+from zeroshard.memory.ledger import STATES
 from zeroshard.memory.tiers import Tiers
 
 
 class Away:
-    """Empties the storages of tensors, and fills them again.
+    """The states that rested on a device. Their storages are emptied, and filled again by :meth:`back`.
 
     Tensors that view a storage go on doing so: nobody who holds one has to be told.
-
-    >>> from zeroshard.memory.ledger import Ledger
-    >>> line = torch.arange(4.0)
-    >>> view = line[2:]
-    >>> away = Away([line, view], Tiers(None, torch.device("cpu"), Ledger()))
-    >>> line.untyped_storage().nbytes()
-    0
-    >>> away.back()
-    >>> view
-    tensor([2., 3.])
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], tiers: Tiers) -> None:
-        self._tiers = tiers
+    def __init__(self, engine: Engine, tiers: Tiers) -> None:
+        self._engine, self._tiers = engine, tiers
         self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        storages = {t.untyped_storage().data_ptr(): (t.untyped_storage(), t.device) for t in tensors if t.numel()}
+        engine.settle()
+        engine.finish_updates()
+        engine.drop_pins()
+        tensors = _on_device(engine)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         try:
-            for storage, device in storages.values():
+            for storage in storages.values():
                 kept = tiers.borrow(storage.nbytes())
-                kept.copy_(_line(storage, device), non_blocking=True)
                 self._kept.append((storage, kept))
+                kept.copy_(_line(storage), non_blocking=True)
         except BaseException:
-            self._return()
+            self._give_back()
             raise
-        if any(device.type == "cuda" for _, device in storages.values()):
-            torch.cuda.synchronize()
-        for storage, _ in self._kept:
+        self._synchronise()
+        for storage in storages.values():
             storage.resize_(0)
+        kinds = {kind: engine.ledger.kinds.get((kind, "device")) for kind in STATES}
+        self._counted = {kind: held.now for kind, held in kinds.items() if held is not None}
+        for kind, nbytes in self._counted.items():
+            engine.ledger.add(kind, -nbytes)
+        for unit in engine.resident:
+            unit.leave()
+        engine.pool.renew()
 
     def back(self) -> None:
         """Bring everything back."""
-        for storage, kept in self._kept:
-            storage.resize_(kept.nbytes)
-            _line(storage, storage.device).copy_(kept, non_blocking=True)
-        if any(storage.device.type == "cuda" for storage, _ in self._kept):
-            torch.cuda.synchronize()
-        self._return()
+        with self._engine.pool:
+            for storage, kept in self._kept:
+                storage.resize_(kept.nbytes)
+                _line(storage).copy_(kept, non_blocking=True)
+        self._synchronise()
+        self._give_back()
+        for kind, nbytes in self._counted.items():
+            self._engine.ledger.add(kind, nbytes)
+        for unit in self._engine.resident:
+            unit.come_back()
 
-    def _return(self) -> None:
+    def _give_back(self) -> None:
         for _, kept in self._kept:
             self._tiers.give_back(kept)
         self._kept = []
 
+    def _synchronise(self) -> None:
+        if self._engine.comm.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.comm.device)
 
-def _line(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+
+def _on_device(engine: Engine) -> list[torch.Tensor]:
+    """Every tensor of a model's states that rests on the device."""
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    tensors = [flat.full for flat in flats if flat.shard is None]
+    tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.far]
+    for flat in flats:
+        tensors += [s.tensor for s in (flat.master.stretches if flat.master is not None else ()) if not s.far]
+    for gradient in engine.gradients.of_flat.values():
+        near = [gradient.local, gradient.carried, None if gradient.far else gradient.shard]
+        tensors += [tensor for tensor in near if tensor is not None]
+    states = engine.states_on_device()
+    return tensors + (states() if states is not None else [])
+
+
+def _line(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

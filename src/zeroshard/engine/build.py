@@ -182,9 +182,11 @@ class Builder:
         for dtype in dict.fromkeys(flat.dtype for flat in resting):
             numel = sum(flat.layout.shard_numel for flat in resting if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._ledger)
+        reader = self._tiers.reader([flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.on_disk])
         for unit, plan in zip(self.units, self._plans, strict=True):
             for flat in unit.flats:
                 self._place(flat, shards)
+                flat.reader = reader if flat.on_disk else None
                 if self._has_master(flat):
                     flat.master = self._master(flat, masters, near[flat])
             self._fill(unit, plan)

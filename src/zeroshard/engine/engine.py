@@ -26,10 +26,9 @@ there the recomputation itself says that backward has come to the unit.
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -37,16 +36,16 @@ import torch
 from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
-from zeroshard.engine.away import Away
 from zeroshard.engine.buffers import Buffers
+from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import Card
 from zeroshard.engine.unit import Flat, State, Unit
-from zeroshard.memory.ledger import STATES, Ledger
+from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
+from zeroshard.memory.reader import AHEAD
 from zeroshard.memory.segments import Segments
-from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 
@@ -54,26 +53,6 @@ from zeroshard.precision import LossScale, Precision
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-class Trace:
-    """The frames of one forward. The autograd graph owns it, through the hooks: it goes when the graph goes."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []  # in the order they were left
-        self.uses: dict[Unit, list[Frame]] = {}
-
-
-@dataclass(eq=False)
-class Frame:
-    """One run of a unit's module in forward: see [Note: what is over in backward]."""
-
-    units: list[Unit]
-    entered: int
-    left: int = -1
-    hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
-    loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
-    reached_in: int = -1  # the backward that has come to it
 
 
 class Updates(Protocol):
@@ -123,15 +102,15 @@ class Engine:
             None
         )  # those made outside the device: the optimizer's, weak
         self.states_on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None  # the same
-        self._away: Away | None = None  # all states, while they are out
-        self._counted: dict[str, int] = {}  # the bytes they have on the device otherwise
+        self.away: object | None = None  # where all states are, while they are out
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
         on_gpu = comm.device.type == "cuda"
         self._segments = Segments(comm.device) if on_gpu and config.defragment else None
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
+        self._readers = {flat.reader for unit in units for flat in unit.flats if flat.reader is not None}
         self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
-        self._resident = [unit for unit in units if not unit.partitioned]
+        self.resident = [unit for unit in units if not unit.partitioned]
         self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
         self._resting = False  # whether resident parameters show their reduced gradients
         self._brought: set[Unit] = set()  # brought in this forward or backward, and not released since
@@ -205,7 +184,7 @@ class Engine:
         )
         if frame.hooked:
             for tensor in outputs:
-                tensor.register_hook(_Reach(self, frame, self._trace))  # type: ignore[no-untyped-call]
+                tensor.register_hook(Reach(self, frame, self._trace))  # type: ignore[no-untyped-call]
         else:
             self._loose = frame.loose + self._loose
         self._record(frame)
@@ -324,9 +303,18 @@ class Engine:
             self._gather(unit)
             unit.wait()
             self._brought.add(unit)
-            upcoming = self.order.upcoming(self._gathers) if self.config.prefetch else None
-            if upcoming is not None:
-                self._gather(self._gathers[upcoming])
+            if self.config.prefetch:
+                self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Start to gather the unit that is expected next, and to read from disk those after it."""
+        for number, event in enumerate(islice(self.order.ahead(self._gathers), 1 + (AHEAD if self._readers else 0))):
+            unit = self._gathers[event]
+            if number == 0:
+                self._gather(unit)
+            else:
+                for flat in unit.flats:
+                    flat.fetch()
 
     def _complete(self, unit: Unit) -> None:
         """Collect the new values of a resident unit that was updated outside the device."""
@@ -463,17 +451,19 @@ class Engine:
     def _park(self) -> None:
         for unit in self._gathers.values():
             unit.park()
+        for reader in self._readers:
+            reader.forget()
 
     def _rest(self) -> None:
         """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them."""
         if self.gradients.exist:
-            for unit in self._resident:
+            for unit in self.resident:
                 unit.rest()
             self._resting = True
 
     def _wake(self) -> None:
         if self._resting:
-            for unit in self._resident:
+            for unit in self.resident:
                 unit.wake()
             self._resting = False
 
@@ -484,70 +474,6 @@ class Engine:
         self._pinned, self._kept = set(), set()
         self._release_idle()
         self._park()
-
-    def find(self, name: str) -> tuple[Flat, int]:
-        """Find a parameter by its plain name."""
-        for unit in self.units:
-            for flat in unit.flats:
-                if name in flat.names:
-                    return flat, flat.names.index(name)
-        known = [name for unit in self.units for flat in unit.flats for name in flat.names]
-        near = difflib.get_close_matches(name, known, n=1)
-        raise KeyError(f"no parameter {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-
-    def assemble(self, line: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
-        """Make a whole tensor of one parameter's, of flattened parts that each rank filled where it owns them."""
-        if self.comm.shard.size > 1:
-            self.comm.all_reduce(line, self.comm.shard, f"assemble {flat.names[index]!r}").wait()
-        return self.undivided(line.as_strided(flat.shapes[index], flat.strides[index]), flat, index)
-
-    def undivided(self, part: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
-        """Make a whole tensor of what each rank of the tensor axis has of it."""
-        share = flat.shares[index]
-        if share is None:
-            return part
-        whole = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
-        share.put(part, share.rank, whole)
-        self.comm.all_reduce(whole, self.comm.tensor, f"assemble {flat.names[index]!r}").wait()
-        return whole
-
-    def full_parameter(self, name: str) -> torch.Tensor:
-        """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
-        flat, index = self.find(name)
-        self.order.begin("read a parameter")
-        self.finish_updates()
-        if flat.master is None and flat.shard is None:  # every rank has all of it
-            return self.undivided(flat.view(flat.full, index).clone(), flat, index)
-        dtype = flat.dtype if flat.master is None else flat.master.dtype
-        line = torch.zeros(flat.layout.numels[index], dtype=dtype, device=flat.device)
-        for number, within, values in flat.held():
-            if number == index:
-                line[within.start : within.end] = values
-        return self.assemble(line, flat, index)
-
-    def full_gradient(self, name: str) -> torch.Tensor | None:
-        """The whole reduced gradient of one parameter, or None where it has none. All ranks call it together."""
-        self.refuse_away()
-        flat, index = self.find(name)
-        gradient = self.gradients.of_flat.get(flat)
-        if gradient is None:
-            return None
-        self.order.begin("read a gradient")
-        self.gradients.reduce_rest()
-        used = torch.tensor(float(gradient.used[index]), device=self.comm.device)
-        self.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
-        if not used or gradient.shard is None or not gradient.has_shard:
-            return None
-        gradient.settle()
-        line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
-        for piece in flat.segments:
-            if piece.parameter == index:
-                line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
-        if self.gradients.coefficient is not None:
-            line *= self.gradients.coefficient
-        if self.loss_scale is not None:
-            line = line.float() * self.loss_scale.inverse
-        return self.assemble(line, flat, index)
 
     def resting_gradient(self, card: Card) -> torch.Tensor | None:
         """What ``parameter.grad`` gives between backward and the next forward."""
@@ -590,53 +516,16 @@ class Engine:
         self.settle()
         self.finish_updates()
         self.doubt()
-        for unit in self._resident:
+        for unit in self.resident:
             unit.absorb(None)
 
     def refuse_away(self) -> None:
         """Raise while the states are out."""
-        if self._away is not None:
+        if self.away is not None:
             raise RuntimeError(
                 "the model's states are in host memory since zeroshard.offload_states(): call "
                 "zeroshard.reload_states(model) first"
             )
-
-    def send_away(self, tiers: Tiers) -> None:
-        """Move everything that rests on the device to host memory."""
-        if self._away is not None:
-            return
-        self.settle()
-        self.finish_updates()
-        self.drop_pins()
-        flats = [flat for unit in self.units for flat in unit.flats]
-        tensors = [flat.full for flat in flats if flat.shard is None]
-        tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.far]
-        for flat in flats:
-            tensors += [s.tensor for s in (flat.master.stretches if flat.master is not None else ()) if not s.far]
-        for gradient in self.gradients.of_flat.values():
-            near = [gradient.local, gradient.carried, None if gradient.far else gradient.shard]
-            tensors += [tensor for tensor in near if tensor is not None]
-        states = self.states_on_device()
-        self._away = Away([*tensors, *(states() if states is not None else ())], tiers)
-        self._counted = {
-            kind: self.ledger.kinds[kind, "device"].now for kind in STATES if (kind, "device") in self.ledger.kinds
-        }
-        for kind, nbytes in self._counted.items():
-            self.ledger.add(kind, -nbytes)
-        for unit in self._resident:
-            unit.leave()
-        self.pool.renew()
-
-    def bring_back(self) -> None:
-        """Undo :meth:`send_away`."""
-        if self._away is not None:
-            with self.pool:
-                self._away.back()
-            self._away = None
-            for kind, nbytes in self._counted.items():
-                self.ledger.add(kind, nbytes)
-            for unit in self._resident:
-                unit.come_back()
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""
@@ -663,7 +552,7 @@ class Engine:
         updates = self.updates()
         if updates is not None:
             updates.wait()
-        for unit in self._resident:
+        for unit in self.resident:
             self._complete(unit)
             unit.wait()
 
@@ -681,7 +570,7 @@ class Engine:
         self.doubt()
         self.copy_masters()
         self.drop_pins()
-        for unit in self._resident if self.comm.shard.size > 1 else ():
+        for unit in self.resident if self.comm.shard.size > 1 else ():
             self.order.check(unit.gather_event)
             unit.gather(frozen=True)
         self.finish_updates()
@@ -691,22 +580,9 @@ class Engine:
 
         What is updated outside the device is brought when it is wanted: the next forward waits unit by unit.
         """
-        for unit in self._resident:
+        for unit in self.resident:
             if unit.trainable and any(flat.rest.far for flat in unit.flats):
                 unit.expect()
             elif unit.trainable and self.comm.shard.size > 1:
                 self.order.check(unit.gather_event)
                 unit.gather()
-
-
-class _Reach:
-    """The hook on a unit's output: it runs when backward comes there."""
-
-    __slots__ = ("_engine", "_frame", "_trace")
-
-    def __init__(self, engine: Engine, frame: Frame, trace: Trace) -> None:
-        self._engine, self._frame, self._trace = engine, frame, trace
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._engine.makes_graph = torch.is_grad_enabled()
-        self._engine.reach(self._frame, self._trace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from itertools import islice
 
 from zeroshard.agreement import Agreement
@@ -75,7 +75,11 @@ class Order:
 
     def upcoming(self, among: Container[str]) -> str | None:
         """Return the next expected event of this pass that is one of ``among``."""
-        return next((event for event in islice(self._expected, self._at, None) if event in among), None)
+        return next(self.ahead(among), None)
+
+    def ahead(self, among: Container[str]) -> Iterator[str]:
+        """Yield the expected events of this pass that are among these, the next first."""
+        return (event for event in islice(self._expected, self._at, None) if event in among)
 
     def remaining(self) -> list[str]:
         """Return all events still expected in this pass."""

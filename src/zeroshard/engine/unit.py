@@ -14,6 +14,7 @@ from zeroshard.engine.parameter import Card, card_of, dress, point, values_of
 from zeroshard.layout import FlatLayout, Piece, Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.reader import Reader
 from zeroshard.memory.spread import Spread
 from zeroshard.rests import Rest
 from zeroshard.tensor.division import Divided
@@ -83,6 +84,7 @@ class Flat:
         self.rest = Rest()  # in which tiers its states rest
         self.master: Spread | None = None  # [layout.shard_numel], what an optimizer updates in the parameters' stead
         self.arrival: Arrival | None = None  # of new values for ``owned``, from an update outside the device
+        self.reader: Reader | None = None  # of a shard on disk
         self.views: list[torch.Tensor] = []  # each parameter in ``full``
         self.stand_ins: list[torch.Tensor] = []  # what each absent parameter points at between passes
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
@@ -94,6 +96,11 @@ class Flat:
     def far(self) -> bool:
         """Whether this rank's part of the parameters rests outside the device."""
         return self.rest.parameters != "device"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it rests on disk."""
+        return self.rest.parameters == "disk"
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -192,11 +199,19 @@ class Flat:
     def bring(self) -> list[torch.Tensor]:
         """Return this rank's part of each bucket on the device, for the other ranks to gather."""
         self.arrive()
-        if not self.far:
+        if not self.far or self.shard is None:
             return self.owned
-        for place, owned in zip(self.landings, self.owned, strict=True):
-            place.copy_(owned, non_blocking=True)
+        shard = self.shard if self.reader is None else self.reader.take(self.shard)
+        for place, home in zip(self.landings, self.homes, strict=True):
+            place.copy_(shard[home.slice], non_blocking=True)
+        if self.reader is not None:
+            self.reader.give(self.shard)
         return self.landings
+
+    def fetch(self) -> None:
+        """Start to read a shard that rests on disk, and is not about to change."""
+        if self.reader is not None and self.shard is not None and self.arrival is None:
+            self.reader.fetch(self.shard)
 
 
 class Unit:
@@ -409,6 +424,8 @@ class Unit:
     def absorb(self, source: int | None) -> None:
         """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master."""
         for flat in self.flats:
+            if flat.reader is not None:
+                flat.reader.forget()
             for bucket in flat.layout.buckets:
                 values = torch.zeros(bucket.numel, dtype=flat.dtype, device=flat.device)
                 for piece in flat.layout.pieces(bucket):

@@ -146,7 +146,7 @@ class HostUpdates:
         for granule in self._of[flat]:
             if granule not in self._whole or granule.tier == "disk":
                 continue
-            task = self._task(granule, granule.runs)
+            task = self._task(granule, granule.runs, ahead=True)
             if task.recipes is not None and self._open_beside(granule, task.recipes):
                 moments = [there, self._inverse.there]
                 job = Job((self._order[granule], 1), moments, partial(self._work_ahead, task, self._inverse))
@@ -235,23 +235,25 @@ class HostUpdates:
         self._engine.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
         return RuntimeError(told)
 
-    def _task(self, granule: Granule, runs: list[Run]) -> Task:
+    def _task(self, granule: Granule, runs: list[Run], ahead: bool = False) -> Task:
+        """What is to be done. ``ahead``: by the native update only where there are states, since a step makes them."""
+        states = tuple(self._inner.state[run.parameter] for run in runs)
+        gradient = self._engine.gradients.of_flat[granule.flat]
+        dtypes = (granule.stretch.tensor.dtype, gradient.dtype, granule.flat.dtype)
         recipes: list[Recipe] = []
-        for run in runs if self._kernels is not None else ():
-            state = self._inner.state[run.parameter]
-            gradient = self._engine.gradients.of_flat[granule.flat]
-            dtypes = (granule.stretch.tensor.dtype, gradient.dtype, granule.flat.dtype)
+        for run, state in zip(runs, states, strict=True) if self._kernels is not None else ():
             recipe = recipe_for(self._inner, run.group, state, dtypes, self._engine.comm.device.type == "cuda")
-            if recipe is None:
+            if recipe is None or (ahead and any(state.get(key) is None for key in recipe.keys)):
                 break
-            self._begin(granule, run, recipe)
             recipes.append(recipe)
-        native = tuple(recipes) if len(recipes) == len(runs) else None
+        if len(recipes) == len(runs):
+            for run, recipe in zip(runs, recipes, strict=True):
+                self._begin(granule, run, recipe)
+            return Task(granule, tuple(runs), states, tuple(recipes), ())
         groups = tuple(
             {**run.group, "capturable": False} if "capturable" in run.group else {**run.group} for run in runs
         )
-        states = tuple(self._inner.state[run.parameter] for run in runs)
-        return Task(granule, tuple(runs), states, native, () if native is not None else groups)
+        return Task(granule, tuple(runs), states, None, groups)
 
     def _begin(self, granule: Granule, run: Run, recipe: Recipe) -> None:
         """Make the states of a run that has none yet, or bring them into the granule."""

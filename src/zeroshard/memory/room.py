@@ -41,8 +41,28 @@ class Room:
         self._pool = pool  # named last, so that it goes last
 
 
+class Pin:
+    """Lets a GPU copy into and from host memory by itself, where the system allows it, for as long as the pin lives."""
+
+    def __init__(self, memory: torch.Tensor, serves: torch.device) -> None:
+        self._memory, self._serves = memory, serves
+        self.holds = False
+        thread = threading.Thread(target=self._register)  # a refusal would be told by the next kernel on this thread
+        thread.start()
+        thread.join()
+
+    def _register(self) -> None:
+        with torch.cuda.device(self._serves):  # a thread begins on the first GPU, and would open a context there
+            outcome = _runtime().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+        self.holds = int(outcome) == 0
+
+    def __del__(self) -> None:
+        if getattr(self, "holds", False):
+            _runtime().cudaHostUnregister(self._memory.data_ptr())
+
+
 class PinnedRoom(Room):
-    """Host memory that a GPU copies into and from by itself, where the system allows to pin it.
+    """Host memory that is pinned.
 
     Pinned memory from torch is rounded up to a power of two and filled page by page by one thread. Filling it with all
     threads first and pinning it where it is takes a seventh of the time.
@@ -50,21 +70,8 @@ class PinnedRoom(Room):
 
     def __init__(self, nbytes: int, serves: torch.device) -> None:
         self.tensor = host_zeros(nbytes)
-        self._serves = serves
-        self.pinned = False
         self.tensor.zero_()  # takes the memory, with all threads
-        thread = threading.Thread(target=self._pin)  # a refusal would be told by the next kernel on this thread
-        thread.start()
-        thread.join()
-
-    def _pin(self) -> None:
-        with torch.cuda.device(self._serves):  # a thread begins on the first GPU, and would open a context there
-            outcome = _runtime().cudaHostRegister(self.tensor.data_ptr(), self.tensor.numel(), 0)
-        self.pinned = int(outcome) == 0
-
-    def __del__(self) -> None:
-        if getattr(self, "pinned", False):
-            _runtime().cudaHostUnregister(self.tensor.data_ptr())
+        self._pin = Pin(self.tensor, serves)
 
 
 def _runtime() -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from zeroshard.memory.disk import Disk
 from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.reader import BUFFERS, Reader
 from zeroshard.memory.room import PinnedRoom, host_zeros
 from zeroshard.offload import Offload
 from zeroshard.rests import GRANULES, PAGE, TENSORS, Body
@@ -45,6 +46,8 @@ class Tiers:
         if self.offload is not None and self.offload.uses_disk:
             each = max((body.state_bytes for body in bodies), default=0)
             nbytes += SLOTS * (min(longest, GRANULES["disk"]) * each + TENSORS * PAGE)  # each buffer is whole pages
+            if "disk" in self.offload.parameters:
+                nbytes += BUFFERS * (longest * max(body.parameter_bytes for body in bodies) + PAGE)
         return nbytes
 
     def open(self) -> None:
@@ -60,6 +63,10 @@ class Tiers:
                 raise ValueError("nothing rests on disk: give offload a directory")
             self._disk = Disk(self.offload.directory, self.offload.limit("disk"))
         return self._disk
+
+    def reader(self, sizes: Sequence[int]) -> Reader | None:
+        """What reads shards of these sizes, in bytes, from disk ahead of their use; None where there are none."""
+        return Reader(self.disk, self._device, max(sizes), self._ledger) if sizes else None
 
     def zeros(self, kind: str | None, tier: str, numel: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
         """Make a line of zeros in a tier, counted as ``kind``; None: whoever asks counts it himself.

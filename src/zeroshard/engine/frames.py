@@ -1,0 +1,46 @@
+"""Frames: where forward has been, for backward to come back to: see [Note: what is over in backward] in engine.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from zeroshard.engine.unit import Unit
+
+if TYPE_CHECKING:
+    from zeroshard.engine.engine import Engine
+
+
+class Trace:
+    """The frames of one forward. The autograd graph owns it, through the hooks: it goes when the graph goes."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []  # in the order they were left
+        self.uses: dict[Unit, list[Frame]] = {}
+
+
+@dataclass(eq=False)
+class Frame:
+    """One run of a unit's module in forward: see [Note: what is over in backward]."""
+
+    units: list[Unit]
+    entered: int
+    left: int = -1
+    hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
+    loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
+    reached_in: int = -1  # the backward that has come to it
+
+
+class Reach:
+    """The hook on a unit's output: it runs when backward comes there."""
+
+    __slots__ = ("_engine", "_frame", "_trace")
+
+    def __init__(self, engine: Engine, frame: Frame, trace: Trace) -> None:
+        self._engine, self._frame, self._trace = engine, frame, trace
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._engine.makes_graph = torch.is_grad_enabled()
+        self._engine.reach(self._frame, self._trace)

@@ -1,0 +1,80 @@
+"""Whole: a parameter or a gradient put together of what the ranks hold of it. All ranks call these together."""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+
+from zeroshard.comm import Communicator
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.unit import Flat, Unit
+
+
+def find(units: list[Unit], name: str) -> tuple[Flat, int]:
+    """Find a parameter by its plain name."""
+    for unit in units:
+        for flat in unit.flats:
+            if name in flat.names:
+                return flat, flat.names.index(name)
+    known = [name for unit in units for flat in unit.flats for name in flat.names]
+    near = difflib.get_close_matches(name, known, n=1)
+    raise KeyError(f"no parameter {name!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+
+def assemble(comm: Communicator, line: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
+    """Make a whole tensor of one parameter's, of flattened parts that each rank filled where it owns them."""
+    if comm.shard.size > 1:
+        comm.all_reduce(line, comm.shard, f"assemble {flat.names[index]!r}").wait()
+    return undivided(comm, line.as_strided(flat.shapes[index], flat.strides[index]), flat, index)
+
+
+def undivided(comm: Communicator, part: torch.Tensor, flat: Flat, index: int) -> torch.Tensor:
+    """Make a whole tensor of what each rank of the tensor axis has of it."""
+    share = flat.shares[index]
+    if share is None:
+        return part
+    whole = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
+    share.put(part, share.rank, whole)
+    comm.all_reduce(whole, comm.tensor, f"assemble {flat.names[index]!r}").wait()
+    return whole
+
+
+def full_parameter(engine: Engine, name: str) -> torch.Tensor:
+    """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
+    flat, index = find(engine.units, name)
+    engine.order.begin("read a parameter")
+    engine.finish_updates()
+    if flat.master is None and flat.shard is None:  # every rank has all of it
+        return undivided(engine.comm, flat.view(flat.full, index).clone(), flat, index)
+    dtype = flat.dtype if flat.master is None else flat.master.dtype
+    line = torch.zeros(flat.layout.numels[index], dtype=dtype, device=flat.device)
+    for number, within, values in flat.held():
+        if number == index:
+            line[within.start : within.end] = values
+    return assemble(engine.comm, line, flat, index)
+
+
+def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
+    """The whole reduced gradient of one parameter, or None where it has none. All ranks call it together."""
+    engine.refuse_away()
+    flat, index = find(engine.units, name)
+    gradient = engine.gradients.of_flat.get(flat)
+    if gradient is None:
+        return None
+    engine.order.begin("read a gradient")
+    engine.gradients.reduce_rest()
+    used = torch.tensor(float(gradient.used[index]), device=engine.comm.device)
+    engine.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
+    if not used or gradient.shard is None or not gradient.has_shard:
+        return None
+    gradient.settle()
+    line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
+    for piece in flat.segments:
+        if piece.parameter == index:
+            line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
+    if engine.gradients.coefficient is not None:
+        line *= engine.gradients.coefficient
+    if engine.loss_scale is not None:
+        line = line.float() * engine.loss_scale.inverse
+    return assemble(engine.comm, line, flat, index)
