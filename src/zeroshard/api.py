@@ -18,16 +18,10 @@ from zeroshard.activations.traffic import compared
 from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
 from zeroshard.config import Config
 from zeroshard.engine import whole
+from zeroshard.engine.alike import open_agreement, open_tiers, verify_same_division, verify_same_model
 from zeroshard.engine.away import Away
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.build import (
-    Builder,
-    check_model,
-    open_agreement,
-    open_tiers,
-    verify_same_division,
-    verify_same_model,
-)
+from zeroshard.engine.build import Builder, check_model
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.flat import Flat
 from zeroshard.engine.parameter import card_of
-from zeroshard.engine.unit import Flat
 from zeroshard.engine.whole import assemble, find
 from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.engine.gradients import FlatGradient
-from zeroshard.engine.unit import Flat
+from zeroshard.engine.flat import Flat
+from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.layout import ALIGN, Range
 from zeroshard.memory.spread import Stretch
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.gradients import norms_of
+from zeroshard.engine.flat_gradient import norms_of
 from zeroshard.host.updates import HostUpdates
 from zeroshard.host.verdict import Verdict
 from zeroshard.layout import ALIGN, round_up

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.order import Order
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.flat import Flat
 from zeroshard.engine.parameter import card_of
-from zeroshard.engine.unit import Flat
 from zeroshard.layout import Range
 from zeroshard.optimizer import ShardedOptimizer, opened
 from zeroshard.runs import is_elementwise

@@ -37,11 +37,13 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
+from zeroshard.engine.flat import Flat
 from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import Card
-from zeroshard.engine.unit import Flat, State, Unit
+from zeroshard.engine.unit import State, Unit
+from zeroshard.memory.file import DiskError
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.reader import AHEAD
@@ -208,7 +210,9 @@ class Engine:
         self._frames.pop()
         if self._frames:
             return
-        if not (isinstance(error, RanksDisagreeError) or self.spoilt):  # else this rank has nothing to give any more
+        if isinstance(error, DiskError):  # parameters could not be read, so the others wait for a gather already
+            self.comm.control.tell_failure(str(error))
+        elif not (isinstance(error, RanksDisagreeError) or self.spoilt):  # else there is nothing to give any more
             self._take_part_in_rest()
         self._abort_forward()
 

@@ -11,10 +11,11 @@ import torch
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.config import Config
+from zeroshard.engine.flat import Flat
+from zeroshard.engine.flat_gradient import FlatGradient, norms_of
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import has_autograd_gradient, take_autograd_gradient
-from zeroshard.engine.unit import Flat, Unit
-from zeroshard.layout import Piece, Range
+from zeroshard.engine.packer import Packer
+from zeroshard.engine.unit import Unit
 from zeroshard.memory.arena import Arena
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -22,68 +23,6 @@ from zeroshard.memory.pool import Pool
 from zeroshard.memory.ring import Ring, Slot
 from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
-
-
-class FlatGradient:
-    """The gradient of one trainable flat: what this rank has summed itself, and its part of the reduced whole."""
-
-    def __init__(self, flat: Flat, dtype: torch.dtype) -> None:
-        self.flat = flat
-        self.dtype = dtype
-        self.local: torch.Tensor | None = None  # [numel]: this rank's own sum, not reduced yet
-        self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
-        self.carried: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
-        self.has_local = False
-        self.has_shard = False
-        self.used = [False] * len(flat.parameters)  # got a gradient on this rank since zero_grad()
-        self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, of a gradient outside the device: see ``measure``
-        self.largest: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
-        self.landing: torch.cuda.Event | None = None  # when all of a far shard is there
-        self.local_views: list[torch.Tensor] = []  # the parameters' places in ``local``
-
-    @property
-    def far(self) -> bool:
-        """Whether the reduced gradient rests outside the device."""
-        return self.flat.rest.gradients != "device"
-
-    def settle(self) -> None:
-        """Wait until all of a shard outside the device is there."""
-        if self.landing is not None:
-            self.landing.synchronize()
-
-    def counted(self, number: int, everything: bool) -> list[Range]:
-        """What of one bucket's part of the shard counts in a norm: all of it, or what no other tensor rank has too."""
-        home = self.flat.homes[number]
-        stretches = [home] if everything else self.flat.divided_stretches()
-        return [common for stretch in stretches if (common := stretch.meet(home)) is not None]
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Take what autograd has put into the parameters' ``grad``."""
-        taken = [take_autograd_gradient(parameter) for parameter in self.flat.parameters]
-        self.used = [before or now is not None for before, now in zip(self.used, taken, strict=True)]
-        return taken
-
-    def pending(self) -> bool:
-        """Whether autograd has left gradients here."""
-        return any(has_autograd_gradient(parameter) for parameter in self.flat.parameters)
-
-    def forget_norms(self) -> None:
-        """The gradient changes where it rests: what was measured on its way there does not hold any more."""
-        self.norms.clear()
-        self.largest.clear()
-
-    def clear(self, index: int) -> None:
-        """Forget the gradient of one parameter."""
-        self.used[index] = False
-        self.forget_norms()
-        if self.has_local:
-            self.local_views[index].zero_()
-        reduced = self.shard if self.carried is None else self.carried
-        if self.has_shard and reduced is not None:
-            self.settle()
-            for piece in self.flat.segments:
-                if piece.parameter == index:
-                    reduced[piece.at : piece.at + piece.within.numel].zero_()
 
 
 class Gradients:
@@ -121,7 +60,7 @@ class Gradients:
         self._lane = Lane(comm.device, comm.stopwatch)
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._packers: dict[tuple[Flat, int, int], _Packer] = {}  # by flat, bucket and slot
+        self._packers: dict[tuple[Flat, int, int], Packer] = {}  # by flat, bucket and slot
         self._next = 0  # position in the queue
         self._finished: set[Unit] = set()
         self._read_by_lane: list[torch.Tensor] = []  # kept until compute has waited for the lane
@@ -390,7 +329,7 @@ class Gradients:
         else:
             packer = self._packers.get((flat, number, slot.index))
             if packer is None:
-                packer = self._packers[flat, number, slot.index] = _Packer(flat, bucket, packed)
+                packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, packed)
             packer.pack(taken)
         if gradient.shard is None:
             return
@@ -532,45 +471,3 @@ class Gradients:
         self._ledger.add("autograd", nbytes)
         self._ledger.add("autograd", -nbytes)
         return made_by_autograd
-
-
-def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each tensor, in fp32; torch refuses to narrow those of float64 by itself."""
-    if not tensors:
-        return []
-    if tensors[0].dtype == torch.float64:
-        return [norm.float() for norm in torch._foreach_norm(tensors, norm_type)]
-    return list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))
-
-
-class _Packer:
-    """Copies the gradients of one bucket into one slot of the ring, with the cast, in a few fused kernels."""
-
-    def __init__(self, flat: Flat, bucket: Range, packed: torch.Tensor) -> None:
-        self._flat = flat
-        self._pieces: list[tuple[Piece, bool]] = []
-        self._places: list[torch.Tensor] = []
-        for piece in flat.layout.pieces(bucket):
-            whole = piece.within.numel == flat.layout.numels[piece.parameter]
-            shape = flat.shapes[piece.parameter] if whole else torch.Size((piece.within.numel,))
-            stride = flat.strides[piece.parameter] if whole else (1,)
-            self._places.append(packed.as_strided(shape, stride, packed.storage_offset() + piece.at))
-            self._pieces.append((piece, whole))
-        self._gaps = [packed[gap.start : gap.end] for gap in flat.layout.gaps(bucket)]
-
-    def pack(self, gradients: list[torch.Tensor | None]) -> None:
-        """Fill the slot: what has no gradient, and what belongs to no parameter, is zero."""
-        places, sources, empty = [], [], list(self._gaps)
-        for (piece, whole), place in zip(self._pieces, self._places, strict=True):
-            gradient = gradients[piece.parameter]
-            if gradient is None:
-                empty.append(place)
-                continue
-            if not whole:
-                gradient = self._flat.line(gradient, piece.parameter)[piece.within.start : piece.within.end]
-            places.append(place)
-            sources.append(gradient)
-        if empty:
-            torch._foreach_zero_(empty)
-        if places:
-            torch._foreach_copy_(places, sources)

@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
-    from zeroshard.engine.unit import Flat, Unit
+    from zeroshard.engine.flat import Flat
+    from zeroshard.engine.unit import Unit
 
 
 class Card:

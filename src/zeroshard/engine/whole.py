@@ -8,7 +8,8 @@ import torch
 
 from zeroshard.comm import Communicator
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.unit import Flat, Unit
+from zeroshard.engine.flat import Flat
+from zeroshard.engine.unit import Unit
 
 
 def find(units: list[Unit], name: str) -> tuple[Flat, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine.unit import Flat
+from zeroshard.engine.flat import Flat
 from zeroshard.layout import Range
 from zeroshard.memory.spread import Stretch
 from zeroshard.memory.tiers import Tiers

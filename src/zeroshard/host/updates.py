@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.unit import Flat
+from zeroshard.engine.flat import Flat
 from zeroshard.host.desk import Desk
 from zeroshard.host.foresight import Foresight
 from zeroshard.host.granule import MASTER, Granule

@@ -1,0 +1,80 @@
+"""FlatGradient: the gradient of one flat, what this rank has summed of it and what it owns of the mean."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.engine.flat import Flat
+from zeroshard.engine.parameter import has_autograd_gradient, take_autograd_gradient
+from zeroshard.layout import Range
+
+
+class FlatGradient:
+    """The gradient of one trainable flat: what this rank has summed itself, and its part of the reduced whole."""
+
+    def __init__(self, flat: Flat, dtype: torch.dtype) -> None:
+        self.flat = flat
+        self.dtype = dtype
+        self.local: torch.Tensor | None = None  # [numel]: this rank's own sum, not reduced yet
+        self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
+        self.carried: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
+        self.has_local = False
+        self.has_shard = False
+        self.used = [False] * len(flat.parameters)  # got a gradient on this rank since zero_grad()
+        self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, of a gradient outside the device: see ``measure``
+        self.largest: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
+        self.landing: torch.cuda.Event | None = None  # when all of a far shard is there
+        self.local_views: list[torch.Tensor] = []  # the parameters' places in ``local``
+
+    @property
+    def far(self) -> bool:
+        """Whether the reduced gradient rests outside the device."""
+        return self.flat.rest.gradients != "device"
+
+    def settle(self) -> None:
+        """Wait until all of a shard outside the device is there."""
+        if self.landing is not None:
+            self.landing.synchronize()
+
+    def counted(self, number: int, everything: bool) -> list[Range]:
+        """What of one bucket's part of the shard counts in a norm: all of it, or what no other tensor rank has too."""
+        home = self.flat.homes[number]
+        stretches = [home] if everything else self.flat.divided_stretches()
+        return [common for stretch in stretches if (common := stretch.meet(home)) is not None]
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Take what autograd has put into the parameters' ``grad``."""
+        taken = [take_autograd_gradient(parameter) for parameter in self.flat.parameters]
+        self.used = [before or now is not None for before, now in zip(self.used, taken, strict=True)]
+        return taken
+
+    def pending(self) -> bool:
+        """Whether autograd has left gradients here."""
+        return any(has_autograd_gradient(parameter) for parameter in self.flat.parameters)
+
+    def forget_norms(self) -> None:
+        """The gradient changes where it rests: what was measured on its way there does not hold any more."""
+        self.norms.clear()
+        self.largest.clear()
+
+    def clear(self, index: int) -> None:
+        """Forget the gradient of one parameter."""
+        self.used[index] = False
+        self.forget_norms()
+        if self.has_local:
+            self.local_views[index].zero_()
+        reduced = self.shard if self.carried is None else self.carried
+        if self.has_shard and reduced is not None:
+            self.settle()
+            for piece in self.flat.segments:
+                if piece.parameter == index:
+                    reduced[piece.at : piece.at + piece.within.numel].zero_()
+
+
+def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each tensor, in fp32; torch refuses to narrow those of float64 by itself."""
+    if not tensors:
+        return []
+    if tensors[0].dtype == torch.float64:
+        return [norm.float() for norm in torch._foreach_norm(tensors, norm_type)]
+    return list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))
