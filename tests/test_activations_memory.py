@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from zeroshard.activations.form import Form
 from zeroshard.activations.replicas import checksum
-from zeroshard.memory.room import Room
 from zeroshard.activations.stack import ALIGN, Slot, Stack
 from zeroshard.activations.store import Store
 from zeroshard.layout import round_up
 from zeroshard.memory.ledger import Bytes, Ledger
+from zeroshard.memory.room import Room
 
 CPU = torch.device("cpu")
 

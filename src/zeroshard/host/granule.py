@@ -32,6 +32,7 @@ class Granule:
         self.beside: dict[str, torch.Tensor] = {}  # by the same keys, and MASTER
         self.copy: torch.Tensor | None = None  # new parameters in the dtype of computation, ahead of the step
         self.runs: list[Run] = []
+        self.whole = False  # whether these are all it holds
 
     @property
     def numel(self) -> int:

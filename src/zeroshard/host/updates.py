@@ -11,11 +11,8 @@ next forward, and the semantics are PyTorch's: before ``step()`` nothing has cha
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import os
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -27,6 +24,7 @@ import torch
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
+from zeroshard.host.craft import Craft, Task
 from zeroshard.host.desk import Desk
 from zeroshard.host.foresight import Foresight
 from zeroshard.host.granule import MASTER, Granule
@@ -40,20 +38,9 @@ from zeroshard.memory.host import host_memory_left
 from zeroshard.memory.spread import Stretch
 from zeroshard.memory.tiers import Tiers
 from zeroshard.precision import LossScale
-from zeroshard.runs import Run, is_elementwise, states_of_an_element
+from zeroshard.runs import Run, states_of_an_element
 
 SHARE = 0.7  # of the memory that is left: for what is made ahead of a step
-
-
-@dataclass(frozen=True)
-class Task:
-    """The update of one granule in one step."""
-
-    granule: Granule
-    runs: tuple[Run, ...]
-    states: tuple[dict[str, Any], ...]  # of the runs; the optimizer may have others by the time they are updated
-    recipes: tuple[Recipe, ...] | None  # None: by torch
-    groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
 
 
 @dataclass(frozen=True)
@@ -97,9 +84,10 @@ class HostUpdates:
             if flat.master is not None
         }
         self._granules: dict[Stretch, Granule] = {g.stretch: g for found in self._of.values() for g in found}
-        self._threads = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
         self._kernels: Kernels | None = kernels()
         self._desk = Desk(engine.comm.device, tiers, self._granules.values())
+        threads = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
+        self._craft = Craft(inner, engine.gradients, tiers, self._desk, self._kernels, threads)
         self._shelf = Shelf(tiers)
         self._order = {granule: number for number, granule in enumerate(self._granules.values())}
         self._there: dict[Flat, torch.cuda.Event | None] = {}  # when a flat's gradient is complete, where that is told
@@ -109,7 +97,6 @@ class HostUpdates:
         self._ahead: dict[Granule, Ahead] = {}
         self._guessing = False
         self._inverse = Verdict()
-        self._whole: set[Granule] = set()  # whose runs cover it
         self._left = self._spare()  # bytes for what is made ahead
 
     # -- told by the optimizer and the engine ------------------------------------------------------------------------
@@ -122,7 +109,8 @@ class HostUpdates:
         for run in runs:
             if run.stretch is not None:
                 self._granules[run.stretch].runs.append(run)
-        self._whole = {granule for granule in self._granules.values() if granule.covered(granule.runs)}
+        for granule in self._granules.values():
+            granule.whole = granule.covered(granule.runs)
 
     def room(self, stretch: Stretch, run: Run, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Where a state of a run in a far stretch belongs, in its tier; what is there now has no meaning."""
@@ -144,7 +132,7 @@ class HostUpdates:
         if not (self._guessing and all(gradient.used)):
             return
         for granule in self._of[flat]:
-            if granule not in self._whole or granule.tier == "disk":
+            if not granule.whole or granule.tier == "disk":
                 continue
             task = self._task(granule, granule.runs, ahead=True)
             if task.recipes is not None and self._open_beside(granule, task.recipes):
@@ -202,7 +190,7 @@ class HostUpdates:
                 granule.house(run, self._inner.state.get(run.parameter, {}), self._tiers)
                 due.setdefault(granule, []).append(run)
         for granule, found in due.items():
-            event = self._deliver_masters(granule, found, now)
+            event = self._craft.deliver_masters(granule, found, now)
             if event is not None:
                 event.synchronize()
 
@@ -298,8 +286,8 @@ class HostUpdates:
 
     def _work_ahead(self, task: Task, verdict: Verdict) -> Ruling:
         """Update a granule beside its old values."""
-        ruling, granule = verdict.read(), task.granule
-        self._cook(task, {MASTER: granule.stretch.tensor, **granule.states}, granule.beside, granule.copy, ruling)
+        ruling = verdict.read()
+        self._craft.ahead(task, ruling)
         return ruling
 
     def _work(
@@ -312,135 +300,12 @@ class HostUpdates:
         if begun is not None and not begun.done.cancel():  # it is done: there is one thread
             made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes
             if same and made.inverse == ruling.inverse and ruling.coefficient in (None, 1.0):
-                return self._confirm(task, now)
+                return self._craft.confirm(task, now)
             self._foresight.wrong()
         if granule.tier == "disk":
             with self._shelf.taken(granule, following) as lines:
-                return self._update(task, lines, ruling, now)
-        return self._update(task, {MASTER: granule.stretch.tensor, **granule.states}, ruling, now)
-
-    def _confirm(self, task: Task, now: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        granule = task.granule
-        states = dict(zip(task.runs, task.states, strict=True))
-        keys = sorted({key for recipe in task.recipes or () for key in recipe.keys})
-        granule.exchange(keys, states)
-        self._count(task)
-        return self._desk.deliver(granule.place, granule.copy, now)
-
-    def _update(
-        self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling, now: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        granule = task.granule
-        if task.recipes is None:
-            with self._pointed(task, lines):
-                self._by_torch(task, ruling)
-                return self._deliver_masters(granule, list(task.runs), now)
-        if self._desk.direct(granule.place, now):
-            self._cook(task, lines, lines, granule.place, ruling)
-            self._count(task)
-            return None
-        slot = (
-            self._desk.take() if granule.copy is None else None
-        )  # few: until the device is at the step, they stay taken
-        copy = granule.copy if slot is None else slot.copy_of(granule)
-        self._cook(task, lines, lines, copy, ruling)
-        self._count(task)
-        whole = granule in self._whole and len(task.runs) == len(granule.runs)
-        event = None
-        for span in [slice(None)] if whole else [granule.within(run).slice for run in task.runs]:
-            event = self._desk.deliver(granule.place[span], copy[span] if copy is not None else None, now)
-        if slot is not None:
-            slot.event = event
-        return event
-
-    def _cook(
-        self,
-        task: Task,
-        old: dict[str, torch.Tensor],
-        new: dict[str, torch.Tensor],
-        copy: torch.Tensor | None,
-        ruling: Ruling,
-    ) -> None:
-        for run, recipe in zip(task.runs, task.recipes or (), strict=True):
-            span = task.granule.within(run).slice
-            gradient = self._desk.gradient(run, self._engine.gradients)
-            recipe.cook(
-                self._kernels_there,
-                {key: old[key][span] for key in (MASTER, *recipe.keys)},
-                {key: new[key][span] for key in (MASTER, *recipe.keys)},
-                gradient,
-                None if copy is None else copy[span],
-                ruling.factors,
-                self._threads,
-            )
-
-    @property
-    def _kernels_there(self) -> Kernels:
-        if self._kernels is None:
-            raise RuntimeError("the native update is not there: please report this")
-        return self._kernels
-
-    def _count(self, task: Task) -> None:
-        for state in task.states:
-            if "step" in state:
-                state["step"] += 1
-
-    @contextlib.contextmanager
-    def _pointed(self, task: Task, lines: dict[str, torch.Tensor]) -> Any:
-        """Let runs and their states point at lines in memory, where they rest on disk."""
-        granule = task.granule
-        if granule.tier != "disk":
-            yield
-            return
-        self._point(task, lines)
-        try:
-            yield
-        finally:
-            self._point(task, {MASTER: granule.stretch.tensor, **granule.states})
-
-    def _point(self, task: Task, lines: dict[str, torch.Tensor]) -> None:
-        for run, state in zip(task.runs, task.states, strict=True):
-            span = task.granule.within(run).slice
-            run.parameter.data = lines[MASTER][span]
-            for key in task.granule.states:
-                if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
-                    state[key] = lines[key][span]
-
-    def _by_torch(self, task: Task, ruling: Ruling) -> None:
-        """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
-        twin: Any = copy.copy(self._inner)
-        twin.param_groups = []
-        states = zip(task.runs, task.states, strict=True)
-        twin.state = defaultdict(dict, {run.parameter: state for run, state in states})
-        for run, group in zip(task.runs, task.groups, strict=True):
-            gradient = self._desk.gradient(run, self._engine.gradients)
-            wide = gradient.to(run.parameter.dtype, copy=True)
-            for factor in ruling.factors:
-                wide.mul_(factor)
-            run.parameter.grad = wide
-            twin.param_groups.append({**group, "params": [run.parameter]})
-        try:
-            type(self._inner).step(twin)
-        finally:
-            for run in task.runs:
-                run.parameter.grad = None
-        for run, state in zip(task.runs, task.states, strict=True):
-            task.granule.house(run, state, self._tiers)
-
-    def _deliver_masters(
-        self, granule: Granule, runs: list[Run], now: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Send values that were updated elsewhere to the parameters in computation."""
-        if self._desk.direct(granule.place, now):
-            for run in runs:
-                granule.place[granule.within(run).slice].copy_(run.parameter.data)
-            return None
-        slot = self._desk.take()
-        for run in runs:
-            span = granule.within(run).slice
-            slot.copy_of(granule)[span].copy_(run.parameter.data)
-            slot.event = self._desk.deliver(granule.place[span], slot.copy_of(granule)[span], now)
-        return slot.event
+                return self._craft.update(task, lines, ruling, now)
+        return self._craft.update(task, {MASTER: granule.stretch.tensor, **granule.states}, ruling, now)
 
 
 def default_threads() -> int:

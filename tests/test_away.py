@@ -1,0 +1,103 @@
+"""States that are sent to host memory between phases, and come back byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from offloaded import Case, assert_same, everything, loop
+from plain import batches, net_loss, split
+from ranks import run_threads
+
+import zeroshard
+from zeroshard.memory.ledger import STATES
+
+NEAR = [(kind, "device") for kind in STATES]
+USES = {
+    "forward": lambda model, optimizer: net_loss(model, batches(1)[0]),
+    "step": lambda model, optimizer: optimizer.step(),
+    "clip": lambda model, optimizer: optimizer.clip_grad_norm_(1.0),
+    "full_parameter": lambda model, optimizer: zeroshard.full_parameter(model, "head.weight"),
+    "full_gradient": lambda model, optimizer: zeroshard.full_gradient(model, "head.weight"),
+    "full_state": lambda model, optimizer: zeroshard.full_state(optimizer, "head.weight"),
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "gathered": lambda model, optimizer: zeroshard.gathered(model).__enter__(),
+    "unshard": lambda model, optimizer: zeroshard.unshard(model),
+}
+
+
+def there_and_back(rank: int, world: int, case: Case, offload: Any, away: bool) -> dict[str, Any]:
+    """A few steps, with the states away twice: between steps, and between backward and step."""
+    model, optimizer = case.make(offload)
+    told = loop(model, optimizer, case, rank, world)
+    for _ in range(2):
+        if away:
+            zeroshard.offload_states(model)
+            zeroshard.offload_states(model)  # once more does nothing
+            assert not any(n.now for (kind, tier), n in zeroshard.report(model).memory.items() if (kind, tier) in NEAR)
+            zeroshard.reload_states(model)
+        loss = net_loss(model, split(batches(1)[0], rank, world))
+        optimizer.scale(loss).backward()
+        if away:
+            zeroshard.offload_states(model)
+            zeroshard.reload_states(model)
+        optimizer.step()
+        told.append(loss.item())
+    return {"steps": told, **everything(model, optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("world", "case", "offload"),
+    [
+        (1, Case(steps=2, options={"stage": 0}), None),
+        (2, Case(steps=2, options={"stage": 1, "precision": "bf16"}), None),
+        (2, Case(steps=2, options={"stage": 2}, net="frozen", optimizer="momentum"), None),
+        (3, Case(steps=2, options={"stage": 3, "precision": "fp16"}), None),
+        (1, Case(steps=3, options={"stage": 3}), {"optimizer": ("host", 0.5), "gradients": ("host", 0.5)}),
+    ],
+)
+def test_states_come_back_byte_for_byte(world: int, case: Case, offload: Any) -> None:
+    plain = run_threads(world, there_and_back, world, case, offload, False)
+    assert_same(run_threads(world, there_and_back, world, case, offload, True), plain)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("use", USES)
+def test_what_is_away_cannot_be_used_and_is_unharmed(use: str, stage: int) -> None:
+    case = Case(steps=1, options={"stage": stage})
+    model, optimizer = case.make()
+    loop(model, optimizer, case)
+    before = everything(model, optimizer)
+    zeroshard.offload_states(model)
+    with pytest.raises(RuntimeError, match=r"reload_states\(model\)"):
+        USES[use](model, optimizer)
+    zeroshard.reload_states(model)
+    assert_same(everything(model, optimizer), before)
+    loop(model, optimizer, case)
+
+
+def test_a_resident_parameter_that_is_away_says_so() -> None:
+    model, _ = Case(options={"stage": 0}).make()
+    head = model.head.weight
+    zeroshard.offload_states(model)
+    assert head.shape == (11, 7)
+    with pytest.raises(RuntimeError, match=r"reload_states\(model\)"):
+        head.sum()
+    zeroshard.reload_states(model)
+    assert torch.isfinite(head.sum())
+
+
+def test_the_ledger_follows() -> None:
+    case = Case(steps=1, options={"stage": 2, "precision": "bf16"})
+    model, optimizer = case.make()
+    loop(model, optimizer, case)
+    held = zeroshard.report(model)
+    zeroshard.offload_states(model)
+    away = zeroshard.report(model)
+    assert away.total.now == 0
+    assert away.memory["away", "host"].now >= held.total.now
+    zeroshard.reload_states(model)
+    back = zeroshard.report(model)
+    assert back.total.now == held.total.now
+    assert back.memory["away", "host"].now == 0
