@@ -102,9 +102,7 @@ def largest_batches(
     """The largest batch of each mode."""
     table = []
     for row in rows:
-        found = {
-            mode: trials.run(row=row, mode=mode, device=device, frugal=frugal, gigabytes=memory) for mode in modes
-        }
+        found = {mode: trials.run(row=row, mode=mode, device=device, frugal=frugal, gigabytes=memory) for mode in modes}
         base = found.get("zeroshard", {}).get("fits")
         for mode, run in found.items():
             ended = run.get("ended_early") or run.get("error") or run.get("out_of_memory") or ""
