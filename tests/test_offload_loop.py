@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
@@ -20,6 +21,7 @@ from plain import batches, make_net, net_loss
 
 import zeroshard
 from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.host.craft import Craft
 from zeroshard.host.granule import Granule
 from zeroshard.host.updates import HostUpdates
 from zeroshard.host.worker import Job, Worker
@@ -492,3 +494,42 @@ def test_what_changes_nothing_leaves_the_update_ahead_in_force(disturb, exchange
     case = Case(**NATIVE, options={"stage": 2})
     _, begun = run(case, "host", disturb)
     assert len(exchanges) == sum(begun)
+
+
+class Borrowing(torch.nn.Module):
+    """Uses its child's weight before, and apart from, the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = torch.nn.Linear(8, 8)
+        self.idle = torch.nn.Linear(8, 8)  # in the optimizer, and in no forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(torch.nn.functional.linear(x, self.child.weight))
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["by the model", "between steps"])
+def test_whoever_uses_a_parameter_that_is_being_updated_waits_for_it(
+    read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(offload: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = Borrowing()
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), offload=offload)
+        told = []
+        for _ in range(4):
+            loss = model(torch.ones(2, 8)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told += [loss.item(), *([model.child.weight.sum().item()] if read else [])]
+        return told
+
+    plain, update = train(None), Craft.update
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.05)  # whoever does not wait is sure to be too early
+        return update(*arguments)
+
+    monkeypatch.setattr(Craft, "update", late)
+    assert train({"optimizer": "host", "speculate": False}) == plain

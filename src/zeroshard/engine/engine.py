@@ -100,10 +100,9 @@ class Engine:
         self.config = config
         self.spoilt: dict[str, str] = {}  # states that are of no use → why
         self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change
-        self.updates: Callable[[], Updates | None] = lambda: (
-            None
-        )  # those made outside the device: the optimizer's, weak
-        self.states_on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None  # the same
+        # the optimizer's, and weak: what is updated outside the device, and which states rest on it
+        self.updates: Callable[[], Updates | None] = lambda: None
+        self.states_on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
         self.away: object | None = None  # where all states are, while they are out
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers

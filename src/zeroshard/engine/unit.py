@@ -175,13 +175,13 @@ class Unit:
     def rest(self) -> None:
         """Make ``grad`` of a resident unit's parameters the reduced gradient."""
         self._resting = True
-        if self.state is State.READY:
+        if self.state is State.READY and not self.expected:
             self._dress(absent=False)
 
     def wake(self) -> None:
         """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
         self._resting = False
-        if self.state is State.READY:
+        if self.state is State.READY and not self.expected:
             self._undress()
 
     @torch.no_grad()
