@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from plain import batches, net_loss, split
 from ranks import run_threads
 
 import zeroshard
+from zeroshard.host.craft import Craft
 from zeroshard.memory.ledger import STATES
 
 NEAR = [(kind, "device") for kind in STATES]
@@ -101,3 +103,22 @@ def test_the_ledger_follows() -> None:
     back = zeroshard.report(model)
     assert back.total.now == held.total.now
     assert back.memory["away", "host"].now == 0
+
+
+def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(steps=3, options={"stage": 2})
+    model, optimizer = case.make({"optimizer": "host", "gradients": "device"})
+    loop(model, optimizer, case)
+    began, ended, ahead = threading.Event(), threading.Event(), Craft.ahead
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        ended.wait(0.2)  # nobody sets it: whoever does not wait for the update is sure to be too early
+        ahead(*arguments)
+        ended.set()
+
+    monkeypatch.setattr(Craft, "ahead", slow)
+    net_loss(model, batches(1)[0]).backward()
+    assert began.wait(5)
+    zeroshard.offload_states(model)
+    assert ended.is_set()

@@ -256,7 +256,9 @@ def test_which_groups_are_served() -> None:
 
     assert found(torch.optim.AdamW, weight_decay=0.25) == AdamOptions(lr=0.5, weight_decay=0.25)
     assert found(torch.optim.Adam, fused=True) == AdamOptions(lr=0.5, decoupled=False, fused=True)
-    assert found(torch.optim.AdamW, lr=torch.tensor(0.5), weight_decay=0.0) == AdamOptions(lr=0.5)
+    assert found(torch.optim.SGD, lr=torch.tensor(0.5)) == SGDOptions(lr=0.5)
+    fused = {"fused": True, "weight_decay": 0.0}
+    assert found(torch.optim.AdamW, lr=torch.tensor(0.5), **fused) == AdamOptions(lr=0.5, fused=True)
     assert found(torch.optim.SGD, momentum=0.9, nesterov=True) == SGDOptions(lr=0.5, momentum=0.9, nesterov=True)
     assert found(torch.optim.SGD, maximize=True, fused=True) == SGDOptions(lr=0.5, maximize=True, fused=True)
     assert found(torch.optim.AdamW, lr=0.25) != AdamOptions(lr=0.5)
@@ -264,6 +266,7 @@ def test_which_groups_are_served() -> None:
         (Mine, {}),
         (torch.optim.NAdam, {}),
         (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"lr": torch.tensor(0.5)}),
         (torch.optim.AdamW, {"capturable": True}),
         (torch.optim.Adam, {"differentiable": True}),
         (torch.optim.SGD, {"differentiable": True}),

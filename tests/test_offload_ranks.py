@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Case, assert_same, everything, loop, train
-from plain import batches, make_net
-from ranks import RanksFailed, run_processes, run_threads
+from plain import Block, batches, make_net
+from ranks import RanksFailed, run_processes, run_threads, seeded
 
 import zeroshard
 from zeroshard.agreement import RanksDisagreeError
@@ -236,3 +236,49 @@ def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> 
     assert "the update outside the device failed: DiskError" in accounts[0]
     assert "Input/output error. The device failed" in accounts[0]
     assert "because rank 0 failed: the update outside the device failed: DiskError" in accounts[1]
+
+
+# ----------------------------------------------------------------------------------------- ranks that differ in forward
+
+
+class Branching(torch.nn.Module):
+    """Leaves one of its blocks out, as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(8) for _ in range(3))
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != without:
+                x = block(x)
+        return self.head(x)
+
+
+def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
+    with seeded(0):
+        model: Any = Branching()
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer = zeroshard.shard(model, adam, stage=stage, offload=offload, timeout=10)
+    for number in range(5):
+        x = torch.full((2, 8), 1.0 + rank + number)
+        if failing and number == 3:
+            if rank == 0:
+                with pytest.raises(TypeError):
+                    model("no tensor")
+            else:
+                model(x)
+            continue  # all skip the batch
+        differs = rank == 1 and number > 1 and not failing
+        model(x, without=number % 3 if differs else None).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["another branch", "a failed forward"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_forward_that_differs_on_one_rank_is_no_harm_where_parameters_stay(stage: int, failing: bool) -> None:
+    wanted = run_threads(2, branch, stage, failing, None)
+    assert_same(run_threads(2, branch, stage, failing, "host"), wanted)

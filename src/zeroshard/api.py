@@ -191,6 +191,8 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         engine.finish_updates()
     released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]
     resident = [unit for unit in units if not unit.partitioned]
+    for unit in resident:
+        engine.fetch(unit)  # inside a forward, too, its update may still be under way
     for unit in released:
         engine.order.check(unit.gather_event)
         unit.gather_copy()
@@ -275,11 +277,12 @@ def report(model: nn.Module) -> Report:
     engine = sharded.engine
     comm = engine.comm
     tensor, activations = sharded.profiled or (None, None)
+    kinds = list(engine.ledger.kinds.items())  # at once: an update under way may add to them
     return Report(
         rank=comm.control.rank,
         ranks=comm.ranks * comm.tensor.size,
         parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
-        memory={kind: Bytes(held.now, held.peak) for kind, held in engine.ledger.kinds.items()},
+        memory={kind: Bytes(held.now, held.peak) for kind, held in kinds},
         total=Bytes(engine.ledger.total.now, engine.ledger.total.peak),
         collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
         tensor_traffic=tensor,

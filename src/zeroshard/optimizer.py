@@ -268,6 +268,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gradient.used = [next(position) for _ in gradient.used]
         for index, runs in enumerate(self._runs):  # by group: so every stage cuts alike, and rounds alike
             if len({used for run in runs for used in self._used_in(run)}) > 1:
+                if self._host is not None:
+                    self._host.wait()  # an update of the step before may still write to what is cut
                 self._set_runs(index, [small for run in runs for small in self._cut(run)])
 
     def _used_in(self, run: Run) -> set[bool]:
@@ -323,6 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ranks call it together.
         """
         self._engine.finish_updates()
+        self._engine.refuse_spoilt("optimizer")
         mine: dict[str, dict[str, Any]] = {name: {} for name in (names or [n for group in self.names for n in group])}
         for run in self._all_runs():
             state = self.state.get(run.parameter, {})

@@ -46,9 +46,7 @@ class Rest:
 
     parameters: str = "device"
     gradients: str = "device"
-    optimizer: list[tuple[Range, str]] = field(
-        default_factory=list
-    )  # stretches of the shard, in order, with their tier
+    optimizer: list[tuple[Range, str]] = field(default_factory=list)  # stretches of the shard, in order, with tiers
 
     @property
     def far(self) -> bool:
@@ -96,8 +94,8 @@ def place(
     room = _Room(offload, buffers, tensors * PAGE)
     rests = [Rest() for _ in bodies]
     limit = offload.limit("host")
-    reached = {tier: f for tier, f in offload.optimizer.items() if tier != "disk" or limit is None or buffers <= limit}
-    _place_optimizer(bodies, rests, reached, room)  # to what is on disk the way leads through the buffers
+    reached = [tier for tier in TIERS if tier != "disk" or limit is None or buffers <= limit]  # by way of the buffers
+    _place_optimizer(bodies, rests, _among(reached, offload.optimizer), room)
     if not partitioned_gradients:
         wanted: Mapping[str, float] = {}
     elif offload.gradients is None:
@@ -109,9 +107,13 @@ def place(
     for rest, tier in _whole(rests, sizes, wanted, room):
         rest.gradients = tier
     sizes = [body.numel * body.parameter_bytes for body in bodies]
-    for rest, tier in _whole(rests, sizes, offload.parameters, room):
+    for rest, tier in _whole(rests, sizes, _among(reached, offload.parameters), room):
         rest.parameters = tier
     return rests, room.left("host")
+
+
+def _among(tiers: Sequence[str], fractions: Mapping[str, float]) -> dict[str, float]:
+    return {tier: fraction for tier, fraction in fractions.items() if tier in tiers}
 
 
 def _place_optimizer(bodies: Sequence[Body], rests: list[Rest], fractions: Mapping[str, float], room: _Room) -> None:

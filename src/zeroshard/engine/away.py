@@ -19,6 +19,7 @@ class Away:
         self._engine, self._tiers = engine, tiers
         self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         engine.settle()
+        engine.doubt()  # first: what is made ahead of the step reads gradients that are about to go
         engine.finish_updates()
         engine.drop_pins()
         tensors = _on_device(engine)

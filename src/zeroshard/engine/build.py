@@ -66,10 +66,8 @@ class Builder:
         division: Division | None = None,
     ) -> None:
         self._model, self._config = model, config
-        self._tiers, self._state_bytes = (
-            tiers,
-            state_bytes,
-        )  # of an element, of the optimizer's states, the master's not
+        self._tiers = tiers
+        self._state_bytes = state_bytes  # of an element in fp32, of the optimizer's states, the master's not
         self._partitioned_gradients = placement.gradients
         self._division = division
         self._divided = division.parameters if division is not None else {}
@@ -123,7 +121,7 @@ class Builder:
                 self._is_trained(flat),
                 flat.dtype.itemsize,
                 self._precision.reduce_dtype(flat.dtype).itemsize,
-                self._exact(flat).itemsize + self._state_bytes,
+                self._exact(flat).itemsize + self._state_bytes * self._exact(flat).itemsize // 4,
             )
             for flat in flats
         ]

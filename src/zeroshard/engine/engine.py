@@ -249,8 +249,7 @@ class Engine:
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
-        for why in self.spoilt.values():
-            raise RuntimeError(why)
+        self.refuse_spoilt(*self.spoilt)
         self.refuse_away()
         self._refuse_thawed()
         self._brought.clear()
@@ -273,6 +272,7 @@ class Engine:
 
     def _end_forward(self) -> None:
         self._trace = Trace()  # the hooks on the outputs keep the old one
+        self._complete_rest()
         if not torch.is_grad_enabled():
             self._pinned.clear()
         self._release_idle()
@@ -295,6 +295,7 @@ class Engine:
             if unit is not None:
                 self._bring(unit)
                 self._release(unit)
+        self._complete_rest()
 
     def _bring(self, unit: Unit) -> None:
         """Make a unit's parameters usable, and start to gather the unit expected next."""
@@ -320,11 +321,27 @@ class Engine:
                     flat.fetch()
 
     def _complete(self, unit: Unit) -> None:
-        """Collect the new values of a resident unit that was updated outside the device."""
-        if unit.expected:
-            if self.comm.shard.size > 1:
-                self.order.check(unit.gather_event)
+        """Collect the new values of a resident unit that was updated outside the device.
+
+        All ranks collect in one order: those before it come first, though this rank may have no use for them.
+        """
+        if self.comm.shard.size == 1 and unit.expected:
             unit.gather()
+        while unit.expected:
+            first = next(other for other in self._in_order() if other.expected)
+            self.order.check(first.gather_event)
+            first.gather()
+
+    def _complete_rest(self) -> None:
+        """Collect what this forward had no use for, since that of another rank may have had."""
+        for unit in self._in_order() if self.comm.shard.size > 1 else ():
+            self._complete(unit)
+            unit.wait()
+
+    def _in_order(self) -> list[Unit]:
+        """The resident units, as all ranks agree that forward comes to them."""
+        queue = self.gradients.queue
+        return self.resident if queue is None or not self.resident else queue[::-1]
 
     def _gather(self, unit: Unit) -> None:
         """Start a gather, unless under way. What an earlier pass left is gathered anew, as on ranks without it."""
@@ -409,8 +426,8 @@ class Engine:
         self._wake()
         self.gradients.apply_coefficient()
         updates = self.updates()
-        if updates is not None and self.sync:
-            updates.foresee(self.backwards)
+        if updates is not None:
+            updates.foresee(self.backwards) if self.sync else updates.doubt()
         if self.gradients.partitioned and self.gradients.queue is None and self.sync:
             self.gradients.queue = self._agreed_queue()
 
@@ -501,6 +518,7 @@ class Engine:
         if not gradient.used[card.index] or gradient.shard is None:
             return None
         self.doubt()  # whoever has it may write into it
+        flat.arrive()  # an update of its values may still read it
         gradient.forget_norms()
         gradient.settle()
         part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
@@ -510,8 +528,9 @@ class Engine:
         """Forget the gradient of one parameter."""
         flat = card.flat()
         gradient = self.gradients.of_flat.get(flat) if flat is not None else None
-        if gradient is not None:
+        if flat is not None and gradient is not None:
             self.doubt()
+            flat.arrive()  # an update of its values may still read it
             gradient.clear(card.index)
 
     def absorb_resident(self) -> None:
@@ -529,6 +548,12 @@ class Engine:
                 "the model's states are in host memory since zeroshard.offload_states(): call "
                 "zeroshard.reload_states(model) first"
             )
+
+    def refuse_spoilt(self, *parts: str) -> None:
+        """Raise where states are of no use: of "weights", "optimizer"."""
+        for part in parts:
+            if part in self.spoilt:
+                raise RuntimeError(self.spoilt[part])
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""

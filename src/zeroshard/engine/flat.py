@@ -177,9 +177,9 @@ class Flat:
 
     def arrive(self) -> None:
         """Wait for new values of this rank's part that are on their way."""
-        arrival, self.arrival = self.arrival, None
-        if arrival is not None:
-            arrival.wait()
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None  # not before: a wait that was interrupted is begun anew
 
     def bring(self) -> list[torch.Tensor]:
         """Return this rank's part of each bucket on the device, for the other ranks to gather."""

@@ -72,9 +72,9 @@ class FlatGradient:
 
 
 def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each tensor, in fp32; torch refuses to narrow those of float64 by itself."""
+    """The norm of each tensor, in fp32; torch refuses to narrow those of float64, and of complex numbers, by itself."""
     if not tensors:
         return []
-    if tensors[0].dtype == torch.float64:
+    if tensors[0].dtype == torch.float64 or tensors[0].is_complex():
         return [norm.float() for norm in torch._foreach_norm(tensors, norm_type)]
     return list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))

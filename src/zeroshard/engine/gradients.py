@@ -174,14 +174,19 @@ class Gradients:
         """
         everything = self._comm.tensor.rank == 0
         found: list[torch.Tensor] = []
+        unmeasured: dict[tuple[torch.device, torch.dtype], list[int]] = {}  # positions of gradients among the norms
         for g in self.of_flat.values():
             for number in range(len(g.flat.homes)) if g.has_shard and g.shard is not None else ():
                 measured = g.norms.get(number) if norm_type == 2 else g.largest.get(number)
                 if measured is None and g.shard is not None:
                     g.settle()
-                    views = [g.shard[part.start : part.end] for part in g.counted(number, everything)]
-                    measured = [norm.to(self._comm.device) for norm in norms_of(views, norm_type)]
+                    measured = [g.shard[part.slice] for part in g.counted(number, everything)]
+                    places = unmeasured.setdefault((g.shard.device, g.shard.dtype), [])
+                    places += range(len(found), len(found) + len(measured))
                 found += measured or ()
+        for places in unmeasured.values():  # few kernels, however many gradients
+            for place, norm in zip(places, norms_of([found[place] for place in places], norm_type), strict=True):
+                found[place] = norm.to(self._comm.device)
         return found
 
     def undivided(self) -> tuple[list[str], torch.Tensor]:

@@ -46,6 +46,7 @@ def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     flat, index = find(engine.units, name)
     engine.order.begin("read a parameter")
     engine.finish_updates()
+    engine.refuse_spoilt("weights")
     if flat.master is None and flat.shard is None:  # every rank has all of it
         return undivided(engine.comm, flat.view(flat.full, index).clone(), flat, index)
     dtype = flat.dtype if flat.master is None else flat.master.dtype

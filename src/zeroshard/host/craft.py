@@ -74,9 +74,8 @@ class Craft:
             self._cook(task, lines, lines, granule.place, ruling)
             self._count(task)
             return None
-        slot = (
-            self._desk.take() if granule.copy is None else None
-        )  # few: until the device is at the step, they stay taken
+        # slots are few: until the device is at the step, they stay taken
+        slot = self._desk.take() if granule.copy is None else None
         copy = granule.copy if slot is None else slot.copy_of(granule)
         self._cook(task, lines, lines, copy, ruling)
         self._count(task)

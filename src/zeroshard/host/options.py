@@ -55,6 +55,7 @@ def options_for(
 
     Served are torch's Adam, AdamW and SGD themselves, of which a subclass may do anything, without ``amsgrad``,
     ``capturable`` and ``differentiable``. The learning rate may be a tensor, which is read: on a device, that waits.
+    On the CPU torch's Adam computes with such a one in its own dtype, unless fused: that is left to torch.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> options_for(optimizer, optimizer.param_groups[0])
@@ -65,6 +66,8 @@ def options_for(
         return None
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     maximize, fused = bool(group["maximize"]), bool(group.get("fused"))
+    if isinstance(group["lr"], torch.Tensor) and kind is not torch.optim.SGD and not (fused or cuda):
+        return None
     if kind is torch.optim.SGD:
         return SGDOptions(
             lr=lr,

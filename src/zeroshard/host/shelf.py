@@ -25,13 +25,13 @@ class _Loan:
 
     def wait(self) -> None:
         """Return when what was started last, the reads or the writes, is over; raise only then."""
-        transfers, self._transfers = self._transfers, []
         failures: list[DiskError] = []
-        for transfer in transfers:
+        for transfer in self._transfers:
             try:
                 transfer.wait()
             except DiskError as error:
                 failures.append(error)
+        self._transfers = []
         if failures:
             raise failures[0]
 
@@ -70,7 +70,7 @@ class Shelf:
     def finish(self) -> None:
         """Wait for all that is being written."""
         while self._written:
-            self._give(self._written.popleft())
+            self._reclaim()
 
     def forget(self) -> None:
         """After a failure: let what is under way end, and begin anew."""
@@ -83,7 +83,7 @@ class Shelf:
 
     def _lend(self, granule: Granule) -> _Loan:
         while not self._free:
-            self._give(self._written.popleft())
+            self._reclaim()
         buffers = self._free.pop()
         for key, tensor in {MASTER: granule.stretch.tensor, **granule.states}.items():
             if key not in buffers or buffers[key].nbytes < tensor.nbytes:
@@ -91,6 +91,7 @@ class Shelf:
         self._tiers.count("buckets", sum(line.nbytes for one in self._buffers for line in one.values()))
         return _Loan(granule, buffers, self._tiers)
 
-    def _give(self, loan: _Loan) -> None:
-        loan.wait()
-        self._free.append(loan.buffers)
+    def _reclaim(self) -> None:
+        """Wait for what has been under way longest, and have its buffers back."""
+        self._written[0].wait()
+        self._free.append(self._written.popleft().buffers)

@@ -12,8 +12,6 @@ next forward, and the semantics are PyTorch's: before ``step()`` nothing has cha
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ import torch
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
+from zeroshard.host.coming import Coming
 from zeroshard.host.craft import Craft, Task
 from zeroshard.host.desk import Desk
 from zeroshard.host.foresight import Foresight
@@ -51,27 +50,6 @@ class Ahead:
     done: Future[Ruling]
 
 
-class Coming:
-    """New parameters of one flat, on their way."""
-
-    def __init__(
-        self, jobs: list[Future[torch.cuda.Event | None]], failed: Callable[[BaseException], Exception]
-    ) -> None:
-        self._jobs = jobs
-        self._failed = weakref.WeakMethod(failed)  # weak: its object refers to the flat
-
-    def wait(self) -> None:
-        """Block until the host has made them, and let the current stream wait for their copy."""
-        for job in self._jobs:
-            try:
-                event = job.result()
-            except BaseException as error:
-                failed = self._failed()
-                raise error if failed is None else failed(error) from error
-            if event is not None:
-                torch.cuda.current_stream().wait_event(event)
-
-
 class HostUpdates:
     """Updates the far stretches of one model: see [Note: just in time]."""
 
@@ -93,6 +71,7 @@ class HostUpdates:
         self._there: dict[Flat, torch.cuda.Event | None] = {}  # when a flat's gradient is complete, where that is told
         self._worker = Worker()
         self._jobs: list[Future[Any]] = []
+        self._vain: list[Future[Any]] = []  # begun ahead, of no use, and perhaps still under way
         self._foresight = Foresight()
         self._ahead: dict[Granule, Ahead] = {}
         self._guessing = False
@@ -145,9 +124,8 @@ class HostUpdates:
         self._guessing = False
         if self._ahead:
             for ahead in self._ahead.values():
-                ahead.done.cancel()
+                self._drop(ahead)
             self._ahead.clear()
-            self._foresight.wrong()
 
     def step(self, runs: list[Run], verdict: Verdict, backwards: int) -> None:
         """Start the update of these runs."""
@@ -162,8 +140,7 @@ class HostUpdates:
         tasks = [self._task(granule, due[granule]) for granule in self._granules.values() if granule in due]
         for granule, vain in ahead.items():
             if granule not in due:
-                vain.done.cancel()
-                self._foresight.wrong()
+                self._drop(vain)
         now = self._desk.mark()
         following = [task.granule for task in tasks if task.granule.tier == "disk"]
         coming: dict[Flat, list[Future[Any]]] = {}
@@ -196,13 +173,13 @@ class HostUpdates:
 
     def wait(self) -> None:
         """Return when no update is under way."""
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            try:
-                job.result()
-            except BaseException as error:
-                self._jobs = jobs
+        for job in self._jobs:
+            error = job.exception()  # as in Coming.wait()
+            if error is not None:
                 raise self._fail(error) from error
+        self._jobs = []
+        wait_for(self._vain)
+        self._vain = []
         try:
             self._shelf.finish()
         except DiskError as error:
@@ -210,17 +187,22 @@ class HostUpdates:
 
     # -- on the thread of the step -----------------------------------------------------------------------------------
 
+    def _drop(self, ahead: Ahead) -> None:
+        if not ahead.done.cancel():
+            self._vain.append(ahead.done)
+        self._foresight.wrong()
+
     def _fail(self, error: BaseException) -> Exception:
         """Let everything that is under way end, and say so to whoever wants to go on without a load."""
         why = f"the update outside the device failed: {type(error).__name__}: {error}"
+        told = f"{why}. The states are of no use any more: load a checkpoint"
+        self._engine.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
         self._engine.comm.control.tell_failure(why)
-        jobs, self._jobs = self._jobs, []
-        wait_for(jobs)
+        wait_for(self._jobs)
+        self._jobs = []
         self._shelf.forget()
         for flat in self._of:
             flat.arrival = None
-        told = f"{why}. The states are of no use any more: load a checkpoint"
-        self._engine.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
         return RuntimeError(told)
 
     def _task(self, granule: Granule, runs: list[Run], ahead: bool = False) -> Task:
@@ -238,10 +220,7 @@ class HostUpdates:
             for run, recipe in zip(runs, recipes, strict=True):
                 self._begin(granule, run, recipe)
             return Task(granule, tuple(runs), states, tuple(recipes), ())
-        groups = tuple(
-            {**run.group, "capturable": False} if "capturable" in run.group else {**run.group} for run in runs
-        )
-        return Task(granule, tuple(runs), states, None, groups)
+        return Task(granule, tuple(runs), states, None, tuple(_as_it_is(run.group) for run in runs))
 
     def _begin(self, granule: Granule, run: Run, recipe: Recipe) -> None:
         """Make the states of a run that has none yet, or bring them into the granule."""
@@ -296,6 +275,8 @@ class HostUpdates:
         """Confirm what was made ahead, or update a granule now."""
         ruling, granule = verdict.read(), task.granule
         if not ruling.counts:
+            if begun is not None:
+                begun.done.cancel()
             return None
         if begun is not None and not begun.done.cancel():  # it is done: there is one thread
             made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes
@@ -306,6 +287,12 @@ class HostUpdates:
             with self._shelf.taken(granule, following) as lines:
                 return self._craft.update(task, lines, ruling, now)
         return self._craft.update(task, {MASTER: granule.stretch.tensor, **granule.states}, ruling, now)
+
+
+def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
+    """A group for torch to step on the host, which nothing that is done to the user's own changes any more."""
+    numbers = {key: value.detach().cpu().clone() for key, value in group.items() if isinstance(value, torch.Tensor)}
+    return {**group, **numbers, **({"capturable": False} if "capturable" in group else {})}
 
 
 def default_threads() -> int:

@@ -39,8 +39,11 @@ class Job:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be done."""
-        return all(moment is None or bool(moment.query()) for moment in self.moments)  # type: ignore[no-untyped-call]
+        """Whether it can be done, or the device has failed, which :meth:`wait` tells."""
+        try:
+            return all(moment is None or bool(moment.query()) for moment in self.moments)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True
 
     def wait(self) -> None:
         """Return when it can be done."""
@@ -105,7 +108,8 @@ class _Queue:
                     self._changed.wait()
                     continue
                 upcoming = max(self._jobs, key=lambda job: job.order)  # backward comes to it first
-            upcoming.wait()
+            with contextlib.suppress(RuntimeError):  # of the device: it is told where the job is done
+                upcoming.wait()
 
 
 def _serve(queue: _Queue) -> None:
@@ -114,6 +118,7 @@ def _serve(queue: _Queue) -> None:
     while (job := queue.next()) is not None:
         if job.done.set_running_or_notify_cancel():
             try:
+                job.wait()  # it is over; raises where the device has failed
                 job.done.set_result(job.work())
             except BaseException as error:
                 job.done.set_exception(error)

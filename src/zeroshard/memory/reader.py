@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from zeroshard.memory.disk import Disk, Transfer, buffer
+from zeroshard.memory.disk import Disk, DiskError, Transfer, buffer
 from zeroshard.memory.lane import moment
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.room import Pin
@@ -26,9 +27,9 @@ class _Buffer:
 
     def clear(self) -> None:
         """Wait until nobody uses it."""
-        transfer, self.transfer = self.transfer, None
-        if transfer is not None:
-            transfer.wait()
+        if self.transfer is not None:
+            self.transfer.wait()
+            self.transfer = None  # not before: until then somebody writes into the memory
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
@@ -61,9 +62,9 @@ class Reader:
     def take(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard in memory, for the device to copy from; :meth:`give` it back afterwards."""
         found = self._read.get(shard.data_ptr()) or self._start(shard)
-        transfer, found.transfer = found.transfer, None
-        if transfer is not None:
-            transfer.wait()
+        if found.transfer is not None:
+            found.transfer.wait()
+            found.transfer = None
         return found.memory[: shard.nbytes].view(shard.dtype)
 
     def give(self, shard: torch.Tensor) -> None:
@@ -74,14 +75,16 @@ class Reader:
 
     def forget(self) -> None:
         """A pass is over: what was read and not taken may be old by the next."""
-        for found in self._read.values():
-            found.clear()
-            self._free.append(found)
-        self._read.clear()
+        for address, found in list(self._read.items()):
+            with suppress(DiskError):  # nobody has it: whoever reads the shard again is told
+                found.clear()
+            found.transfer = None
+            self._free.append(self._read.pop(address))
 
     def _start(self, shard: torch.Tensor) -> _Buffer:
-        found = self._read[shard.data_ptr()] = self._buffer()
+        found = self._buffer()
         found.transfer = self._disk.read(shard, found.memory)
+        self._read[shard.data_ptr()] = found
         return found
 
     def _buffer(self) -> _Buffer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ LARGE = 2**22  # bytes from which on memory of the host is taken in large pages:
 def host_zeros(nbytes: int) -> torch.Tensor:
     """Bytes of host memory, all zero, in large pages where the system has them.
 
+    Processes forked from this one do not have what is so large.
+
     >>> host_zeros(3)
     tensor([0, 0, 0], dtype=torch.uint8)
     """
@@ -24,6 +27,7 @@ def host_zeros(nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without
+        memory.madvise(mmap.MADV_DONTFORK)  # while a data loader's process lives, each page written would be copied
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -50,6 +54,13 @@ class Pin:
         thread = threading.Thread(target=self._register)  # a refusal would be told by the next kernel on this thread
         thread.start()
         thread.join()
+        if not self.holds:
+            warnings.warn(
+                f"{memory.nbytes} bytes of host memory could not be pinned, so copies to and from the GPU take longer "
+                "and nothing runs beside them: raise the limit of locked memory (ulimit -l)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _register(self) -> None:
         with torch.cuda.device(self._serves):  # a thread begins on the first GPU, and would open a context there
