@@ -298,4 +298,5 @@ def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
 def default_threads() -> int:
     """This rank's share of the processors, less two: one launches the device's work, one runs backward."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks) - 2)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors // max(1, ranks) - 2)
