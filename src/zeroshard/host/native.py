@@ -33,8 +33,8 @@ kernel, it is the correctly rounded one, so there Adam's parameter may differ fr
 else does. Not known: x86-64 without FMA, Arm with SVE of 256 bits.
 
 On a GPU torch's `foreach` kernels, its default there, do what the lines for CUDA say and the same otherwise:
-tests/test_offload_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused` kernel
-gives the same; Adam's computes in double, so with ``fused=True`` on a GPU last bits differ.
+tests/test_offload_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused`
+kernel gives the same; Adam's rounds in its own way, so with ``fused=True`` on a GPU last bits differ.
 
 A gradient of 16 bits is widened first, then multiplied by each factor, each with a rounding of its own: what torch
 gives for ``gradient.float().mul_(factor)``. A copy in bf16 or fp16 is rounded to nearest, ties to even, as by
