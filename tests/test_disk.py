@@ -25,7 +25,8 @@ import torch
 import zeroshard.memory.disk
 from zeroshard.memory.disk import Disk, DiskError, Transfer, buffer
 from zeroshard.memory.extents import Extents
-from zeroshard.memory.file import PAGE, File
+from zeroshard.memory.file import File
+from zeroshard.rests import PAGE
 
 MEMORY = Path("/dev/shm")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int16]

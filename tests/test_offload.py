@@ -543,3 +543,15 @@ def test_a_failure_on_the_thread_of_updates_is_told_by_the_next_step(monkeypatch
         optimizer.step()
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
         model(batches(1)[0])
+
+
+def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> None:
+    case = Case(net="wide", steps=2, options={"stage": 3})
+    model, optimizer = case.make(offload("disk", parameters="disk"))
+    loop(model, optimizer, case)
+    zeroshard.full_parameter(model, "head.weight")  # no update is under way any more
+    shelf = sum(line.nbytes for one in optimizer._host._shelf._buffers for line in one.values())
+    (reader,) = model._zeroshard.engine._readers
+    read = sum(one.memory.nbytes for one in (*reader._free, *reader._read.values()))
+    assert shelf and read
+    assert held(model, "host")["buckets"] == shelf + read

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from zeroshard.layout import ALIGN, Range, round_up
 from zeroshard.offload import TIERS, Offload
 
-PAGE = max(4096, mmap.PAGESIZE)  # bytes that a tensor on disk begins at a multiple of
+PAGE = max(4096, mmap.PAGESIZE)  # bytes: what direct I/O and maps have to be aligned to, in a file and in memory
 TENSORS = 4  # of a granule at most: its master and three states, as Adam with amsgrad has
 GRANULES = {"host": 2**26, "disk": 2**24}  # most elements that are updated, and moved, at once: 20 ms of work
 

@@ -37,7 +37,6 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.flat import Flat
 from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
@@ -62,9 +61,6 @@ class Updates(Protocol):
 
     def foresee(self, backwards: int) -> None:
         """A backward begins, the how-many-eth since the last step."""
-
-    def landed(self, flat: Flat) -> None:
-        """The reduced gradient of a flat is complete for this backward."""
 
     def doubt(self) -> None:
         """Somebody may change the gradients: what was computed from them ahead of the step does not count."""

@@ -348,8 +348,7 @@ class Gradients:
         if gradient.far:
             slot.finish = partial(self._land_far, pending, slot, result, gradient, number, what, add)
         else:
-            slot.finish = partial(self._land, pending, result, mine, what, add)
-            slot.then = partial(self._tell, gradient, number)
+            slot.finish = partial(self._land_near, pending, result, gradient, number, what, add)
         if self._comm.ranks == 1:  # nobody is waited for
             slot.settle()
 
@@ -361,6 +360,14 @@ class Gradients:
             shard.add_(result)
         elif result.data_ptr() != shard.data_ptr():
             shard.copy_(result)
+
+    def _land_near(
+        self, pending: Pending, result: torch.Tensor, gradient: FlatGradient, number: int, what: str, add: bool
+    ) -> None:
+        """End the reduction of a gradient that rests on the device."""
+        if gradient.shard is not None:
+            self._land(pending, result, gradient.shard[gradient.flat.homes[number].slice], what, add)
+            self._tell(gradient, number)
 
     def _land_far(
         self,

@@ -50,7 +50,7 @@ class Craft:
     def ahead(self, task: Task, ruling: Ruling) -> None:
         """Update a granule beside its old values."""
         granule = task.granule
-        self._cook(task, {MASTER: granule.stretch.tensor, **granule.states}, granule.beside, granule.copy, ruling)
+        self._cook(task, granule.lines, granule.beside, granule.copy, ruling)
 
     def confirm(self, task: Task, now: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Let what was made ahead of the step count."""
@@ -74,15 +74,16 @@ class Craft:
             self._cook(task, lines, lines, granule.place, ruling)
             self._count(task)
             return None
-        # slots are few: until the device is at the step, they stay taken
-        slot = self._desk.take() if granule.copy is None else None
-        copy = granule.copy if slot is None else slot.copy_of(granule)
+        slot, copy = None, granule.copy
+        if copy is None:  # slots are few: until the device is at the step, they stay taken
+            slot = self._desk.take()
+            copy = slot.copy_of(granule)
         self._cook(task, lines, lines, copy, ruling)
         self._count(task)
         whole = granule.whole and len(task.runs) == len(granule.runs)
         event = None
         for span in [slice(None)] if whole else [granule.within(run).slice for run in task.runs]:
-            event = self._desk.deliver(granule.place[span], copy[span] if copy is not None else None, now)
+            event = self._desk.deliver(granule.place[span], copy[span], now)
         if slot is not None:
             slot.event = event
         return event
@@ -130,7 +131,7 @@ class Craft:
         try:
             yield
         finally:
-            self._point(task, {MASTER: granule.stretch.tensor, **granule.states})
+            self._point(task, granule.lines)
 
     def _point(self, task: Task, lines: dict[str, torch.Tensor]) -> None:
         for run, state in zip(task.runs, task.states, strict=True):

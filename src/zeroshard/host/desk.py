@@ -37,7 +37,7 @@ class Desk:
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         found = list(granules)
         self._bytes = max((g.numel * g.flat.dtype.itemsize for g in found), default=0)
-        self._gradient_bytes = max((g.numel for g in found), default=0) * 4
+        self._numel = max((g.numel for g in found), default=0)
         self._slots: list[Slot] = []
         self._turn = 0
         self._gradient: torch.Tensor | None = None
@@ -51,8 +51,9 @@ class Desk:
         (found,) = run.reduced(gradients.of_flat)
         if found.device.type == "cpu" or self._stream is None:
             return found
-        if self._gradient is None:
-            self._gradient = self._tiers.zeros("buckets", "host", self._gradient_bytes, torch.uint8, pinned=True)
+        if self._gradient is None or self._gradient.nbytes < found.nbytes:
+            nbytes = self._numel * found.itemsize
+            self._gradient = self._tiers.zeros("buckets", "host", nbytes, torch.uint8, pinned=True)
         there = self._gradient[: found.nbytes].view(found.dtype)
         with torch.cuda.stream(self._stream):
             there.copy_(found, non_blocking=True)

@@ -45,6 +45,11 @@ class Granule:
         return self.stretch.tier
 
     @property
+    def lines(self) -> dict[str, torch.Tensor]:
+        """The values and their states where they rest, by key."""
+        return {MASTER: self.stretch.tensor, **self.states}
+
+    @property
     def place(self) -> torch.Tensor:
         """The same stretch of the parameters in computation."""
         home = self.flat.homes[self._number]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from zeroshard.host.granule import MASTER, Granule
+from zeroshard.host.granule import Granule
 from zeroshard.memory.disk import DiskError, Transfer, buffer
 from zeroshard.memory.tiers import SLOTS, Tiers
 
@@ -18,7 +18,7 @@ class _Loan:
 
     def __init__(self, granule: Granule, buffers: dict[str, torch.Tensor], tiers: Tiers) -> None:
         self.granule, self.buffers = granule, buffers
-        rests = {MASTER: granule.stretch.tensor, **granule.states}
+        rests = granule.lines
         self.lines = {key: buffers[key][: tensor.nbytes].view(tensor.dtype) for key, tensor in rests.items()}
         self._rests, self._tiers = rests, tiers
         self._transfers: list[Transfer] = [tiers.disk.read(tensor, buffers[key]) for key, tensor in rests.items()]
@@ -85,10 +85,11 @@ class Shelf:
         while not self._free:
             self._reclaim()
         buffers = self._free.pop()
-        for key, tensor in {MASTER: granule.stretch.tensor, **granule.states}.items():
-            if key not in buffers or buffers[key].nbytes < tensor.nbytes:
+        for key, tensor in granule.lines.items():
+            before = buffers[key].nbytes if key in buffers else 0
+            if before < tensor.nbytes:
                 buffers[key] = buffer(tensor.nbytes)
-        self._tiers.count("buckets", sum(line.nbytes for one in self._buffers for line in one.values()))
+                self._tiers.count("buckets", buffers[key].nbytes - before)
         return _Loan(granule, buffers, self._tiers)
 
     def _reclaim(self) -> None:

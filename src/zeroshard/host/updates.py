@@ -33,7 +33,7 @@ from zeroshard.host.shelf import Shelf
 from zeroshard.host.verdict import Ruling, Verdict
 from zeroshard.host.worker import Job, Worker
 from zeroshard.memory.disk import DiskError
-from zeroshard.memory.host import host_memory_left
+from zeroshard.memory.host import host_memory_left, ranks_here
 from zeroshard.memory.spread import Stretch
 from zeroshard.memory.tiers import Tiers
 from zeroshard.precision import LossScale
@@ -241,11 +241,10 @@ class HostUpdates:
         """Bytes of host memory that may be taken to work ahead: a part of what is left once all states are there."""
         if self._tiers.offload is None or not self._tiers.offload.speculate:
             return 0
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gradients = self._engine.gradients.of_flat.values()
         coming = sum(g.flat.layout.shard_numel * g.dtype.itemsize for g in gradients if g.far)
         coming += sum(granule.numel for granule in self._granules.values()) * states_of_an_element(self._inner)
-        left = int(SHARE * max(0, host_memory_left() // max(1, ranks) - coming))
+        left = int(SHARE * max(0, host_memory_left() // ranks_here() - coming))
         limit = self._tiers.host_left
         return left if limit is None else min(left, limit)
 
@@ -286,7 +285,7 @@ class HostUpdates:
         if granule.tier == "disk":
             with self._shelf.taken(granule, following) as lines:
                 return self._craft.update(task, lines, ruling, now)
-        return self._craft.update(task, {MASTER: granule.stretch.tensor, **granule.states}, ruling, now)
+        return self._craft.update(task, granule.lines, ruling, now)
 
 
 def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
@@ -297,6 +296,5 @@ def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
 
 def default_threads() -> int:
     """This rank's share of the processors, less two: one launches the device's work, one runs backward."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // max(1, ranks) - 2)
+    return max(1, processors // ranks_here() - 2)

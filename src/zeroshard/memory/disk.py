@@ -13,9 +13,7 @@ file      | tensor 0        ......| tensor 1 ..| gap            | tensor 2      
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import os
 import threading
 import weakref
@@ -23,10 +21,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from zeroshard.layout import round_up
 from zeroshard.memory.extents import Extents
-from zeroshard.memory.file import PAGE, DiskError, File
+from zeroshard.memory.file import DiskError, File
 from zeroshard.memory.report import size
+from zeroshard.memory.room import mapped
 from zeroshard.memory.transfer import PIECE, Movers, Piece, Transfer
+from zeroshard.rests import PAGE
 
 __all__ = ["Disk", "DiskError", "Transfer", "buffer"]
 
@@ -92,7 +93,7 @@ class Disk:
         """
         if numel < 0:
             raise ValueError(f"a tensor of {numel} elements was asked for; it has to be 0 or more")
-        nbytes = max(PAGE, _pages(numel * dtype.itemsize))
+        nbytes = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
         with self._lock:
             file = self._open()
             used = self._extents.used
@@ -141,7 +142,7 @@ class Disk:
         return self._start("write", to, values)
 
     def _start(self, way: Literal["read", "write"], tensor: torch.Tensor, near: torch.Tensor) -> Transfer:
-        nbytes = _pages(tensor.nbytes)
+        nbytes = round_up(tensor.nbytes, PAGE)
         starts = range(0, nbytes, PIECE)
         with self._lock:  # a piece behind close()'s last word would wait for ever
             file = self._open()
@@ -213,16 +214,7 @@ def buffer(nbytes: int) -> torch.Tensor:
     """
     if nbytes < 0:
         raise ValueError(f"a buffer of {nbytes} bytes was asked for; it has to be 0 or more")
-    memory = mmap.mmap(-1, max(PAGE, _pages(nbytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)  # before Linux 6.3 a fork during a direct read could lose what was read
-    with contextlib.suppress(OSError):  # kernels may be built without: then it takes 5 times the CPU to move a byte
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _pages(nbytes: int) -> int:
-    """Round up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
+    return mapped(max(PAGE, round_up(nbytes, PAGE)))
 
 
 def _memory(near: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> memoryview:

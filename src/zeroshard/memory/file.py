@@ -31,8 +31,8 @@ import weakref
 from typing import Literal
 
 from zeroshard.memory.report import size
+from zeroshard.rests import PAGE
 
-PAGE = max(4096, mmap.PAGESIZE)  # bytes: what direct I/O and maps have to be aligned to, in the file and in memory
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2), as <linux/falloc.h> has them
 NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # answers of systems without O_TMPFILE
 

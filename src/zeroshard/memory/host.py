@@ -1,8 +1,9 @@
-"""How much of the host's memory this process may still take."""
+"""Host: what of this machine is left to this rank."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -26,3 +27,8 @@ def host_memory_left() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
             found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
     return min(found, default=0)
+
+
+def ranks_here() -> int:
+    """How many ranks share this machine, as torchrun tells them."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

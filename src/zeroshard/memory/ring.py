@@ -18,16 +18,12 @@ class Slot:
     packed: torch.Tensor  # [bucket]
     reduced: torch.Tensor  # [bucket / ranks]
     finish: Callable[[], None] | None = None
-    then: Callable[[], None] | None = None
 
     def settle(self) -> None:
         """End the reduction under way, if there is one."""
         finish, self.finish = self.finish, None
-        then, self.then = self.then, None
         if finish is not None:
             finish()
-        if then is not None:
-            then()
 
 
 class Ring:

@@ -23,12 +23,19 @@ def host_zeros(nbytes: int) -> torch.Tensor:
     >>> host_zeros(3)
     tensor([0, 0, 0], dtype=torch.uint8)
     """
-    if nbytes < LARGE:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+    return torch.zeros(nbytes, dtype=torch.uint8) if nbytes < LARGE else mapped(nbytes)
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """Bytes of host memory, all zero, that begin with a page.
+
+    Forked processes do not have it: while one lives, each page written would be copied, and before Linux 6.3 a fork
+    during a direct read could lose what was read. In small pages it takes 5 times the CPU to move a byte to disk.
+    """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without
-        memory.madvise(mmap.MADV_DONTFORK)  # while a data loader's process lives, each page written would be copied
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -101,5 +101,5 @@ class Tiers:
         self._lent.pop(borrowed.data_ptr(), None)
 
     def count(self, kind: str, nbytes: int) -> None:
-        """Count host memory that is measured as a whole."""
-        self._ledger.set(kind, nbytes, "host")
+        """Count host memory that was taken elsewhere, or freed when negative."""
+        self._ledger.add(kind, nbytes, "host")
