@@ -24,7 +24,7 @@ from zeroshard.presets import Preset
 from zeroshard.train.flops import flops_per_token
 
 HEADS = {4096: 32, 6144: 48}  # by width: 128 each
-SHARES = (0.92, 0.96)  # of the tiers, which a search begins with
+SHARES = (0.97, 0.98)  # of the tiers, which a search begins with: the first is what may be filled
 LEFT_ON_DISK = 4e9  # bytes
 PRETENDED = {"device": 14e5, "host": 14e5, "disk": 6e5}  # bytes of the tiers under --tiny
 TINIEST = Preset(1, heads=2, width=32, context=8, vocabulary=64)  # many CPUs are slow at bf16
@@ -81,7 +81,9 @@ def deepest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> None:
         print(f"\nThe memory there is could not be found out: {space['error']}")
         return
     on_gpu = chosen.device == "cuda" and not chosen.tiny
-    found = space if on_gpu else PRETENDED
+    found = dict(space if on_gpu else PRETENDED)
+    if on_disk and chosen.disk is not None:
+        found["disk"] = min(found["disk"], chosen.disk * 1e9)
     tiers = {tier: float(found[tier]) for tier in (("device", "host", "disk") if on_disk else ("device", "host"))}
     shape = TINIEST if chosen.tiny else Preset(1, HEADS[chosen.width], chosen.width)
     batch = 1 if chosen.tiny else chosen.batch

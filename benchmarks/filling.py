@@ -23,8 +23,9 @@ EACH = PARAMETER + GRADIENT + OPTIMIZER
 TIERS = ("device", "host", "disk")
 MOST = {"device": 0.98, "host": 0.97, "disk": 1.0}  # of a tier that may be filled; a process without memory is killed
 BUCKET, RING, GRANULE, SLOTS = 2**27, 2, 2**26, 3  # zeroshard's defaults, in elements and buffers
+DISK_GRANULE = 2**24  # the same for states on disk
 LIBRARIES = 1e9  # bytes of a GPU that NCCL and others take beside torch, the context itself not counted
-PROCESS = 3e9  # bytes of the host that a process still takes once it has opened a GPU
+PROCESS = 2e9  # bytes of the host that a process still takes once it has opened a GPU; 1.7 were seen
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ def taken_beside(shape: Preset, batch: int, on_gpu: bool) -> dict[str, float]:
 
     On the device: every block's input; one block's activations as they are recomputed and their gradients, 64 bytes for
     each element of the stream; the logits of one sequence, 16 bytes each; of the largest unit two in computation and
-    two as gradients; the ring, and one batch of gradients in fp32.
+    two as gradients; the ring, and one batch of gradients in fp32. On the host: what states travel through.
     """
     unit = max(12 * shape.width**2 + 13 * shape.width, (shape.vocabulary + shape.context) * shape.width)
-    bucket, granule = min(BUCKET, unit), min(GRANULE, unit)
+    bucket = min(BUCKET, unit)
     stream = batch * shape.context * shape.width
     device = (2 * shape.layers + 64) * stream + 16 * shape.context * shape.vocabulary
     device += 8 * unit + RING * bucket * 2 * GRADIENT + 4 * bucket
-    host = SLOTS * granule * EACH + 4 * granule
+    host = SLOTS * (min(GRANULE, unit) * (PARAMETER + GRADIENT) + min(DISK_GRANULE, unit) * OPTIMIZER)
     return {"device": device + on_gpu * LIBRARIES, "host": host + on_gpu * PROCESS}

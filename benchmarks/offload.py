@@ -103,11 +103,12 @@ def steps_of(trials: Trials, row: str, chosen: argparse.Namespace) -> None:
     missing = {name: "not installed" for name in PEERS[1:] if importlib.util.find_spec("deepspeed") is None}
     run = partial(trials.run, what="step", row=row, device=chosen.device, steps=chosen.steps, fraction=None)
     for _ in range(chosen.repeats):
-        for variant in VARIANTS:
+        for variant in chosen.variants:
             if variant not in missing:
                 result = run(variant=variant)
                 missing |= {variant: why} if (why := said(result)) else {}
     of = {variant: trials.of(what="step", row=row, variant=variant, fraction=None) for variant in VARIANTS}
+    missing |= {variant: "not asked for" for variant in VARIANTS if variant not in chosen.variants}
     ms = {variant: middle(runs, "ms") for variant, runs in of.items()}
     floors = [ms[name] for name in ("device floor", "host floor")]
     floor = max(floors) if None not in floors else None  # type: ignore[type-var]
@@ -151,10 +152,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--row", choices=list(ROWS), default="1.4B, batch 16", help="of step and fractions")
     parser.add_argument("--steps", type=int, default=10, help="of step and fractions, after warm-up")
     parser.add_argument("--repeats", type=int, default=3, help="of step and fractions")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="of step")
     parser.add_argument("--width", type=int, choices=list(HEADS), default=4096, help="of the largest model")
     parser.add_argument("--batch", type=int, default=4, help="of the largest model")
-    parser.add_argument("--largest-steps", type=int, default=1, help="of the largest model, after the first")
+    parser.add_argument("--largest-steps", type=int, default=3, help="of the largest model, after the first")
     parser.add_argument("--attempts", type=int, default=6, help="of a search; those that are not begun count too")
+    parser.add_argument("--disk", type=float, help="GB of the disk that may be taken; without it, all but 4")
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk that states may rest on")
     chosen = parsed(parser, argv)
     trials, row = Trials(__file__, chosen), "tiny" if chosen.tiny else chosen.row

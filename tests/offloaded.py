@@ -171,7 +171,7 @@ def everything(model: Any, optimizer: Any) -> Outcome:
 
 
 def assert_same(ours: Any, wanted: Any, where: str = "") -> None:
-    """Bit for bit, through dictionaries and lists; NaN equals NaN."""
+    """Bit for bit, through dictionaries and lists; NaN equals NaN, and a tensor its copy on another device."""
     assert type(ours) is type(wanted), where
     if isinstance(wanted, dict):
         assert ours.keys() == wanted.keys(), where
@@ -183,6 +183,7 @@ def assert_same(ours: Any, wanted: Any, where: str = "") -> None:
             assert_same(one, other, f"{where}/{number}")
     elif isinstance(wanted, torch.Tensor):
         assert ours.dtype == wanted.dtype and ours.shape == wanted.shape, where
+        ours, wanted = ours.cpu(), wanted.cpu()
         assert torch.equal(ours.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0)), f"{where} differs"
     elif isinstance(wanted, float):
         assert ours == wanted or (ours != ours and wanted != wanted), f"{where}: {ours} is not {wanted}"

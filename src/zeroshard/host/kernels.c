@@ -41,15 +41,15 @@ struct update {
     float factor[2]; /* the gradient is multiplied by each; 1 changes no bit */
     float sign;      /* -1 to maximise */
     float l2;        /* weight decay that is added to the gradient */
-    float decay;     /* what the parameter is multiplied by: decoupled weight decay */
+    float decay;     /* decoupled: what the parameter is multiplied by; CUDA_FUSED: what, times it, is added to it */
     float rate;      /* of the update, with its sign: Adam's -lr / correction, SGD's -lr */
     /* Adam */
-    float weight; /* 1 - beta1 */
+    float beta1, weight /* 1 - beta1 */;
     float beta2, weight2 /* 1 - beta2 */, correction2 /* square root of 1 - beta2^step */, eps;
     /* SGD */
     float momentum, undamped /* 1 - dampening */;
     int32_t begins, nesterov; /* begins: the momentum is the gradient */
-    int32_t cuda;             /* Adam is rounded as torch's foreach kernels do on a GPU */
+    int32_t cuda;             /* Adam is rounded as on a GPU: 1 as torch's foreach kernels do, 2 as its fused one */
 };
 
 typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
@@ -109,7 +109,10 @@ static void read_gradient(const struct update *u, int64_t at, int n, float *g) {
     } else {
         EACH for (int i = 0; i < n; i++) g[i] = from_fp16(half[i]) * first * second * sign;
     }
-    if (l2 != 0) { /* apart: 0 times an infinite parameter is not nothing */
+    if (l2 == 0) return; /* 0 times an infinite parameter is not nothing */
+    if (u->cuda == 2) {
+        EACH for (int i = 0; i < n; i++) g[i] = g[i] + p[i] * l2;
+    } else {
         EACH for (int i = 0; i < n; i++) g[i] = fmaf(p[i], l2, g[i]);
     }
 }
@@ -125,24 +128,28 @@ static void write_copy(int dtype, int n, const float *p, void *copy) {
     }
 }
 
-enum rounding { OTHER, PLAIN, CUDA }; /* see native.py */
+enum rounding { OTHER, PLAIN, CUDA, CUDA_FUSED }; /* see native.py */
 
 static inline __attribute__((always_inline)) void adam_loop(
     const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const enum rounding way) {
     const float *p0 = u->parameter + at, *m0 = u->first + at, *v0 = u->second + at;
     const float decay = u->decay, rate = u->rate, beta2 = u->beta2, weight2 = u->weight2, eps = u->eps;
-    const float correction2 = u->correction2;
+    const float correction2 = u->correction2, beta1 = u->beta1;
+    const int decays = decay != 0; /* 0 times an infinite parameter is not nothing */
     /* torch's lerp goes from the nearer end */
     const int near = fabsf(u->weight) < 0.5f;
     const float weight = near ? u->weight : u->weight - 1.0f;
     const float *base = near ? m0 : g;
     EACH for (int i = 0; i < n; i++) {
-        const float gradient = g[i], scaled = weight2 * gradient;
-        const float first = fmaf(weight, gradient - m0[i], base[i]);
-        const float second = way == CUDA    ? fmaf(weight2, gradient * gradient, v0[i] * beta2)
-                             : way == PLAIN ? fmaf(scaled, gradient, v0[i] * beta2)
-                                            : fmaf(v0[i], beta2, scaled * gradient);
-        const float root = sqrtf(second) / correction2 + eps, decayed = p0[i] * decay;
+        const float gradient = g[i], scaled = weight2 * gradient, square = gradient * gradient;
+        const float first = way == CUDA_FUSED ? fmaf(beta1, m0[i], fmaf(-beta1, gradient, gradient))
+                                              : fmaf(weight, gradient - m0[i], base[i]);
+        const float second = way == CUDA_FUSED ? fmaf(beta2, v0[i], fmaf(-beta2, square, square))
+                             : way == CUDA     ? fmaf(weight2, square, v0[i] * beta2)
+                             : way == PLAIN    ? fmaf(scaled, gradient, v0[i] * beta2)
+                                               : fmaf(v0[i], beta2, scaled * gradient);
+        const float root = sqrtf(second) / correction2 + eps;
+        const float decayed = way != CUDA_FUSED ? p0[i] * decay : decays ? fmaf(decay, p0[i], p0[i]) : p0[i];
         p[i] = way == CUDA ? fmaf(rate, first / root, decayed) : decayed + rate * first / root;
         m[i] = first;
         v[i] = second;
@@ -150,7 +157,9 @@ static inline __attribute__((always_inline)) void adam_loop(
 }
 
 static void adam_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
-    if (u->cuda)
+    if (u->cuda == 2)
+        adam_loop(u, at, n, g, p, m, v, CUDA_FUSED);
+    else if (u->cuda)
         adam_loop(u, at, n, g, p, m, v, CUDA);
     else if (at < u->plain)
         adam_loop(u, at, n, g, p, m, v, PLAIN);

@@ -8,19 +8,24 @@ are fewer than their source shows: its compiler fuses a product into the sum it 
 gradient, p the parameter and one rounding for each operation, of which fma() is one:
 
     weight decay in g       fma(p, weight_decay, g)
+          CUDA, fused Adam  g + p · weight_decay
     decoupled decay         p · (1 - lr · weight_decay)
+               CUDA, fused  fma(-(lr · weight_decay), p, p)
     exp_avg                 fma(1 - beta1, g - m, m); from the other end, fma(-beta1, g - m, g), where beta1 ≤ 1/2
+               CUDA, fused  fma(beta1, m, fma(-beta1, g, g))
     exp_avg_sq       plain  fma((1 - beta2) · g, g, v · beta2)
                      other  fma(v, beta2, (1 - beta2) · g · g)
                      CUDA   fma(1 - beta2, g · g, v · beta2)
+               CUDA, fused  fma(beta2, v, fma(-beta2, g · g, g · g))
     Adam's parameter        p + (-step_size · m) / (√v / correction + eps)
-                     CUDA   fma(-step_size, m / (√v / correction + eps), p)
+                     CUDA   fma(-step_size, m / (√v / correction + eps), p); fused, as on the CPU
     momentum         plain  fma(g, 1 - dampening, b · momentum); the first time it is g
                      other  fma(b, momentum, g · (1 - dampening))
     Nesterov's gradient     fma(b, momentum, g)
     SGD's parameter         fma(g, -lr, p)
 
-Numbers that are the same for all elements are computed in double, as torch does, and rounded to fp32 once.
+Numbers that are the same for all elements are computed in double, as torch does, and rounded to fp32 once; for the
+fused Adam of a GPU in fp32, from fp32, with the GPU's own powers of beta (``powers.py``).
 
 For-loop and `foreach` are the same operations and all plain. `fused=True` is plain in whole vectors and other in the
 elements left over at a tensor's end, but for Adam on Arm, where it is other throughout. So a stretch of a fused
@@ -34,7 +39,9 @@ else does. Not known: x86-64 without FMA, Arm with SVE of 256 bits.
 
 On a GPU torch's `foreach` kernels, its default there, do what the lines for CUDA say and the same otherwise:
 tests/test_offload_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused`
-kernel gives the same; Adam's rounds in its own way, so with ``fused=True`` on a GPU last bits differ.
+kernel gives the same. Adam's rounds in its own way: the lines for it follow torch 2.11's. A later one may round
+otherwise, and last bits would then differ with ``fused=True``. One line is not right: how that kernel rounds a decay
+that is part of the gradient was not found. Neither one rounding nor two give all its bits.
 
 A gradient of 16 bits is widened first, then multiplied by each factor, each with a rounding of its own: what torch
 gives for ``gradient.float().mul_(factor)``. A copy in bf16 or fp16 is rounded to nearest, ties to even, as by
@@ -75,7 +82,7 @@ class _Update(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("gradient_dtype", "copy_dtype")),
         ("factor", ctypes.c_float * FACTORS),
         *((name, ctypes.c_float) for name in ("sign", "l2", "decay", "rate")),
-        *((name, ctypes.c_float) for name in ("weight", "beta2", "weight2", "correction2", "eps")),
+        *((name, ctypes.c_float) for name in ("beta1", "weight", "beta2", "weight2", "correction2", "eps")),
         *((name, ctypes.c_float) for name in ("momentum", "undamped")),
         *((name, ctypes.c_int32) for name in ("begins", "nesterov", "cuda")),
     ]
@@ -106,8 +113,11 @@ class Kernels:
         copy: torch.Tensor | None = None,
         factors: Sequence[float] = (),
         threads: int = 1,
+        powers: tuple[float, float] | None = None,
     ) -> None:
         """Update one stretch. ``step`` counts this update too: 1 for the first.
+
+        ``powers``: both betas to the power of ``step`` as a GPU has them in fp32, for what is fused there.
 
         >>> p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
         >>> new, half = tuple(torch.empty(3) for _ in range(3)), torch.empty(3, dtype=torch.bfloat16)
@@ -119,17 +129,12 @@ class Kernels:
         if step < 1:
             raise ValueError(f"step is {step}; it counts this update too, so the first is 1")
         update = _update((parameter, exp_avg, exp_avg_sq), out, gradient, copy, factors, options)
-        beta1, beta2 = options.betas
-        correction1, correction2 = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
         update.l2 = 0.0 if options.decoupled else options.weight_decay
-        update.decay = 1 - options.lr * options.weight_decay if options.decoupled else 1.0
-        update.rate = -(options.lr / correction1)
-        update.weight, update.beta2, update.weight2 = 1 - beta1, beta2, 1 - beta2
-        update.correction2 = math.sqrt(correction2) if options.fused else correction2**0.5  # as torch has them
         update.eps = options.eps
-        update.cuda = options.cuda
-        if options.fused and LANES == 4:  # Arm
-            update.plain = 0
+        if options.cuda and options.fused:
+            _constants_of_a_gpu(update, options, powers)
+        else:
+            _constants(update, options, step)
         self._library.zeroshard_adam(ctypes.byref(update), _positive(threads))
 
     def sgd(
@@ -216,6 +221,36 @@ def _update(
     update.factor[:] = [*factors, *(1.0 for _ in range(FACTORS - len(factors)))]
     update.sign = -1.0 if options.maximize else 1.0
     return update
+
+
+def _constants(update: _Update, options: AdamOptions, step: int) -> None:
+    """Adam's numbers that are the same for all elements, in double."""
+    beta1, beta2 = options.betas
+    correction1, correction2 = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
+    update.decay = 1 - options.lr * options.weight_decay if options.decoupled else 1.0
+    update.rate = -(options.lr / correction1)
+    update.weight, update.beta2, update.weight2 = 1 - beta1, beta2, 1 - beta2
+    update.correction2 = math.sqrt(correction2) if options.fused else correction2**0.5  # as torch has them
+    update.cuda = options.cuda
+    if options.fused and LANES == 4:  # Arm
+        update.plain = 0
+
+
+def _constants_of_a_gpu(update: _Update, options: AdamOptions, powers: tuple[float, float] | None) -> None:
+    """The same in fp32: one operation in double on fp32 numbers, rounded to fp32, is that operation in fp32."""
+    if powers is None:
+        raise ValueError("fused Adam as on a GPU wants powers: both betas to the power of step, as the GPU has them")
+    beta1, beta2, lr = (_fp32(value) for value in (*options.betas, options.lr))
+    correction1, correction2 = (_fp32(1 - power) for power in powers)
+    update.decay = -_fp32(lr * _fp32(options.weight_decay)) if options.decoupled else 0.0
+    update.rate = -_fp32(lr / correction1)
+    update.beta1, update.beta2 = beta1, beta2
+    update.correction2 = math.sqrt(correction2)
+    update.cuda = 2
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
 
 
 def _address(

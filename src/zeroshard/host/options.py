@@ -25,7 +25,7 @@ class AdamOptions:
     weight_decay: float = 0.0
     decoupled: bool = True  # AdamW: the parameter decays; otherwise decay is added to the gradient
     maximize: bool = False
-    fused: bool = False  # round as torch's fused kernel does on the CPU
+    fused: bool = False  # round as torch's fused kernel does on the CPU; with cuda, as the one on a GPU
     cuda: bool = False  # round as torch's foreach kernels do on a GPU
 
 
@@ -76,7 +76,7 @@ def options_for(
             weight_decay=weight_decay,
             nesterov=bool(group["nesterov"]),
             maximize=maximize,
-            fused=fused,
+            fused=fused and not cuda,  # on a GPU all are rounded alike
         )
     return AdamOptions(
         lr=lr,
@@ -85,6 +85,6 @@ def options_for(
         weight_decay=weight_decay,
         decoupled=bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
         maximize=maximize,
-        fused=fused and not cuda,
+        fused=fused,
         cuda=cuda,
     )

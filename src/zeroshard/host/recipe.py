@@ -9,6 +9,7 @@ import torch
 
 from zeroshard.host.native import DTYPES, Kernels
 from zeroshard.host.options import AdamOptions, SGDOptions, options_for
+from zeroshard.host.powers import powers_on_gpu
 
 ADAM = ("exp_avg", "exp_avg_sq")
 SGD = ("momentum_buffer",)
@@ -20,6 +21,7 @@ class Recipe:
 
     options: AdamOptions | SGDOptions
     step: int
+    powers: tuple[float, float] | None = None  # of Adam's betas, where a GPU's fused kernel is followed
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -43,7 +45,15 @@ class Recipe:
             states = (old[""], old[ADAM[0]], old[ADAM[1]])
             out = (new[""], new[ADAM[0]], new[ADAM[1]])
             kernels.adam(
-                *states, gradient, self.options, out=out, step=self.step, copy=copy, factors=factors, threads=threads
+                *states,
+                gradient,
+                self.options,
+                out=out,
+                step=self.step,
+                copy=copy,
+                factors=factors,
+                threads=threads,
+                powers=self.powers,
             )
             return
         momentum = old.get(SGD[0]) if self.step > 1 else None  # the first time it becomes the gradient
@@ -78,7 +88,9 @@ def recipe_for(
     if isinstance(options, AdamOptions):
         if held - {"step", *ADAM}:
             return None  # of an optimizer with other options, before
-        return Recipe(options, int(state.get("step", 0)) + 1)
+        step = int(state.get("step", 0)) + 1
+        powers = powers_on_gpu(options.betas, step) if options.fused and cuda else None
+        return Recipe(options, step, powers)
     if held - set(SGD):
         return None
     return Recipe(options, 2 if SGD[0] in held else 1)
