@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zeroshard.memory.report import Report
     from zeroshard.offload import Offload
     from zeroshard.optimizer import ShardedOptimizer
+    from zeroshard.planner.plan import plan
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "load",
     "no_sync",
     "offload_states",
+    "plan",
     "profile",
     "reload_states",
     "report",
@@ -69,6 +71,7 @@ _HOMES = {
     "ShardedOptimizer": "optimizer",
     "checkpoint_activations": "activations.checkpoint",
     "load": "checkpoint.load",
+    "plan": "planner.plan",
     "save": "checkpoint.save",
 }  # all others are in api
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,9 +45,12 @@ from zeroshard.tensor.division import Division, divide
 class _Sharded:
     """What a sharded model carries: its engine, the handles of its hooks, and how it is divided by a tensor axis."""
 
-    def __init__(self, engine: Engine, handles: list[Any], division: Division | None, tiers: Tiers) -> None:
+    def __init__(
+        self, engine: Engine, handles: list[Any], division: Division | None, tiers: Tiers, why: str = ""
+    ) -> None:
         self.engine = engine
         self.tiers = tiers
+        self.why = why  # this stage and offload, where they were chosen by a plan
         self.handles = handles
         self.division = division
         self.profiled: tuple[Traffic, Traffic] | None = None  # of tensor parallelism, of P_a, in the last profile
@@ -58,6 +62,9 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    checkpoint: str | None = None,
+    inputs: Any = None,
+    planning: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
     """Partition a model's training states over the data-parallel ranks, in place.
@@ -71,6 +78,12 @@ def shard(
     takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model is
     parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
 
+    ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
+    called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
+    an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
+    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.Planning`: ``loss``,
+    ``micro_batch``, ``accumulate``, ``memory`` and others.
+
     >>> import zeroshard
     >>> model = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +92,8 @@ def shard(
     >>> optimizer.step()
     >>> optimizer.zero_grad()
     """
-    config = Config(**options)
+    wanted = _left_open(options, checkpoint, inputs, planning)
+    config = Config(**{name: value for name, value in options.items() if name not in wanted})
     axes, tensor = axes_of(mesh)
     check_model(model, divided=tensor.size > 1)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -88,8 +102,17 @@ def shard(
     control = open_agreement(mesh, config.timeout)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
-    verify_same_model(model, _described(optimizer, names), config, control)
     replicas = math.prod(axis.size for axis in axes[:-1])
+    why = ""
+    if wanted:
+        from zeroshard.planner.auto import Site, choose  # late: most have no use for it
+
+        site = Site(device, axes[-1].size * tensor.size, tensor.size, replicas)
+        chosen = choose(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
+        config, why = replace(config, **chosen.choice.sharding), chosen.why
+    verify_same_model(model, _described(optimizer, names), config, control)
+    if "checkpoint" in wanted:
+        chosen.recompute(model)
     placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas)
     comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
@@ -117,7 +140,7 @@ def shard(
         for name in plan.modules:
             homes[name] = (*homes.get(name, ()), unit)
     handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
-    model._zeroshard = _Sharded(engine, handles, division, tiers)  # type: ignore[assignment]
+    model._zeroshard = _Sharded(engine, handles, division, tiers, why)  # type: ignore[assignment]
     comm.counters.roll()  # what building took is no step's
     comm.counters.roll()
     if optimizer is None:
@@ -287,6 +310,7 @@ def report(model: nn.Module) -> Report:
         collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
         tensor_traffic=tensor,
         activation_traffic=activations,
+        chosen=sharded.why,
     )
 
 
@@ -366,6 +390,23 @@ def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
     tensor([[1., 1.]])
     """
     return optimizer.full_state(name)
+
+
+def _left_open(
+    options: Mapping[str, Any], checkpoint: str | None, inputs: Any, planning: Mapping[str, Any] | None
+) -> list[str]:
+    """What a plan is to choose; refuses what only a plan would look at where there is none."""
+    if checkpoint not in (None, "auto"):
+        raise ValueError(
+            f"checkpoint is None or 'auto', got {checkpoint!r}: to say which blocks are recomputed, call "
+            "zeroshard.checkpoint_activations"
+        )
+    given = {**options, "checkpoint": checkpoint}
+    wanted = [name for name in ("stage", "offload", "checkpoint") if given.get(name) == "auto"]
+    if not wanted and (inputs is not None or planning is not None):
+        what = "inputs" if inputs is not None else "planning"
+        raise ValueError(f"{what} is for planning, and nothing is left to a plan: give stage='auto', or leave it out")
+    return wanted
 
 
 def _sharded(model: nn.Module) -> Any:

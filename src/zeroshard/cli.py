@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "plan": (
+        "zeroshard.commands.plan",
+        "tell what training a model takes, what fits, and what to set, without running it",
+    ),
+    "simulate": ("zeroshard.commands.simulate", "tell how training scales to thousands of devices, on paper"),
     "train": ("zeroshard.commands.train", "train a language model with ZeRO; without options, one that takes a minute"),
     "generate": ("zeroshard.commands.generate", "let a trained model go on with a text"),
     "report": ("zeroshard.commands.report", "make the HTML report of a run anew"),

@@ -30,7 +30,8 @@ class Config:
 
     stage: int = 3
     """Which states are partitioned. 0: none (plain data parallelism). 1: optimizer states. 2: and gradients.
-    3: and parameters. The stage changes memory and traffic, never the numbers."""
+    3: and parameters. The stage changes memory and traffic, never the numbers. :func:`zeroshard.shard` also takes
+    "auto" for it, and for ``offload``."""
 
     precision: str | None = None
     """None: each parameter is computed and updated in the dtype it has. "fp32": all in fp32. "bf16", "fp16": computed
@@ -91,7 +92,8 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse what cannot work, saying what was got and what is wanted."""
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
+            hint = ", which zeroshard.shard() takes and settles" if str(self.stage) == "auto" else ""
+            raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}{hint}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
         object.__setattr__(self, "offload", Offload.of(self.offload))

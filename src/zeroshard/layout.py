@@ -160,3 +160,17 @@ class FlatLayout:
             common = span.meet(self.parameter(index))
             if common is not None:
                 yield Piece(index, common.moved(-self.starts[index]), origin + common.start - span.start)
+
+
+def shared_rooms(sizes: Sequence[int]) -> list[int]:
+    """Round sizes up so that those of nearly one size become one: each then fits where another was.
+
+    >>> shared_rooms([100, 90, 50])
+    [100, 100, 50]
+    """
+    rooms, room = list(sizes), 0
+    for index in sorted(range(len(sizes)), key=lambda index: sizes[index], reverse=True):
+        if sizes[index] <= room * 7 // 8 or not room:
+            room = sizes[index]
+        rooms[index] = room
+    return rooms

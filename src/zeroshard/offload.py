@@ -77,7 +77,7 @@ class Offload:
             if kind != "gradients" or given is not None:
                 object.__setattr__(self, kind, _fractions(kind, given))
         for name in ("host_bytes", "disk_bytes"):
-            object.__setattr__(self, name, _bytes(name, getattr(self, name)))
+            object.__setattr__(self, name, read_bytes(name, getattr(self, name)))
         if not isinstance(self.speculate, bool):
             raise ValueError(f"speculate is True or False, got {self.speculate!r}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
@@ -145,7 +145,12 @@ def _fractions(kind: str, given: Any) -> dict[str, float]:
     return {tier: float(given[tier]) for tier in reversed(TIERS[1:]) if given.get(tier)}
 
 
-def _bytes(name: str, given: Any) -> int | None:
+def read_bytes(name: str, given: Any) -> int | None:
+    """A number of bytes as it may be given: as such, as in "64GB", or None.
+
+    >>> read_bytes("host_bytes", "1.5GiB")
+    1610612736
+    """
     found = _SIZE.fullmatch(given) if isinstance(given, str) else None
     if found is not None and found[2] in _UNITS:
         return int(float(found[1]) * _UNITS[found[2]])

@@ -163,7 +163,7 @@ class Recomputed:
     def _run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> Any:
-        tensors, run = _flattened(forward, args, kwargs)
+        tensors, run = flattened(forward, args, kwargs)
         if getattr(_place, "inside", False):
             return checkpoint(run, *tensors, **options)
         call = Call(self._name, self._keeper, self._block)
@@ -176,7 +176,7 @@ class Recomputed:
         return output
 
 
-def _flattened(
+def flattened(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
     """The tensors among the arguments, each once, and what runs the block on them.

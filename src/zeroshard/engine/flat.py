@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator
-from zeroshard.layout import FlatLayout, Piece, Range
+from zeroshard.layout import FlatLayout, Piece, Range, shared_rooms
 from zeroshard.memory.reader import Reader
 from zeroshard.memory.spread import Spread
 from zeroshard.rests import Rest
@@ -201,10 +201,7 @@ class Flat:
 
 def share_rooms(flats: list[Flat]) -> None:
     """Let flats of nearly one size take memory of one size, so that each fits where another was."""
-    room = 0
-    for flat in sorted(flats, key=lambda flat: flat.room, reverse=True):
-        if flat.room <= room * 7 // 8 or not room:
-            room = flat.room
+    for flat, room in zip(flats, shared_rooms([flat.room for flat in flats]), strict=True):
         flat.room = room
 
 

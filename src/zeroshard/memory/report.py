@@ -41,6 +41,8 @@ class Report:
     """What tensor parallelism communicated along its axis in the last profile."""
     activation_traffic: Traffic | None = None
     """What P_a communicated in the same profile."""
+    chosen: str = ""
+    """What a plan has chosen, and why, where something was left to it."""
 
     @property
     def states(self) -> int:
@@ -73,6 +75,8 @@ class Report:
             lines.append(f"{kind:<18}{traffic.count:<10}{size(traffic.bytes):>9}")
         if (share := self.activation_share) is not None:
             lines.append(f"activation gathers are 1/{1 / share:.1f} of tensor parallelism's traffic (the paper: 1/12)")
+        if self.chosen:
+            lines.append(f"chosen: {self.chosen}")
         return "\n".join(lines)
 
 

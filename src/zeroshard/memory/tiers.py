@@ -16,6 +16,20 @@ from zeroshard.rests import GRANULES, PAGE, TENSORS, Body
 SLOTS = 3  # buffers that far states travel through: one comes, one is worked on, one goes
 
 
+def travel_bytes(offload: Offload | None, bodies: Sequence[Body], on_gpu: bool) -> int:
+    """Bytes of host memory that far states travel through on their way to and from the device, and the disk."""
+    longest, nbytes = max((body.numel for body in bodies), default=0), 0
+    if on_gpu:
+        each = max((body.parameter_bytes + body.gradient_bytes for body in bodies), default=0)
+        nbytes += SLOTS * min(longest, GRANULES["host"]) * each
+    if offload is not None and offload.uses_disk:
+        each = max((body.state_bytes for body in bodies), default=0)
+        nbytes += SLOTS * (min(longest, GRANULES["disk"]) * each + TENSORS * PAGE)  # each buffer is whole pages
+        if "disk" in offload.parameters:
+            nbytes += BUFFERS * (longest * max(body.parameter_bytes for body in bodies) + PAGE)
+    return nbytes
+
+
 class Tiers:
     """Allocates in host memory and on disk, for one model.
 
@@ -39,16 +53,7 @@ class Tiers:
 
     def buffers(self, bodies: Sequence[Body]) -> int:
         """Bytes of host memory that states travel through, whatever the size of the model."""
-        longest, nbytes = max((body.numel for body in bodies), default=0), 0
-        if self._device.type == "cuda":
-            each = max((body.parameter_bytes + body.gradient_bytes for body in bodies), default=0)
-            nbytes += SLOTS * min(longest, GRANULES["host"]) * each
-        if self.offload is not None and self.offload.uses_disk:
-            each = max((body.state_bytes for body in bodies), default=0)
-            nbytes += SLOTS * (min(longest, GRANULES["disk"]) * each + TENSORS * PAGE)  # each buffer is whole pages
-            if "disk" in self.offload.parameters:
-                nbytes += BUFFERS * (longest * max(body.parameter_bytes for body in bodies) + PAGE)
-        return nbytes
+        return travel_bytes(self.offload, bodies, on_gpu=self._device.type == "cuda")
 
     def open(self) -> None:
         """Make this rank's file, where there is to be one."""

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from zeroshard.config import Config
-from zeroshard.engine.units import plan_units
-from zeroshard.layout import FlatLayout, Range
+from zeroshard.engine.units import Plan, plan_units
+from zeroshard.layout import FlatLayout, Range, shared_rooms
 from zeroshard.memory.ledger import STATES
-from zeroshard.offload import Offload
+from zeroshard.memory.tiers import travel_bytes
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
 from zeroshard.rests import Body, Rest, place
@@ -58,43 +58,95 @@ def predict_memory(
     >>> predict_memory(model, ranks=4, stage=3, precision="bf16").states["optimizer states"] == 2 * 4 * 1024**2 // 4
     True
     """
+    found = holdings(model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states)
+    working = {
+        "gathered": 2 * max((unit.whole for unit in found.units), default=0) if found.placement.parameters else 0,
+        "autograd": 2 * max((unit.gradient for unit in found.units), default=0),
+        "buckets": found.ring if found.placement.gradients else found.landings,
+        "step": found.step,
+    }
+    return Memory(found.states, working, found.far)
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one unit takes and moves on one rank."""
+
+    name: str
+    whole: int  # bytes of its full parameters
+    room: int  # bytes of memory that they take while they are gathered
+    gradient: int  # bytes of what autograd makes for it
+    reduced: int  # bytes that its reduction is given, in the dtype of the reduction
+    trained: int  # elements of this rank's shard that are updated
+    far: dict[str, int]  # elements of these whose optimizer states rest outside the device, by tier
+    parameters: str  # the tier that its shard rests in
+    shard: int  # bytes of its shard
+    sent: int  # bytes of its gradient that leave the device
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Everything that the library holds on one rank, from shapes alone."""
+
+    units: list[UnitBytes]
+    placement: Placement
+    ranks: int  # that the states are partitioned over
+    states: dict[str, int]
+    far: dict[tuple[str, str], int]
+    ring: int  # bytes of the buckets that gradients travel through in backward
+    landings: int  # bytes of the same where whole gradients are reduced at the step
+    step: int  # bytes of the buffer that the update takes
+    travel: int  # bytes of host memory that far states travel through
+    updated: int  # bytes of one element's states, gradient and parameter: what an update reads and writes
+
+
+def holdings(
+    model: nn.Module,
+    config: Config,
+    *,
+    ranks: int,
+    tensor: int = 1,
+    optimizer_states: int = 2,
+    on_gpu: bool = True,
+    plans: list[Plan] | None = None,
+) -> Holdings:
+    """Work out what :func:`zeroshard.shard` would hold on the first of ``ranks``; ``plans`` are its units, if known."""
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
-    config, data_ranks = Config(**options), ranks // tensor
+    data_ranks = ranks // tensor
     placement = Placement.of_stage(config.stage, data_ranks, config.offload)
-    precision, parts = Precision(model, config), data_ranks if placement.optimizer else 1
-    found: list[_Flat] = []
-    unit_bytes, gradient_bytes = [0], [0]
-    bucket_bytes: dict[torch.dtype, int] = {}  # of the largest, by the dtype it is reduced in: each has a ring
-    named, held = dict(model.named_parameters()), local_numels(model, tensor)
-    for plan in plan_units(model, config.units, config.bucket_size):
-        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for name in plan.parameters:
-            kind = (precision.compute_dtype(name, named[name]), named[name].requires_grad)
-            kinds.setdefault(kind, []).append(held[name])
-        unit_bytes.append(0)
-        gradient_bytes.append(0)
-        for (dtype, trained), numels in kinds.items():
-            layout = FlatLayout.build(numels, config.bucket_size, parts)
-            reduced = precision.reduce_dtype(dtype)
-            updated = torch.float32 if precision.has_master(dtype) else dtype
-            found.append(_Flat(layout, dtype, reduced, updated, trained))
-            unit_bytes[-1] += layout.numel * dtype.itemsize
-            if trained:
-                gradient_bytes[-1] += sum(numels) * dtype.itemsize
-                longest = max((bucket.numel for bucket in layout.buckets), default=0) * reduced.itemsize
-                bucket_bytes[reduced] = max(bucket_bytes.get(reduced, 0), longest)
-    states, far = _states(found, placement, config.offload, optimizer_states)
-    copies = [f for f in found if f.trained and not f.dtype == f.reduced == f.updated]  # in the dtype of the update
+    parts = data_ranks if placement.optimizer else 1
+    plans = plan_units(model, config.units, config.bucket_size) if plans is None else plans
+    named, precision, held = dict(model.named_parameters()), Precision(model, config), local_numels(model, tensor)
+    flats = [_flats([(n, named[n], held[n]) for n in plan.parameters], config, precision, parts) for plan in plans]
+    every = [flat for unit in flats for flat in unit]
+    rests, travel = _rests(every, placement, config, optimizer_states, on_gpu)
+    states, far = _states(every, rests, placement, optimizer_states)
+    buckets: dict[torch.dtype, int] = {}  # bytes of the largest, by the dtype it is reduced in: each has a ring
+    for flat in every:
+        if flat.trained:
+            longest = max((bucket.numel for bucket in flat.layout.buckets), default=0) * flat.reduced.itemsize
+            buckets[flat.reduced] = max(buckets.get(flat.reduced, 0), longest)
+    ring = config.ring * sum(buckets.values())
+    copies = [flat for flat in every if flat.trained and not flat.dtype == flat.reduced == flat.updated]
     copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
-    ring = config.ring * sum(bucket_bytes.values())
-    working = {
-        "gathered": 2 * max(unit_bytes) if placement.parameters else 0,
-        "autograd": 2 * max(gradient_bytes),
-        "buckets": ring + ring // parts if placement.gradients else ring // parts,
-        "step": min(copied, longest_run(config.bucket_size)) * widest,
-    }
-    return Memory(states, working, far)
+    rooms, numbered = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
+    units = [
+        _unit(plan.name, unit, [next(rooms) for _ in unit], [next(numbered) for _ in unit])
+        for plan, unit in zip(plans, flats, strict=True)
+    ]
+    return Holdings(
+        units,
+        placement,
+        parts,
+        states,
+        far,
+        ring=ring + ring // parts,
+        landings=ring // parts if parts > 1 else 0,
+        step=min(copied, longest_run(config.bucket_size)) * widest,
+        travel=travel,
+        updated=max((flat.update_bytes(optimizer_states) for flat in every if flat.trained), default=0),
+    )
 
 
 @dataclass(frozen=True)
@@ -107,21 +159,77 @@ class _Flat:
     updated: torch.dtype  # that the optimizer sees
     trained: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Of its full parameters."""
+        return self.layout.numel * self.dtype.itemsize
+
     def body(self, optimizer_states: int) -> Body:
         """The same, as ``rests.py`` wants it."""
         homes = tuple(self.layout.in_shard(bucket) for bucket in self.layout.buckets)
         state_bytes = (1 + optimizer_states) * self.updated.itemsize
         return Body(homes, self.trained, self.dtype.itemsize, self.reduced.itemsize, state_bytes)
 
+    def update_bytes(self, optimizer_states: int) -> int:
+        """Read and written for one element in an update: states and master twice, gradient and parameter once."""
+        copies = 0 if self.dtype == self.updated else self.dtype.itemsize
+        return 2 * (1 + optimizer_states) * self.updated.itemsize + self.reduced.itemsize + copies
+
+
+def _flats(
+    parameters: list[tuple[str, nn.Parameter, int]], config: Config, precision: Precision, parts: int
+) -> list[_Flat]:
+    """The flats of a unit, of its parameters with their names and the elements this rank has of them."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for name, parameter, numel in parameters:
+        kinds.setdefault((precision.compute_dtype(name, parameter), parameter.requires_grad), []).append(numel)
+    flats = []
+    for (dtype, trained), numels in kinds.items():
+        updated = torch.float32 if precision.has_master(dtype) else dtype
+        layout = FlatLayout.build(numels, config.bucket_size, parts)
+        flats.append(_Flat(layout, dtype, precision.reduce_dtype(dtype), updated, trained))
+    return flats
+
+
+def _unit(name: str, flats: list[_Flat], rooms: list[int], rests: list[Rest]) -> UnitBytes:
+    trained = [(flat, rest) for flat, rest in zip(flats, rests, strict=True) if flat.trained]
+    far: dict[str, int] = {}
+    for _, rest in trained:
+        for span, tier in rest.optimizer:
+            if tier != "device":
+                far[tier] = far.get(tier, 0) + span.numel
+    tiers = [rest.parameters for rest in rests if rest.parameters != "device"]
+    return UnitBytes(
+        name,
+        whole=sum(flat.nbytes for flat in flats),
+        room=sum(rooms),
+        gradient=sum(sum(flat.layout.numels) * flat.dtype.itemsize for flat, _ in trained),
+        reduced=sum(flat.layout.numel * flat.reduced.itemsize for flat, _ in trained),
+        trained=sum(flat.layout.shard_numel for flat, _ in trained),
+        far=far,
+        parameters=tiers[0] if tiers else "device",
+        shard=sum(flat.layout.shard_numel * flat.dtype.itemsize for flat in flats),
+        sent=sum(
+            f.layout.shard_numel * f.reduced.itemsize for f, rest in trained if rest.far or rest.gradients != "device"
+        ),
+    )
+
+
+def _rests(
+    flats: list[_Flat], placement: Placement, config: Config, optimizer_states: int, on_gpu: bool
+) -> tuple[list[Rest], int]:
+    """Where each flat's states rest, and the bytes of host memory they travel through."""
+    if config.offload is None:
+        return [Rest(optimizer=[(Range(0, flat.layout.shard_numel), "device")]) for flat in flats], 0
+    bodies = [flat.body(optimizer_states) for flat in flats]
+    travel = travel_bytes(config.offload, bodies, on_gpu)
+    return place(bodies, config.offload, placement.gradients, travel)[0], travel
+
 
 def _states(
-    flats: list[_Flat], placement: Placement, offload: Offload | None, optimizer_states: int
+    flats: list[_Flat], rests: list[Rest], placement: Placement, optimizer_states: int
 ) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
     """Bytes of states on the device, and outside it by (kind of state, tier)."""
-    if offload is None:
-        rests = [Rest(optimizer=[(Range(0, flat.layout.shard_numel), "device")]) for flat in flats]
-    else:
-        rests, _ = place([flat.body(optimizer_states) for flat in flats], offload, placement.gradients)
     counted: dict[tuple[str, str], int] = dict.fromkeys(((kind, "device") for kind in STATES), 0)
 
     def count(kind: str, tier: str, numel: int, dtype: torch.dtype) -> None:

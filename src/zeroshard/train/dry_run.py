@@ -11,6 +11,7 @@ from zeroshard.planner.memory import Memory, predict_memory
 from zeroshard.train.job import batching_of, check_tensor, chosen_precision, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options, ShardOptions
+from zeroshard.train.settled import machine_on_paper, settle
 from zeroshard.train.summary import groups, sharding
 
 STAGES = (0, 1, 2, 3)
@@ -28,6 +29,10 @@ def dry_run(options: Options, ranks: int) -> str:
     sequence = sequence_length(options, language_model)
     device = "cuda" if options.sharding.device != "cpu" and torch.cuda.is_available() else "cpu"
     precision = chosen_precision(options, device)
+    if options.sharding.auto and options.sharding.machine is not None:
+        device, precision = _elsewhere(options, ranks)
+    options, why = settle(options, batching, language_model, sequence, precision, ranks)
+    batching = batching_of(options, ranks)
     parameters = list(language_model.module.parameters())
     total, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
     share = "" if trained == total else f", {trained:,} of them trained"
@@ -36,6 +41,7 @@ def dry_run(options: Options, ranks: int) -> str:
         ("model", f"{language_model.description}, {total:,} parameters{share}"),
         ("data", ", ".join(options.data.data) or "Shakespeare, eight plays"),
         ("ranks", f"{ranks} on {device}{groups(options, ranks)}"),
+        *([("plan", why)] if why else []),
         *sharding(options, precision),
         (
             "steps",
@@ -53,6 +59,15 @@ def dry_run(options: Options, ranks: int) -> str:
     lines += ["", f"memory a rank (activations come on top{_inputs(options, language_model, precision, tokens)})"]
     plans = {stage: _planned(language_model.module, options.sharding, stage, ranks, precision) for stage in STAGES}
     return "\n".join([*lines, *_table(plans, options.sharding.stage)])
+
+
+def _elsewhere(options: Options, ranks: int) -> tuple[str, str]:
+    """The device and the precision of a run on the machine that the options name."""
+    machine, precision = machine_on_paper(options, ranks), options.sharding.precision
+    if precision != "auto":
+        return machine.kind, precision
+    known = ("bf16", "fp16", "fp32") if machine.kind == "cuda" else ("fp32",)
+    return machine.kind, next(name for name in known if name in machine.flops)
 
 
 def _planned(module: nn.Module, chosen: ShardOptions, stage: int, ranks: int, precision: str) -> Memory:

@@ -7,12 +7,20 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tyro
 
 from zeroshard.train.directory import RunDirectory, newest_run
-from zeroshard.train.options import Configuration, Options
+from zeroshard.train.options import Choosable, Configuration, Options
+
+CHOOSABLE: tuple[Choosable, ...] = get_args(Choosable)
+SETTLING: dict[Choosable, set[str]] = {  # what --auto can choose → flags that say it already
+    "stage": {"stage", "configuration"},
+    "offload": {"offload", "offload-fraction", "offload-parameters"},
+    "recompute": {"recompute", "offload-activations", "configuration"},
+    "micro-batch": {"micro-batch", "accumulate"},
+}
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -43,11 +51,52 @@ def _stacked(layers: Sequence[tuple[list[str], str]]) -> Options:
 
 def _over(below: Options, flags: Sequence[str], source: str) -> Options:
     """Options from one source over those below it: its configuration over theirs, its other flags over both."""
+    flags, wanted = _left_open(flags)
     options = _parse(flags, _named(below, None), source)
     chosen = options.sharding.configuration
     if chosen is None:
-        return _named(options, below.sharding.configuration)
-    return _parse(flags, below.configured(chosen), source)
+        options = _named(options, below.sharding.configuration)
+    else:
+        options = _parse(flags, below.configured(chosen), source)
+    return options.opened(_open(options.sharding.auto, wanted, flags, source))
+
+
+def _left_open(flags: Sequence[str]) -> tuple[list[str], set[Choosable]]:
+    """Flags without those that say "auto" of what a plan can choose, and what these are.
+
+    >>> _left_open(["--stage", "auto", "--device", "auto"])
+    (['--device', 'auto'], {'stage'})
+    """
+    rest: list[str] = []
+    found: set[Choosable] = set()
+    for flag in flags:
+        last = rest[-1] if rest and flag == "auto" else flag.removesuffix("=auto") if flag.endswith("=auto") else ""
+        name = next((name for name in CHOOSABLE if last.replace("_", "-") == f"--{name}"), None)
+        if name is None:
+            rest.append(flag)
+            continue
+        found.add(name)
+        if flag == "auto":
+            rest.pop()
+    return rest, found
+
+
+def _open(
+    listed: tuple[Choosable, ...], wanted: set[Choosable], flags: Sequence[str], source: str
+) -> tuple[Choosable, ...]:
+    """What is left to a plan, once the flags of one source have been read; ``listed`` are the names after --auto."""
+    names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
+    names |= {name.removeprefix("no-") for name in names}
+    settled = {name for name in CHOOSABLE if names & SETTLING[name]}
+    if "auto" in names and not listed:
+        found = set(CHOOSABLE) - settled
+    elif "auto" in names and settled & set(listed):
+        both = " and ".join(sorted(settled & set(listed)))
+        where = f" (options of {source})" if source else ""
+        raise SystemExit(f"zeroshard train{where}: {both} is given, and left to --auto: leave one of them out")
+    else:
+        found = set(listed) - settled
+    return tuple(name for name in CHOOSABLE if name in found | wanted)
 
 
 def _named(options: Options, configuration: Configuration | None) -> Options:

@@ -27,10 +27,12 @@ from zeroshard.train.models.language_model import LanguageModel, open_language_m
 from zeroshard.train.options import Options
 from zeroshard.train.record import Record, begin_record
 from zeroshard.train.sample import prompt_tokens
+from zeroshard.train.settled import settle
 from zeroshard.train.world import World
 
 NEEDED = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
 NOT_KEPT = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
+PLANNED = ("auto", "memory", "machine")  # options whose outcome is kept
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Job:
     record: Record
     checkpoint: Checkpoint | None
     """Where the run goes on from."""
+    why: str = ""
+    """What a plan has chosen, and why, where something was left to it."""
 
 
 def prepare(options: Options, world: World) -> Job:
@@ -108,6 +112,9 @@ def _prepare(options: Options, world: World) -> Job:
     check_tensor(options, language_model.module)
     world = replace(world, tensor=options.sharding.tensor)
     sequence = sequence_length(options, language_model)
+    precision = chosen_precision(options, world.device.type)
+    options, why = settle(options, batching, language_model, sequence, precision, world)
+    batching = batching_of(options, world.ranks)
     directory = _open_directory(options, world)
     found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
     checkpoint = Checkpoint(found[-1]) if found else None
@@ -119,7 +126,6 @@ def _prepare(options: Options, world: World) -> Job:
 
     held_out = loader(corpus.validation, world.data_ranks) if corpus.validation is not None else None
     training = loader(corpus.train, batching.batch)
-    precision = chosen_precision(options, world.device.type)
     record = begin_record(options, world, language_model, precision, batching, sequence)
     if checkpoint is not None:
         record.go_on(directory.read_record(), checkpoint.seconds)
@@ -140,6 +146,7 @@ def _prepare(options: Options, world: World) -> Job:
         precision=precision,
         record=record,
         checkpoint=checkpoint,
+        why=why,
     )
 
 
@@ -168,7 +175,7 @@ def _refuse_taken(options: Options, out: Path) -> None:
 
 def _kept(options: Options) -> dict[str, Any]:
     """What a run's config.json holds: all that says what the run is, with paths that are right from anywhere."""
-    kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT}
+    kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT + PLANNED}
     for name in ("model", "tokenizer", "data", "validation"):
         value = kept[name]
         if isinstance(value, tuple):

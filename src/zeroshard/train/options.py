@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from zeroshard.offload import Offload
+from zeroshard.offload import Offload, read_bytes
 from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 Stage = Literal[0, 1, 2, 3]
 Configuration = Literal["C1", "C2", "C3", "C4", "C5"]
+Choosable = Literal["stage", "offload", "recompute", "micro-batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,14 @@ class ShardOptions:
     """in stage 3: this rank's part of the parameters in host memory, too"""
     offload_directory: str | None = None
     """for disk: a directory on a fast local disk. Nothing is left there afterwards"""
+    auto: tuple[Choosable, ...] = ()
+    """what is left to a plan: the fastest that fits the memory there is. Alone, all that is not given beside it;
+    `--stage auto` is the same as `--auto stage`"""
+    memory: str | None = None
+    """for --auto: the most that may be taken of a device, as in 40GB; without it, what is left of it"""
+    machine: str | None = None
+    """for --auto: whose rates count, by name (h100, …, here) or from a JSON file; without it, as measured here by
+    `zeroshard plan --calibrate`, or those of the nearest kind"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """of computation; auto: bf16 on a GPU that has it, else fp32. 16 bits have an fp32 master copy"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -170,6 +179,7 @@ class ShardOptions:
         """Refuse what cannot be meant."""
         _at_least_one(self, "ranks", "tensor")
         _positive(self, "timeout")
+        read_bytes("memory", self.memory)
         Offload.of(self.offloaded)
         if self.offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters is for stage 3, got stage {self.stage}")
@@ -268,6 +278,22 @@ class Options:
         )
         sharding = replace(self.sharding, configuration=name, stage=cast("Stage", chosen.stage))
         return replace(self, model=model, sharding=sharding)
+
+    def opened(self, names: tuple[Choosable, ...]) -> Options:
+        """The same with some of it left to a plan, and until then as if nothing had been said of it.
+
+        >>> Options(training=StepOptions(micro_batch=4)).opened(("micro-batch",)).training.micro_batch
+        """
+        model, training, sharding = self.model, self.training, replace(self.sharding, auto=names)
+        if "stage" in names:
+            sharding = replace(sharding, stage=3)
+        if "offload" in names:
+            sharding = replace(sharding, offload="device", offload_fraction=1.0, offload_parameters=False)
+        if "recompute" in names:
+            model = replace(model, recompute=False, offload_activations=False)
+        if "micro-batch" in names:
+            training = replace(training, micro_batch=None)
+        return replace(self, model=model, training=training, sharding=sharding)
 
     @property
     def name(self) -> str:

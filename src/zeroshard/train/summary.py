@@ -22,6 +22,7 @@ def header(job: Job, start: int) -> list[tuple[str, str]]:
         ("model", f"{job.language_model.description}, {job.record.model['parameters']:,} parameters"),
         ("data", f"{len(job.training.tokens):,} tokens to train on{held_out}"),
         ("ranks", f"{world.ranks} on {job.record.device} over {world.backend}{groups(job.options, world.ranks)}"),
+        *([("plan", job.why)] if job.why else []),
         *sharding(job.options, job.precision),
         ("steps", f"{job.options.training.steps}{begin}, {tokens:,} tokens a step{accumulated}"),
         ("run", str(job.directory.path)),

@@ -1,40 +1,20 @@
-"""Chart: one picture of a training run as Plotly's data, with its legend and the numbers behind it as a table.
-
-A colour here is the name of a CSS custom property, `var(--gradients)`: the page's stylesheet holds the colours, light
-and dark, and the page's script puts them in when it draws.
-"""
+"""Charts: the pictures of a training run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from zeroshard.memory.report import size
+from zeroshard.page.chart import Chart, axis, bar, bars, bytes_axis, frame, line, phases
 from zeroshard.train.page.series import Record, series, short, smooth, thin
 
 STATES = ("parameters", "gradients", "optimizer states", "master weights")  # in the order they are stacked
 WORKING = ("gathered", "autograd", "buckets", "step", "activations", "staging")
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "activation gather")
 BARS = 8  # most ranks that are drawn one by one
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A picture, what a screen reader says instead of it, and its numbers."""
-
-    name: str
-    """Also the id of its element."""
-    label: str
-    """The picture in one sentence."""
-    figure: Record
-    """Plotly's `data` and `layout`."""
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    legend: Sequence[tuple[str, str]] = field(default=())
-    """Pairs of name and colour."""
 
 
 # ------------------------------------------------------------------------------------------------ parts of a figure
@@ -50,52 +30,13 @@ def _ordered(kinds: Iterable[str], order: Sequence[str]) -> list[str]:
     return sorted(set(kinds), key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
 
 
-def _axis(title: str, **options: Any) -> Record:
-    return {
-        "title": {"text": title, "standoff": 10},
-        "gridcolor": "var(--grid)",
-        "zeroline": False,
-        "automargin": True,
-        "ticklabelstandoff": 6,
-        **options,
-    }
-
-
-def _layout(height: int, xaxis: Record, yaxis: Record, **options: Any) -> Record:
-    return {
-        "height": height,  # pixels; the width is the page's
-        "margin": {"l": 8, "r": 16, "t": 12, "b": 8},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--muted)"},
-        "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--line)", "font": {"color": "var(--text)"}},
-        "showlegend": False,  # the page has its own, which wraps on a narrow screen
-        "xaxis": xaxis,
-        "yaxis": yaxis,
-        **options,
-    }
-
-
 def _steps(x: Sequence[int], **options: Any) -> Record:
     options |= {"dtick": 1} if x and x[-1] - x[0] < 6 else {}  # there is no step 1.5
-    return _axis("step", tickformat=",d", unifiedhovertitle={"text": "step %{x}"}, **options)
+    return axis("step", tickformat=",d", unifiedhovertitle={"text": "step %{x}"}, **options)
 
 
-def _bytes_axis(title: str, **options: Any) -> Record:
-    return _axis(title, tickformat="~s", ticksuffix="B", rangemode="tozero", nticks=6, **options)
-
-
-def _line(x: Sequence[float], y: Sequence[float], name: str, hue: str, width: float, unit: str = ".4~g") -> Record:
-    return {
-        "type": "scatter",
-        "mode": "lines" if len(x) > 1 else "markers",
-        "x": list(x),
-        "y": list(y),
-        "name": name,
-        "line": {"color": hue, "width": width},
-        "marker": {"color": hue},  # of a run with one step
-        "hovertemplate": f"%{{y:{unit}}}",
-    }
+def _kind(names: Sequence[str], values: Sequence[float], kind: str, opacity: float | Sequence[float] = 1.0) -> Record:
+    return bar(names, values, kind, colour(kind), opacity)
 
 
 def _pick(count: int, rows: int = 20) -> list[int]:
@@ -115,12 +56,12 @@ def loss(steps: Sequence[Record], evaluations: Sequence[tuple[int, float]]) -> C
     if x:
         at, light, strong = [x[i] for i in kept], [y[i] for i in kept], [smoothed[i] for i in kept]
         data = [
-            _line(at, light, "each step", "var(--training-light)", 1.2),
-            _line(at, strong, "smoothed", "var(--training)", 2.5),
+            line(at, light, "each step", "var(--training-light)", 1.2),
+            line(at, strong, "smoothed", "var(--training)", 2.5),
         ]
         legend = [("training, each step", "var(--training-light)"), ("training, smoothed", "var(--training)")]
     if evaluations:
-        points = _line([at for at, _ in evaluations], [value for _, value in evaluations], "held-out", "var(--held)", 1)
+        points = line([at for at, _ in evaluations], [value for _, value in evaluations], "held-out", "var(--held)", 1)
         marker = {"color": "var(--held)", "size": 9, "symbol": "diamond", "line": {"color": "var(--card)", "width": 1}}
         data.append(points | {"mode": "markers", "marker": marker})
         legend.append(("held-out", "var(--held)"))
@@ -132,7 +73,7 @@ def loss(steps: Sequence[Record], evaluations: Sequence[tuple[int, float]]) -> C
     label = f"Training loss, from {short(y[0])} at step {x[0]} to {short(y[-1])} at step {x[-1]}." if x else ""
     if measured:
         label += f" Held-out loss, {len(measured)} times measured, at best {short(min(measured.values()))}."
-    layout = _layout(380, _steps(x), _axis("loss (nats per token)"), hovermode="x unified")
+    layout = frame(380, _steps(x), axis("loss (nats per token)"), hovermode="x unified")
     columns = ["step", "training loss", "held-out loss", "held-out perplexity"]
     return Chart("loss", label.strip(), {"data": data, "layout": layout}, columns, rows, legend)
 
@@ -144,11 +85,11 @@ def curve(steps: Sequence[Record], key: str, title: str, *, smoothed: bool = Fal
         return None
     kept = thin(y)
     at, hue = [x[i] for i in kept], "var(--training-light)" if smoothed else "var(--training)"
-    data = [_line(at, [y[i] for i in kept], "each step", hue, 1.2 if smoothed else 2)]
+    data = [line(at, [y[i] for i in kept], "each step", hue, 1.2 if smoothed else 2)]
     if smoothed:
         calm = smooth(y)
-        data.append(_line(at, [calm[i] for i in kept], "smoothed", "var(--training)", 2.2))
-    layout = _layout(230, _steps(x, nticks=6), _axis("", tickformat=form, nticks=5, rangemode="tozero"))
+        data.append(line(at, [calm[i] for i in kept], "smoothed", "var(--training)", 2.2))
+    layout = frame(230, _steps(x, nticks=6), axis("", tickformat=form, nticks=5, rangemode="tozero"))
     layout["hovermode"] = "x unified"
     write = "{:.1%}".format if form.endswith("%") else short
     label = f"{title}, from {write(y[0])} at step {x[0]} to {write(y[-1])} at step {x[-1]}."
@@ -185,14 +126,14 @@ def states(memory: Sequence[Record], plain: Record | None) -> Chart | None:
     kinds = [kind for kind in STATES if any(of.get(kind) for _, of in shown)]
     names, sums = [name for name, _ in shown], [sum(of.values()) for _, of in shown]
     fade = [0.45 if plain and index == 0 else 1.0 for index in range(len(shown))]
-    data = [_bar(names, [of.get(kind, 0) for _, of in shown], kind, opacity=fade) for kind in kinds]
+    data = [_kind(names, [of.get(kind, 0) for _, of in shown], kind, opacity=fade) for kind in kinds]
     label = f"Model states per rank ({len(ranks)} in all), at most {size(max(totals))}"
     label += f"; plain data parallelism holds {size(sum(plain.values()))} on every rank." if plain else "."
     rows = [
         [name, *(size(of.get(kind, 0)) for kind in kinds), size(sum(of.get(kind, 0) for kind in kinds))]
         for name, of in first + ranks
     ]
-    figure = {"data": data, "layout": _bars(names, sums)}
+    figure = {"data": data, "layout": bars(names, sums)}
     return Chart("states", label, figure, ["", *kinds, "together"], rows, [(kind, colour(kind)) for kind in kinds])
 
 
@@ -203,12 +144,12 @@ def working(memory: Sequence[Record]) -> Chart | None:
     kinds = [kind for kind in kinds if peaks[kind]]
     if not kinds:
         return None
-    data = [_bar([escape(kind)], [peaks[kind]], kind) for kind in kinds]
+    data = [_kind([escape(kind)], [peaks[kind]], kind) for kind in kinds]
     rows = [
         [f"rank {index}", *(size(rank[kind]["peak"]) if rank.get(kind) else "" for kind in (*kinds, "total"))]
         for index, rank in enumerate(memory)
     ]
-    figure = {"data": data, "layout": _bars([escape(kind) for kind in kinds], [peaks[kind] for kind in kinds])}
+    figure = {"data": data, "layout": bars([escape(kind) for kind in kinds], [peaks[kind] for kind in kinds])}
     label = "Working buffers at their peak: " + ", ".join(f"{kind} {size(peaks[kind])}" for kind in kinds) + "."
     return Chart("working", label, figure, ["peak of", *kinds, "everything at once"], rows)
 
@@ -226,19 +167,19 @@ def timeline(record: Record | None) -> Chart | None:
     at = [record["seconds"][i] * 1000 for i in kept]
     data = []
     for kind in kinds:
-        area = _line(at, [record["kinds"][kind][i] for i in kept], escape(kind), colour(kind), 0)
+        area = line(at, [record["kinds"][kind][i] for i in kept], escape(kind), colour(kind), 0)
         area["line"]["shape"] = "hv"  # memory is taken and given back at once
         data.append(area | {"stackgroup": "held", "fillcolor": colour(kind), "hovertemplate": "%{y:.3~s}B"})
     legend = [(kind, colour(kind)) for kind in kinds]
     if record.get("allocated"):
-        whole = _line(at, [record["allocated"][i] for i in kept], "allocated in all", "var(--text)", 1.5)
+        whole = line(at, [record["allocated"][i] for i in kept], "allocated in all", "var(--text)", 1.5)
         whole["line"]["dash"] = "dot"
         data.append(whole | {"hovertemplate": "%{y:.3~s}B"})
         legend.append(("allocated in all, activations included", "var(--text)"))
-    xaxis = _axis("milliseconds since the step began", range=[at[0], at[-1]])
+    xaxis = axis("milliseconds since the step began", range=[at[0], at[-1]])
     xaxis["unifiedhovertitle"] = {"text": "%{x:.3~g} ms"}
-    layout = _layout(380, xaxis, _bytes_axis("bytes held"))
-    layout |= {"hovermode": "x unified", **_phases(record.get("phases") or [], at[-1])}
+    layout = frame(380, xaxis, bytes_axis("bytes held"))
+    layout |= {"hovermode": "x unified", **phases(record.get("phases") or [], at[-1])}
     layout["margin"] = {"l": 8, "r": 16, "t": 40, "b": 8}
     peak = total.index(max(total))
     label = f"Memory of rank 0 over one step: {size(total[0])} at its start, at most {size(total[peak])} after "
@@ -248,22 +189,6 @@ def timeline(record: Record | None) -> Chart | None:
     rows.append(["together", size(total[0]), size(total[peak]), size(total[peak])])
     columns = ["", "at the start", "at most", "at the fullest moment"]
     return Chart("timeline", label, {"data": data, "layout": layout}, columns, rows, legend)
-
-
-def _phases(phases: Sequence[Sequence[Any]], end: float) -> Record:
-    """Mark where each phase begins, its name above the plot; names that would collide take a second row."""
-    shapes, annotations, row, before = [], [], 0, -math.inf
-    for name, seconds in phases:
-        at = seconds * 1000
-        row = 1 - row if at - before < 0.3 * end else 0
-        before = at
-        place = {"xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
-        shapes.append({"type": "line", **place, "line": {"color": "var(--muted)", "width": 1, "dash": "dot"}})
-        where = {"x": at, "y": 1, "xref": "x", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-        annotations.append({**where, "text": escape(str(name)), "showarrow": False, "yshift": 14 * row})
-    if before > 0.85 * end:
-        annotations[-1] |= {"xanchor": "right"} if row else {"xanchor": "center"}
-    return {"shapes": shapes, "annotations": annotations}
 
 
 # ------------------------------------------------------------------------------------------------ communication
@@ -276,7 +201,7 @@ def communication(traffic: Record, paper: Record | None) -> Chart | None:
         return None
     ours = sum(traffic[kind]["bytes"] for kind in kinds)
     names, sums = ["this run"], [ours]
-    data = [_bar(["this run"], [traffic[kind]["bytes"]], kind) for kind in kinds]
+    data = [_kind(["this run"], [traffic[kind]["bytes"]], kind) for kind in kinds]
     legend = [(kind, colour(kind)) for kind in kinds]
     rows = [[kind, str(traffic[kind]["count"]), size(traffic[kind]["bytes"])] for kind in kinds]
     rows.append(["together", str(sum(traffic[kind]["count"] for kind in kinds)), size(ours)])
@@ -284,35 +209,8 @@ def communication(traffic: Record, paper: Record | None) -> Chart | None:
     if paper:
         names.append(f"the paper: {escape(paper['formula'])}")
         sums.append(paper["bytes"])
-        data.append(_bar(names[1:], sums[1:], "paper"))
+        data.append(_kind(names[1:], sums[1:], "paper"))
         rows.append([f"the paper: {paper['formula']}", "", size(paper["bytes"])])
         label += f", where the paper counts {size(paper['bytes'])}"
-    figure = {"data": data, "layout": _bars(names, sums)}
+    figure = {"data": data, "layout": bars(names, sums)}
     return Chart("traffic", label + ".", figure, ["collective", "count", "bytes"], rows, legend)
-
-
-def _bar(names: Sequence[str], values: Sequence[float], kind: str, opacity: float | Sequence[float] = 1.0) -> Record:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": escape(kind),
-        "y": list(names),
-        "x": list(values),
-        "marker": {"color": colour(kind), "opacity": opacity, "line": {"color": "var(--card)", "width": 1.5}},
-        "hovertemplate": f"%{{y}}: {escape(kind)} %{{x:.3~s}}B<extra></extra>",
-    }
-
-
-def _bars(names: Sequence[str], sums: Sequence[float]) -> Record:
-    """Lay out stacked bars as wide as the page lets them, each under its name and how much it is."""
-    xaxis = _axis("", range=[0, max(sums)], visible=False, fixedrange=True)
-    yaxis = _axis("", range=[len(names) - 0.55, -0.85], visible=False, fixedrange=True, type="category")
-    layout = _layout(52 * len(names) + 8, xaxis, yaxis, barmode="stack", bargap=0.6, hovermode="closest")
-    layout["margin"] = {"l": 0, "r": 0, "t": 0, "b": 0}
-    place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "y", "yanchor": "bottom", "yshift": 11}
-    look = {"showarrow": False, "borderpad": 0, "font": {"size": 13, "color": "var(--text)"}}
-    layout["annotations"] = [
-        {**place, **look, "y": name, "text": f"{name} <b>{size(value)}</b>"}
-        for name, value in zip(names, sums, strict=True)
-    ]
-    return layout

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from zeroshard.checkpoint.whole import read_json
 from zeroshard.memory.report import size
+from zeroshard.page.sheet import render
+from zeroshard.page.words import count, duration
 from zeroshard.train.page import charts
 from zeroshard.train.page.series import Record, number, series
 
@@ -45,30 +45,11 @@ def write_page(run: Path) -> Path:
     >>> write_page(run).name
     'report.html'
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(
-            f"the report of a run needs {error.name}, which is not installed: pip install 'zeroshard[train]'"
-        ) from error
     run = Path(run)
     record, metrics = _record(run / "run.json"), read_metrics(run / "metrics.jsonl")
-    environment = Environment(
-        loader=PackageLoader("zeroshard.train.page", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    text = environment.get_template("page.html.j2").render(
-        **_content(record, metrics),
-        plotly=get_plotlyjs(),
-        nonce=secrets.token_urlsafe(16),  # only the page's own scripts know it
-    )
+    text = render("zeroshard.train.page", "page.html.j2", "the report of a run", **_content(record, metrics))
     page = run / "report.html"
-    page.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair in a sample would raise
+    page.write_bytes(text)
     return page
 
 
@@ -139,7 +120,6 @@ def _content(record: Record, metrics: Metrics) -> Record:
         "ranks": record.get("ranks"),
         "headline": _headline(record, metrics),
         "charts": by_name,
-        "figures": {name: chart.figure for name, chart in by_name.items()},
         "lost": len(steps) - len(series(steps, "loss")[0]),
         "fullest": _fullest(memory),
         "traffic": traffic,
@@ -255,34 +235,3 @@ def _setting(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# ------------------------------------------------------------------------------------------------ words for numbers
-
-
-def count(value: float) -> str:
-    """Write how many, in three figures.
-
-    >>> count(128), count(1_060_352), count(112_034.5), count(1.4e9)
-    ('128', '1.06 M', '112 k', '1.40 B')
-    """
-    for unit in ("", " k", " M", " B"):
-        if abs(value) < 999.5:
-            return (f"{value:#.3g}".rstrip(".") if unit else f"{value:.0f}") + unit
-        value /= 1000
-    return f"{value:,.2f} T"
-
-
-def duration(seconds: float) -> str:
-    """Write a time with its two largest units.
-
-    >>> duration(0.4), duration(71.3), duration(7_500), duration(200_000)
-    ('0.4 s', '1 min 11 s', '2 h 5 min', '2 d 7 h')
-    """
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, large), (below, small) in pairwise(units):
-        if seconds >= large:
-            return f"{seconds // large:.0f} {name} {seconds % large // small:.0f} {below}"
-    raise AssertionError(seconds)

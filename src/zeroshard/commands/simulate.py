@@ -1,0 +1,209 @@
+"""The command `zeroshard simulate`: how training scales with the number of devices, and the paper computed anew."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zeroshard.planner.machines.presets import PRESETS as MACHINES
+
+PAPER = "paper"
+CHECKPOINTS = ("none", "recompute", "host")
+OFFLOADS = ("none", "host", "disk")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and return the exit status: 2 for what cannot be simulated."""
+    options = _parser().parse_args(argv)
+    try:
+        told = _paper() if options.model == PAPER else _simulate(options)
+        if options.json is not None:
+            options.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+        print(f"zeroshard simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # of `zeroshard simulate … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tells of it at its end
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zeroshard simulate",
+        description="Tell how training a model scales from one device to thousands, on paper: throughput a device, "
+        "what a step's time goes to, where each stage stops to scale, and the largest model. `zeroshard simulate "
+        "paper` computes the tables and figures of the ZeRO paper anew, beside the paper's own numbers.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a preset (see `zeroshard presets`), a Hugging Face model's directory or config.json, module:callable, or "
+        "the word paper",
+    )
+    add = parser.add_argument_group("the devices").add_argument
+    add(
+        "--devices",
+        type=_counts,
+        metavar="N,N,… or N-N",
+        help="how many; a range goes in powers of two; default: 1-16384",
+    )
+    add("--machine", default="h100", metavar="NAME", help=f"{', '.join(MACHINES)}, here, or a JSON file; default: h100")
+    add("--memory", metavar="SIZE", help="of a device, instead of the machine's, as in 80GB")
+    add = parser.add_argument_group("the training").add_argument
+    add("--batch", type=_whole, metavar="B", help="samples a step over all devices, the same for any number of them")
+    add("--micro-batch", type=_whole, metavar="M", help="samples a rank and backward; default: what is fastest")
+    add("--sequence", type=_whole, metavar="S", help="tokens a sample")
+    add("--stage", type=_stages, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
+    add("--tensor", type=_whole, default=1, metavar="T", help="devices that divide each layer; default: 1")
+    add(
+        "--checkpoint",
+        choices=CHECKPOINTS,
+        default="none",
+        help="recompute: keep blocks' inputs alone; host: those in host memory; default: none",
+    )
+    add("--offload", choices=OFFLOADS, default="none", help="where the optimizer's states rest; default: on the device")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="of computation; default: 16 bits on a GPU")
+    add("--inputs", metavar="module:callable", help="what the model is called with: a function of the batch")
+    add = parser.add_argument_group("the shape of a preset").add_argument
+    for name in ("layers", "heads", "width"):
+        add(f"--{name}", type=_whole, metavar="N", help=f"other {name} than the preset's")
+    add = parser.add_argument_group("what is told").add_argument
+    add(
+        "--largest",
+        action="store_true",
+        help="the deepest model of this width that fits, for each number of devices and stage, instead of a sweep",
+    )
+    add("--json", type=Path, metavar="FILE", help="write everything there too")
+    return parser
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted is a whole number from 1 up, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    """Numbers, and ranges of powers of two."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        begin, end = _whole(first), _whole(last) if dash else _whole(first)
+        if begin > end:
+            raise argparse.ArgumentTypeError(f"wanted is a range from the fewest to the most devices, got {part!r}")
+        found.append(begin)
+        while dash and found[-1] < end:
+            found.append(min(2 * found[-1], end))
+    return found
+
+
+def _stages(text: str) -> list[int]:
+    if not all(part in ("0", "1", "2", "3") for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"wanted are stages such as 3 or 1,2,3, got {text!r}")
+    return [int(part) for part in text.split(",")]
+
+
+def _paper() -> dict[str, Any]:
+    from zeroshard.planner.simulation.paper import CURVE, exhibits
+    from zeroshard.planner.simulation.record import paper_record
+    from zeroshard.planner.simulation.table import exhibit_table
+
+    _print(
+        "The ZeRO paper (arXiv 1910.02054v3) beside zeroshard's planner, on the machine dgx2 with its published rates."
+        f"\nFitted, once for all figures: the efficiency curve, share {CURVE.share:g}, half {CURVE.half:.3g} FLOPs."
+        "\nNumbers of the paper's figures are read off their bars, to 2 %."
+    )
+    found = []
+    for exhibit in exhibits():
+        _print(f"\n{exhibit_table(exhibit)}")
+        found.append(exhibit)
+    return paper_record(found)
+
+
+def _simulate(options: argparse.Namespace) -> dict[str, Any]:
+    from zeroshard.planner.machines.machine import Machine
+    from zeroshard.planner.models import open_inputs, open_model, tokens_of
+    from zeroshard.planner.simulation.record import simulation_record
+    from zeroshard.planner.simulation.simulate import DEVICES, STAGES, precision_of, simulate
+    from zeroshard.planner.simulation.table import simulation_table
+
+    machine = Machine.of(options.machine)
+    if options.memory is not None:
+        machine = Machine.of(machine, memory=options.memory)
+    shape = {name: getattr(options, name) for name in ("layers", "heads", "width", "sequence")}
+    model, inputs, description = open_model(options.model, **shape)
+    if options.inputs is not None:
+        inputs = open_inputs(options.inputs)
+    options.precision = options.precision or precision_of(machine)
+    options.devices, options.stage = options.devices or list(DEVICES), options.stage or list(STAGES)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    _print(f"{description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
+    if options.largest:
+        return _largest(options, model, inputs, machine, description)
+    found = simulate(
+        model,
+        inputs,
+        devices=options.devices,
+        machine=machine,
+        batch=options.batch,
+        micro_batch=options.micro_batch,
+        sequence=options.sequence,
+        stages=options.stage,
+        tensor=options.tensor,
+        checkpoint=options.checkpoint,
+        offload=_offload(options.offload),
+        precision=options.precision,
+    )
+    _print(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(found)}")
+    return simulation_record(found, description, tokens_of(model, inputs, options.sequence))
+
+
+def _offload(name: str) -> Any:
+    from zeroshard.offload import Offload
+
+    if name == "disk":
+        return Offload(optimizer="disk", directory=".")  # only its rates and its size count here
+    return None if name == "none" else Offload(optimizer="host")
+
+
+def _largest(options: argparse.Namespace, model: Any, inputs: Any, machine: Any, description: str) -> dict[str, Any]:
+    from zeroshard.planner.choice import Choice
+    from zeroshard.planner.record import versions
+    from zeroshard.planner.simulation.family import Deep, family_of
+    from zeroshard.planner.simulation.largest import FIRST, Largest, deepest
+    from zeroshard.planner.simulation.record import largest_record
+    from zeroshard.planner.simulation.table import largest_table
+
+    known = family_of(model)
+    if known is None:
+        raise ValueError(
+            f"it is not known how to make a {type(model).__name__} deeper: give a preset, or call "
+            "zeroshard.planner.simulation.largest.largest with a function of the number of layers"
+        )
+    begin = Deep(known[0], FIRST[0], inputs, sequence=options.sequence, precision=options.precision)
+    found: dict[tuple[int, int], Largest] = {}
+    for devices in options.devices:
+        for stage in options.stage if devices % options.tensor == 0 else ():
+            choice = Choice(
+                stage=stage,
+                tensor=options.tensor,
+                checkpoint=options.checkpoint,
+                offload=_offload(options.offload) if stage or devices == options.tensor else None,
+                micro_batch=options.micro_batch or 1,
+            )
+            found[devices, stage] = deepest(begin, choice, devices, machine)
+    if not found:
+        raise ValueError(f"no number of devices is a multiple of the {options.tensor} that divide each layer")
+    _print(f"\nthe deepest of this width that fits, micro-batch {options.micro_batch or 1}\n{largest_table(found)}")
+    told = {"model": description, "machine": json.loads(machine.to_json()), "versions": versions()}
+    return {**told, "largest": largest_record(found)}

@@ -1,0 +1,33 @@
+"""Words: numbers as a page writes them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+
+def count(value: float) -> str:
+    """Write how many, in three figures.
+
+    >>> count(128), count(1_060_352), count(112_034.5), count(1.4e9)
+    ('128', '1.06 M', '112 k', '1.40 B')
+    """
+    for unit in ("", " k", " M", " B"):
+        if abs(value) < 999.5:
+            return (f"{value:#.3g}".rstrip(".") if unit else f"{value:.0f}") + unit
+        value /= 1000
+    return f"{value:,.2f} T"
+
+
+def duration(seconds: float) -> str:
+    """Write a time with its two largest units.
+
+    >>> duration(0.4), duration(71.3), duration(7_500), duration(200_000)
+    ('0.4 s', '1 min 11 s', '2 h 5 min', '2 d 7 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, large), (below, small) in pairwise(units):
+        if seconds >= large:
+            return f"{seconds // large:.0f} {name} {seconds % large // small:.0f} {below}"
+    raise AssertionError(seconds)

@@ -1,0 +1,81 @@
+"""Choice: what a user may set, and what a plan is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.offload import Offload
+from zeroshard.planner.traces.tracing import Checkpoint
+
+KEPT = {"none": "all activations", "recompute": "blocks' inputs", "host": "blocks' inputs on the host"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to train a model on so many devices."""
+
+    stage: int = 3
+    """ZeRO's, 0 to 3."""
+    tensor: int = 1
+    """Devices that divide each layer."""
+    checkpoint: Checkpoint = "none"
+    """What is kept for backward: everything ("none"), blocks' inputs ("recompute"), those in host memory ("host")."""
+    offload: Offload | None = None
+    """What rests outside the device."""
+    micro_batch: int = 1
+    """Samples a data-parallel rank and backward."""
+    accumulate: int = 1
+    """Backwards a step."""
+
+    @property
+    def sharding(self) -> dict[str, Any]:
+        """What :func:`zeroshard.shard` is given of it; a tensor degree is in the mesh.
+
+        >>> Choice(stage=2).sharding
+        {'stage': 2, 'offload': None}
+        """
+        return {"stage": self.stage, "offload": self.offload}
+
+    @property
+    def activations(self) -> dict[str, Any] | None:
+        """What :func:`zeroshard.checkpoint_activations` is given of it; None: it is not called.
+
+        >>> Choice(checkpoint="host").activations
+        {'offload': True}
+        """
+        return None if self.checkpoint == "none" else {"offload": self.checkpoint == "host"}
+
+    @property
+    def far(self) -> str:
+        """What rests outside the device, in a few words.
+
+        >>> Choice(offload=Offload(optimizer=("host", 0.5), parameters="host")).far
+        'optimizer 50% host, parameters host'
+        """
+        if self.offload is None:
+            return "nothing"
+        said = []
+        for kind in ("optimizer", "parameters"):
+            for tier, fraction in getattr(self.offload, kind).items():
+                said.append(f"{kind} {tier}" if fraction > 0.999 else f"{kind} {fraction:.0%} {tier}")
+        return ", ".join(said)
+
+    @property
+    def words(self) -> str:
+        """All of it in a line.
+
+        >>> Choice(stage=2, micro_batch=8).words
+        'stage 2, micro-batch 8'
+        """
+        said = [f"stage {self.stage}"]
+        if self.tensor > 1:
+            said.append(f"tensor {self.tensor}")
+        if self.checkpoint != "none":
+            said.append("recomputing" + (", inputs on the host" if self.checkpoint == "host" else ""))
+        if self.offload is not None:
+            said.append(f"{self.far}")
+        said.append(f"micro-batch {self.micro_batch}")
+        if self.accumulate > 1:
+            said.append(f"{self.accumulate} backwards a step")
+        return ", ".join(said)

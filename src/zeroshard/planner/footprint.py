@@ -1,0 +1,178 @@
+"""Footprint: what one rank holds over a step, moment by moment, from a trace and what the library holds.
+
+[Note: replaying memory]
+The trace has the activations; what the library adds to them follows from the moments between: a unit that is brought is
+there until it is let go, and the next one already comes (prefetch); gradients that autograd has made wait until the
+reduction after them begins; the ring of buckets is there from a backward's first reduction to its end; the update takes
+its buffer when all that is gone. The highest of these moments is the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zeroshard.planner.memory import Holdings
+from zeroshard.planner.traces.trace import Span, Trace, spans_of
+
+ROUNDED = 1.08  # memory that the allocator reserves over what is allocated: 1.01 to 1.07 measured, docs/benchmarks.md
+NEAR_INPUTS = 2  # blocks' inputs on the device, where they are kept on the host: one in use, one on its way
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held at one moment, in bytes."""
+
+    what: str
+    """What is running."""
+    held: dict[str, float]
+    """By kind: "states", "activations", "kept inputs", "gathered", "gradients of autograd", "buckets", "step", …"""
+
+    @property
+    def total(self) -> float:
+        """Of all kinds."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that one rank holds."""
+
+    states: dict[str, int]
+    """On the device at all times, by kind of state."""
+    far: dict[tuple[str, str], int]
+    """Outside it, by (kind of state, tier)."""
+    peak: Moment
+    """The highest moment of a step on the device."""
+    at_rest: float
+    """On the device between steps: states, and what stays from step to step beside them."""
+    travel: float
+    """Host memory that states travel through."""
+    kept_on_host: float = 0.0
+    """Host memory for the inputs of recomputed blocks."""
+    timeline: tuple[Moment, ...] = field(default=(), repr=False)
+    """All moments in order, where they were asked for."""
+
+    @property
+    def host(self) -> float:
+        """Bytes of host memory of one rank."""
+        return sum(nbytes for (_, tier), nbytes in self.far.items() if tier == "host") + self.travel + self.kept_on_host
+
+    @property
+    def disk(self) -> float:
+        """Bytes on disk of one rank."""
+        return sum(nbytes for (_, tier), nbytes in self.far.items() if tier == "disk")
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator is expected to reserve for the peak."""
+        return self.peak.total * ROUNDED
+
+
+def footprint(
+    trace: Trace,
+    held: Holdings,
+    *,
+    on_gpu: bool = True,
+    prefetch: bool = True,
+    inputs_on_host: bool = False,
+    workspace: float = 0,
+    scratch: float = 0,
+    timeline: bool = False,
+    spans: Sequence[Span] | None = None,
+) -> Footprint:
+    """Replay a trace: see [Note: replaying memory].
+
+    ``workspace`` is what math libraries hold in the device's allocator, ``scratch`` what the optimizer's own kernels
+    take in a step, both in bytes. ``spans`` are those of the trace, if they were cut before.
+    """
+    kept = sum(trace.kept)
+    near = sum(sorted(trace.kept)[-NEAR_INPUTS:]) if inputs_on_host else kept
+    always = {
+        "states": float(sum(held.states.values())),
+        "kept inputs": near,
+        "buffers": trace.buffers,
+        "inputs": trace.inputs,
+        "libraries": workspace,
+        "landings": float(0 if held.placement.gradients else held.landings),
+    }
+    spans = spans_of(trace) if spans is None else spans
+    walk = _Walk(spans, held, on_gpu, prefetch)
+    moments = [walk.over(span) for span in spans]
+    best = max(moments, key=lambda moment: moment.total)
+    best = Moment(best.what, {**always, **best.held})
+    step = Moment("step", {**always, "activations": 0.0, "step": float(held.step) + scratch})
+    if step.total > best.total:
+        best = step
+    return Footprint(
+        held.states,
+        held.far,
+        best,
+        at_rest=sum(always.values()) - trace.inputs,
+        travel=float(held.travel),
+        kept_on_host=kept if inputs_on_host else 0.0,
+        timeline=(*(Moment(m.what, {**always, **m.held}) for m in moments), step) if timeline else (),
+    )
+
+
+class _Walk:
+    """Where a replay is, and what the library holds there."""
+
+    def __init__(self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool) -> None:
+        self._held, self._on_gpu, self._prefetch = held, on_gpu, prefetch
+        self._orders = brought_in(spans)
+        self._at = 0
+        self._gathered: set[int] = set()
+        self._waiting = 0.0  # bytes of gradients that a reduction still reads
+        self._ring = False
+
+    def over(self, span: Span) -> Moment:
+        """Go through one span, from its mark on, and return its highest moment, without what is always there."""
+        taken = self._act(span) if span.mark is not None else 0.0
+        gathered = float(sum(self._held.units[unit].room for unit in self._gathered))
+        return Moment(
+            span.where or (span.mark.moment if span.mark is not None else ""),
+            {
+                "activations": max(span.peak, span.begin + taken),
+                "gathered": gathered,
+                "gradients of autograd": self._waiting,
+                "buckets": float(self._held.ring) if self._ring else 0.0,
+            },
+        )
+
+    def _act(self, span: Span) -> float:
+        """Do what the engine does at a mark; return bytes that are held for this moment alone."""
+        mark, partitioned = span.mark, self._held.placement
+        if mark is None:
+            return 0.0
+        if mark.moment == "bring" and partitioned.parameters:
+            self._bring(mark.unit, self._orders[span.backward])
+        elif mark.moment == "release":
+            self._gathered.discard(mark.unit)
+        elif mark.moment == "finish":
+            if not partitioned.gradients:
+                return mark.nbytes  # copied into the sum, and gone
+            self._ring = True
+            self._waiting = mark.nbytes if self._on_gpu else 0.0
+            return 0.0 if self._on_gpu else mark.nbytes
+        elif mark.moment == "end forward":
+            self._at = 0
+        elif mark.moment == "end backward":
+            self._ring, self._waiting = False, 0.0
+            self._gathered.clear()
+        return 0.0
+
+    def _bring(self, unit: int, order: list[int]) -> None:
+        self._gathered.add(unit)
+        self._at += 1
+        if self._prefetch and self._at < len(order):
+            self._gathered.add(order[self._at])
+
+
+def brought_in(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """The units in the order that forward, and backward, brings them in."""
+    orders: tuple[list[int], list[int]] = ([], [])
+    for span in spans:
+        if span.mark is not None and span.mark.moment == "bring":
+            orders[span.backward].append(span.mark.unit)
+    return orders

@@ -1,0 +1,1 @@
+"""What a plan knows of devices, nodes and links, named or measured."""

@@ -1,0 +1,139 @@
+"""Machines that have a name, in the form that a machine's JSON file has too.
+
+Peaks, memory and links are those of the makers' data sheets; where the page says "as reached", a share of them that is
+usually seen (NCCL's own tests reach about 0.8 of NVLink's and 0.9 of InfiniBand's rate each way, elementwise kernels
+0.85 of the memory's). The efficiency curves are one a generation: see [Note: the efficiency curve]. The host's times
+(``op``, ``unit``) are of one thread of Python on a server's processor. All are first guesses for whoever cannot
+measure; ``zeroshard plan --calibrate`` replaces them by what a machine really does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+GB, TB, MiB = 10**9, 10**12, 2**20
+TFLOPS = 1e12
+NVLINK, INFINIBAND, MEMORY = 0.8, 0.9, 0.85  # shares of the published rates, as reached
+
+_SERVER: Final[dict[str, Any]] = {
+    "kind": "cuda",
+    "gap": 1.5e-6,
+    "op": 4e-5,
+    "unit": 3e-4,
+    "context": 600 * MiB,
+}
+
+# DGX A100 (data sheet of the 80 GB system): 8 devices, NVLink 3 of 600 GB/s in both directions, 8 adapters of HDR
+# InfiniBand, 2 processors of 8 channels DDR4-3200, 2 TB, 8 NVMe disks of 3.84 TB on PCIe 4.
+_A100: Final[dict[str, Any]] = {
+    **_SERVER,
+    "devices": 8,
+    "memory": 85 * GB,  # of 80 GiB, what the driver leaves
+    "flops": {"fp32": 19.5 * TFLOPS, "bf16": 312 * TFLOPS, "fp16": 312 * TFLOPS},  # A100 data sheet, dense
+    "efficiency": {"share": 0.8, "half": 1.2e9},
+    "attention": 0.35,
+    "bandwidth": MEMORY * 2039 * GB,
+    "workspace": 2 * 8_519_680,  # cuBLAS: 8.125 MiB a handle before Hopper
+    "host_memory": 2 * TB,
+    "host_update": 8e9,
+    "pcie": 24 * GB,  # PCIe 4, 16 lanes
+    "disk": 30 * TB,
+    "disk_read": 45 * GB,
+    "disk_write": 25 * GB,
+    "inside": {"bandwidth": NVLINK * 300 * GB, "latency": 2e-6},
+    "outside": {"bandwidth": INFINIBAND * 200 * GB, "latency": 5e-6},
+}
+
+# DGX H100 (data sheet): 8 devices, NVLink 4 of 900 GB/s in both directions, 8 adapters of NDR InfiniBand, 2 processors
+# of 8 channels DDR5-4800, 2 TB, 8 NVMe disks of 3.84 TB.
+_H100: Final[dict[str, Any]] = {
+    **_A100,
+    "flops": {"fp32": 67 * TFLOPS, "bf16": 989.4 * TFLOPS, "fp16": 989.4 * TFLOPS},  # H100 SXM data sheet, dense
+    "efficiency": {"share": 0.7, "half": 2e9},
+    "attention": 0.2,
+    "bandwidth": MEMORY * 3350 * GB,
+    "workspace": 2 * 32 * MiB,  # cuBLAS: 32 MiB a handle on Hopper
+    "host_update": 12e9,
+    "pcie": 55 * GB,  # PCIe 5, 16 lanes
+    "inside": {"bandwidth": NVLINK * 450 * GB, "latency": 2e-6},
+    "outside": {"bandwidth": INFINIBAND * 400 * GB, "latency": 5e-6},
+}
+
+PRESETS: Final[dict[str, dict[str, Any]]] = {
+    # DGX-2 (data sheet), the paper's machine: NVSwitch with 300 GB/s a device in both directions, 8 adapters
+    # of EDR InfiniBand, 2 processors of 6 channels DDR4-2666, 1.5 TB, 30 TB of NVMe. No bf16: Volta's tensor cores
+    # multiply fp16 only.
+    "dgx2": {
+        **_SERVER,
+        "devices": 16,
+        "memory": 34 * GB,  # of 32 GiB, what the driver leaves
+        "flops": {"fp32": 15.7 * TFLOPS, "fp16": 125 * TFLOPS},  # V100 SXM data sheet
+        "efficiency": {"share": 0.5, "half": 2e9},  # what training reached with the libraries of 2019
+        "attention": 0.15,
+        "bandwidth": MEMORY * 900 * GB,
+        "gap": 2e-6,
+        "context": 450 * MiB,
+        "workspace": 2 * 8_519_680,
+        "host_memory": 1_500 * GB,
+        "host_update": 4e9,
+        "pcie": 12 * GB,  # PCIe 3, 16 lanes
+        "disk": 30 * TB,
+        "disk_read": 24 * GB,
+        "disk_write": 15 * GB,
+        "inside": {"bandwidth": NVLINK * 150 * GB, "latency": 2e-6},
+        "outside": {"bandwidth": INFINIBAND * 100 * GB, "latency": 5e-6},
+    },
+    "a100": _A100,
+    "a100-40gb": {**_A100, "memory": 42_300_000_000, "bandwidth": MEMORY * 1555 * GB, "host_memory": 1 * TB},
+    "h100": _H100,
+    # The H100's processor with more and faster memory (H200 data sheet: 141 GB, 4.8 TB/s). It throttles a little less.
+    "h200": {
+        **_H100,
+        "memory": 150_100_000_000,
+        "efficiency": {"share": 0.73, "half": 2e9},
+        "bandwidth": MEMORY * 4800 * GB,
+    },
+    # A server of 16 cores with AVX2, a rank for every 4 of them, gloo between them. What a rank has of memory is the
+    # host's own. 16 bits are computed by way of 32.
+    "cpu": {
+        "kind": "cpu",
+        "devices": 4,
+        "memory": 16 * GB,
+        "flops": {"fp32": 0.38 * TFLOPS, "bf16": 0.04 * TFLOPS, "fp16": 0.02 * TFLOPS},  # 4 cores, 3 GHz, 32 a cycle
+        "efficiency": {"share": 0.75, "half": 2e6},
+        "attention": 0.3,
+        "bandwidth": 10 * GB,
+        "gap": 0.0,  # the thread that launches a kernel runs it
+        "op": 1e-5,
+        "unit": 1.5e-4,
+        "context": 300 * MiB,  # Python and torch
+        "workspace": 0,
+        "host_memory": 64 * GB,
+        "host_update": 1e9,
+        "pcie": 10 * GB,  # a copy within the host's memory
+        "disk": 500 * GB,
+        "disk_read": 2 * GB,
+        "disk_write": 1 * GB,
+        "inside": {"bandwidth": 2 * GB, "latency": 5e-5},
+        "outside": {"bandwidth": 1 * GB, "latency": 1e-4},  # 10 Gbit Ethernet
+    },
+}
+
+# What a GPU says of itself → its preset: the first whose words are all in the name.
+GPUS: Final = (
+    (("H200",), "h200"),
+    (("H100",), "h100"),
+    (("A100", "40GB"), "a100-40gb"),
+    (("A100",), "a100"),
+    (("V100",), "dgx2"),
+)
+
+
+def preset_of_gpu(name: str) -> str | None:
+    """The preset of a GPU, by what it says of itself; None: none is known.
+
+    >>> preset_of_gpu("NVIDIA A100-SXM4-40GB")
+    'a100-40gb'
+    >>> preset_of_gpu("NVIDIA GeForce RTX 4090")
+    """
+    return next((preset for words, preset in GPUS if all(word in name for word in words)), None)

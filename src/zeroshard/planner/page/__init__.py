@@ -1,0 +1,1 @@
+"""Plans as one HTML file, with pictures."""

@@ -1,0 +1,250 @@
+"""Plan: what one choice takes, and whether it fits; and all plans of a model, of which one is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from zeroshard.memory.report import size
+from zeroshard.offload import Offload, read_bytes
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.footprint import Footprint
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.pace import Pace
+from zeroshard.planner.search import choices
+from zeroshard.planner.subject import Subject
+from zeroshard.planner.traces.inputs import Inputs, Loss
+from zeroshard.planner.traces.tracing import CHECKPOINTS, Checkpoint
+
+HOST_SHARE = 0.9  # of host memory that states may take: the rest is the system's, the data's and Python's
+ALIKE = 0.01  # of the pace: plans that differ by less count as equally fast, and the smaller is better
+DOUBTED = 0.95  # of its pace is what a plan that offloads is credited with: its host may have other work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One choice, what it holds and how long it takes on each of so many devices."""
+
+    choice: Choice
+    devices: int
+    machine: Machine
+    footprint: Footprint
+    lacks: str
+    """What it does not fit into, with figures; empty where it fits."""
+    subject: Subject = field(repr=False, compare=False)
+    """What is planned."""
+
+    @cached_property
+    def pace(self) -> Pace:
+        """How long a step takes, and what the time goes to. Worked out when it is first asked for."""
+        return self.subject.pace(self.choice, self.devices, self.machine)
+
+    @cached_property
+    def useful_flops(self) -> float:
+        """Of a step on one device, without what is computed again."""
+        return self.subject.useful_flops(self.choice, self.machine)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs without running out of memory."""
+        return not self.lacks
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that it needs: what the allocator reserves, and the runtime's own."""
+        return self.footprint.reserved + self.machine.context
+
+    @property
+    def samples(self) -> float:
+        """Samples a second, over all devices."""
+        choice = self.choice
+        return choice.micro_batch * choice.accumulate * (self.devices // choice.tensor) / self.pace.step
+
+    @property
+    def credit(self) -> float:
+        """Samples a second that it is compared by."""
+        return self.samples * (DOUBTED if self.choice.offload is not None else 1.0)
+
+    @property
+    def flops(self) -> float:
+        """Useful operations a second on one device."""
+        return self.useful_flops / self.pace.step
+
+
+@dataclass(frozen=True)
+class Plans:
+    """All plans of a model on so many devices."""
+
+    model: str
+    parameters: int
+    devices: int
+    machine: Machine
+    precision: str | None
+    every: tuple[Plan, ...]
+    """All that were looked at."""
+    subject: Subject = field(repr=False, compare=False)
+    """What is planned, with its traces."""
+
+    @property
+    def fitting(self) -> list[Plan]:
+        """Those that fit, the fastest first."""
+        return sorted((plan for plan in self.every if plan.fits), key=lambda plan: -plan.samples)
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest that fits; of those that are as fast, the one that needs least memory."""
+        fitting = self.fitting
+        if not fitting:
+            return None
+        most = max(plan.credit for plan in fitting)
+        return min((plan for plan in fitting if plan.credit >= most * (1 - ALIKE)), key=lambda plan: plan.memory)
+
+    @property
+    def why(self) -> str:
+        """One line on what was chosen and why, or on why nothing fits."""
+        best = self.best
+        if best is None:
+            least = min(self.every, key=lambda plan: plan.memory)
+            return f"nothing fits: what needs least is {least.choice.words}, and {least.lacks}"
+        fitting = self.fitting
+        out = len(self.every) - len(fitting)
+        return (
+            f"{best.choice.words}: the fastest of {len(fitting)} plans that fit ({out} do not), "
+            f"{best.samples:.4g} samples/s, {size(int(best.memory))} of {size(self.machine.memory)} a device"
+        )
+
+    def rows(self) -> list[Plan]:
+        """For every stage, tensor degree, offload and checkpointing, the micro-batch that is fastest."""
+        groups: dict[tuple[Any, ...], list[Plan]] = {}
+        for plan in self.every:
+            chosen = plan.choice
+            groups.setdefault((chosen.tensor, chosen.stage, chosen.far, chosen.checkpoint), []).append(plan)
+        return [
+            max(group, key=lambda plan: (plan.fits, plan.samples if plan.fits else -plan.memory))
+            for group in groups.values()
+        ]
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs = None,
+    *,
+    devices: int,
+    machine: str | Machine = "h100",
+    memory: str | int | None = None,
+    batch: int | None = None,
+    micro_batch: int | Sequence[int] | None = None,
+    sequence: int | None = None,
+    loss: Loss = None,
+    stage: int | Sequence[int] = (0, 1, 2, 3),
+    tensor: int | Sequence[int] | None = None,
+    checkpoint: Checkpoint | Sequence[Checkpoint] = CHECKPOINTS,
+    offload: Any = "every",
+    optimizer_states: int = 2,
+    scratch: float = 0.0,
+    clip: bool = True,
+    **options: Any,
+) -> Plans:
+    """Work out what training a model takes on so many devices, in every way that zeroshard knows, and choose.
+
+    The model may be on the meta device and of any kind; it runs there once or a few times. ``inputs`` says what it is
+    called with: a function of the batch, or an example whose first dimension is the batch; language models that are
+    known need none, with ``sequence`` tokens a sample. ``loss`` makes one number of its output, where that is none
+    already. ``machine`` is the name of one, a JSON file, or a :class:`zeroshard.planner.machines.machine.Machine`;
+    ``memory`` is what each device has, if another.
+
+    ``batch`` is that of a step over all devices; without it, each plan has the micro-batch that is fastest.
+    ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` narrow the choice where they are given, as
+    one value or several. ``optimizer_states`` are the optimizer's values for each element (2 for Adam), ``scratch`` the
+    bytes its kernels take for each. ``options`` are those of :func:`zeroshard.shard`.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)])
+    >>> plans = plan(model, torch.empty(1, 4096), devices=8, machine="h100", memory="2GB", batch=512)
+    >>> plans.best.choice.stage, plans.best.fits
+    (3, True)
+    """
+    if devices < 1:
+        raise ValueError(f"devices is a whole number from 1 up, got {devices}")
+    machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
+    precision = options.setdefault("precision", _precision(machine))
+    if precision is not None:
+        machine.peak(precision)  # refuses one that the machine does not compute in
+    subject = Subject(
+        model,
+        inputs,
+        loss=loss,
+        sequence=sequence,
+        optimizer_states=optimizer_states,
+        scratch=scratch,
+        clipped=clip,
+        **options,
+    )
+    narrowed = {
+        "batch": batch,
+        "micro_batches": _several(micro_batch),
+        "stages": _several(stage) or (),
+        "tensors": _several(tensor),
+        "checkpoints": _several(checkpoint) or (),
+        "offloads": offload,
+    }
+    plans = _plans(subject, devices, machine, precision, narrowed)
+    best = plans.best
+    if best is not None and not subject.confirm(best.choice, machine):
+        plans = _plans(subject, devices, machine, precision, narrowed)  # from traces of the whole model
+    return plans
+
+
+def _plans(subject: Subject, devices: int, machine: Machine, precision: str | None, narrowed: dict[str, Any]) -> Plans:
+    """Work out all choices."""
+    found = choices(subject, devices, machine, **narrowed)
+    every = tuple(consider(subject, choice, devices, machine) for choice in found)
+    if not every:
+        raise ValueError(
+            f"a batch of {narrowed['batch']} cannot be divided over {devices} devices as asked: give a multiple of "
+            f"the data-parallel devices, {devices} over the tensor degree, times the micro-batch"
+        )
+    model = subject.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Plans(type(model).__name__, parameters, devices, machine, precision, every, subject)
+
+
+def consider(subject: Subject, choice: Choice, devices: int, machine: Machine, timeline: bool = False) -> Plan:
+    """Work out one choice."""
+    held = subject.footprint(choice, devices, machine, timeline)
+    return Plan(choice, devices, machine, held, _lacks(held, machine, devices), subject)
+
+
+def _lacks(held: Footprint, machine: Machine, devices: int) -> str:
+    """What a footprint does not fit into."""
+    here = min(devices, machine.devices)
+    wanted = held.reserved + machine.context
+    if wanted > machine.memory:
+        return f"it needs {size(int(wanted))} a device, which has {size(machine.memory)}"
+    if held.host * here > machine.host_memory * HOST_SHARE:
+        has = f"{size(machine.host_memory)}, of which {HOST_SHARE:.0%} are taken"
+        return f"its {here} ranks a node need {size(int(held.host * here))} of host memory, which has {has}"
+    if held.disk * here > machine.disk:
+        return f"its {here} ranks a node need {size(int(held.disk * here))} of disk, which has {size(machine.disk)}"
+    return ""
+
+
+def _precision(machine: Machine) -> str:
+    """The 16 bits that a GPU computes in; 32 on a CPU."""
+    if machine.kind == "cpu":
+        return "fp32"
+    return next(name for name in ("bf16", "fp16", "fp32") if name in machine.flops)
+
+
+def _several(value: Any) -> tuple[Any, ...] | None:
+    if value is None:
+        return None
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+__all__ = ["Offload", "Pace", "Plan", "Plans", "consider", "plan"]

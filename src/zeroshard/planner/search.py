@@ -1,0 +1,126 @@
+"""Search: which choices are worth looking at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zeroshard.offload import Offload
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.subject import Subject
+from zeroshard.planner.traces.tracing import CHECKPOINTS, Checkpoint
+
+FRACTIONS = (0.5, 1.0)  # of the optimizer's states, that are tried on the host
+LARGEST = 4096  # micro-batch that is tried
+DISK = "."  # where a plan's disk would be: only its rates and its size count here
+
+
+def choices(
+    subject: Subject,
+    devices: int,
+    machine: Machine,
+    *,
+    batch: int | None = None,
+    micro_batches: Sequence[int] | None = None,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    tensors: Sequence[int] | None = None,
+    checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
+    offloads: Any = "every",
+) -> Iterator[Choice]:
+    """Yield every choice that is allowed and may be of use, given what was narrowed already.
+
+    Without a batch or micro-batches, a micro-batch is doubled for as long as it fits.
+    """
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch is a whole number from 1 up, got {batch}")
+    for stage in stages:
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage is 0, 1, 2 or 3, got {stage!r}")
+    for checkpoint in checkpoints:
+        if checkpoint not in CHECKPOINTS:
+            raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
+    if not subject.has_blocks:
+        checkpoints = [one for one in checkpoints if one == "none"] or list(checkpoints)
+    for tensor in _tensors(subject, devices, machine, tensors):
+        alone = devices == tensor  # then all stages are the same, and the last can offload most
+        for stage in stages[-1:] if alone else stages:
+            for offload in _offloads(offloads, stage, devices // tensor, machine):
+                for checkpoint in checkpoints:
+                    if checkpoint == "host" and machine.kind == "cpu" and len(checkpoints) > 1:
+                        continue  # the host is the device: nothing is gained
+                    begin = Choice(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
+                    yield from _batches(subject, begin, devices, machine, batch, micro_batches)
+
+
+def _tensors(subject: Subject, devices: int, machine: Machine, given: Sequence[int] | None) -> list[int]:
+    if given is None:
+        degrees = subject.tensor_degrees(min(machine.devices, devices))  # beyond a node its collectives cost too much
+        return [degree for degree in degrees if devices % degree == 0]
+    for degree in given:
+        if degree < 1 or devices % degree:
+            raise ValueError(f"{devices} devices are not a multiple of the {degree} that divide each layer")
+    return list(given)
+
+
+def _offloads(given: Any, stage: int, data: int, machine: Machine) -> list[Offload | None]:
+    if given != "every":
+        several = given if isinstance(given, (list, tuple)) else [given]
+        return [Offload.of(one) for one in several]
+    found: list[Offload | None] = [None]
+    if machine.kind == "cpu" or (stage == 0 and data > 1):
+        return found
+    found += [Offload(optimizer=("host", fraction)) for fraction in FRACTIONS]
+    if stage == 3:
+        found.append(Offload(optimizer="host", parameters="host"))
+        if machine.disk:
+            found.append(Offload(optimizer="disk", parameters="host", directory=DISK))
+    elif machine.disk:
+        found.append(Offload(optimizer="disk", directory=DISK))
+    return found
+
+
+def _batches(
+    subject: Subject,
+    begin: Choice,
+    devices: int,
+    machine: Machine,
+    batch: int | None,
+    micro_batches: Sequence[int] | None,
+) -> Iterator[Choice]:
+    data = devices // begin.tensor
+    if batch is None:
+        yield from (
+            _growing(subject, begin, devices, machine)
+            if micro_batches is None
+            else (_with(begin, micro, 1) for micro in micro_batches)
+        )
+        return
+    if batch % data:
+        return
+    each = batch // data
+    divisors = [micro for micro in range(1, each + 1) if each % micro == 0]
+    for micro in divisors if micro_batches is None else [m for m in micro_batches if each % m == 0]:
+        choice = _with(begin, micro, each // micro)
+        yield choice
+        if micro_batches is None and not _may_fit(subject, choice, devices, machine):
+            return  # nor will a larger one
+
+
+def _growing(subject: Subject, begin: Choice, devices: int, machine: Machine) -> Iterator[Choice]:
+    micro = 1
+    while micro <= LARGEST:
+        choice = _with(begin, micro, 1)
+        yield choice
+        if not _may_fit(subject, choice, devices, machine):
+            return
+        micro *= 2
+
+
+def _may_fit(subject: Subject, choice: Choice, devices: int, machine: Machine) -> bool:
+    return subject.footprint(choice, devices, machine).reserved + machine.context <= machine.memory
+
+
+def _with(choice: Choice, micro_batch: int, accumulate: int) -> Choice:
+    return replace(choice, micro_batch=micro_batch, accumulate=accumulate)

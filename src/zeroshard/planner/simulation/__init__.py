@@ -1,0 +1,1 @@
+"""Plans on paper for any number of devices, and for the paper's own."""

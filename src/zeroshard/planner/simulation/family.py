@@ -1,0 +1,127 @@
+"""Family: models that differ in depth alone, and one of them as the subject of plans, however deep.
+
+Only two shallow members are ever traced: see [Note: straight lines in depth] in ``deepened.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.config import Config
+from zeroshard.models.gpt import GPT
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.deepened import deepened, deepened_holdings
+from zeroshard.planner.memory import Holdings
+from zeroshard.planner.subject import Subject
+from zeroshard.planner.traces.inputs import Inputs
+from zeroshard.planner.traces.trace import Trace
+from zeroshard.planner.traces.tracing import Checkpoint
+
+SHALLOW = 2  # blocks of the shallower model that is traced: a first and a last one, between which others come
+
+Family = Callable[[int], nn.Module]
+"""Makes the model with so many layers; on the meta device it takes no memory."""
+
+
+def gpt_family(config: Any, kind: type[GPT] = GPT) -> Family:
+    """GPTs of one shape and any depth.
+
+    >>> from zeroshard.models import GPTConfig
+    >>> family = gpt_family(GPTConfig(heads=2, width=64, vocab_size=256, context=32))
+    >>> len(family(5).blocks)
+    5
+    """
+
+    def member(layers: int) -> nn.Module:
+        with torch.device("meta"):
+            model = kind(replace(config, layers=1))
+        model.config = replace(config, layers=layers)
+        block = model.blocks[0]  # copied: to make a block anew, its initial values included, takes ten times as long
+        model.blocks.extend(copy.deepcopy(block) for _ in range(layers - 1))
+        return model
+
+    return member
+
+
+def family_of(model: nn.Module) -> tuple[Family, int] | None:
+    """The family of a model and its depth, where that is known: of zeroshard's own GPT.
+
+    >>> from zeroshard.models import GPT, GPTConfig
+    >>> with torch.device("meta"):
+    ...     family, layers = family_of(GPT(GPTConfig(layers=4, heads=2, width=64)))
+    >>> layers
+    4
+    """
+    return (gpt_family(model.config, type(model)), model.config.layers) if isinstance(model, GPT) else None
+
+
+class Deep(Subject):
+    """The member of a family with so many layers, as the subject of plans.
+
+    ``given`` are options of :class:`Subject`.
+
+    >>> from zeroshard.models import GPTConfig
+    >>> deep = Deep(gpt_family(GPTConfig(heads=64, width=8192)), 125, precision="fp16")
+    >>> f"{deep.parameters / 1e9:.1f}B"
+    '101.5B'
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        layers: int,
+        inputs: Inputs = None,
+        *,
+        members: tuple[Subject, ...] | None = None,  # that are traced: those of another depth, if there is one
+        **given: Any,
+    ) -> None:
+        if layers < 1:
+            raise ValueError(f"layers is a whole number from 1 up, got {layers}")
+        depths = (SHALLOW, SHALLOW + 1) if layers > SHALLOW else (layers,)
+        self._members = members or tuple(Subject(family(depth), inputs, **given) for depth in depths)
+        self.family, self.layers, self._given = family, layers, given
+        super().__init__(self._members[0].model, inputs, **given)
+        self._deep_holdings: dict[Any, Holdings] = {}
+
+    @property
+    def parameters(self) -> int:
+        """Ψ: elements of all parameters."""
+        counts = [sum(parameter.numel() for parameter in member.model.parameters()) for member in self._members]
+        return counts[0] if len(counts) == 1 else counts[0] + (self.layers - SHALLOW) * (counts[1] - counts[0])
+
+    def at(self, layers: int) -> Deep:
+        """The member of another depth, which needs no trace of its own.
+
+        >>> from zeroshard.models import GPTConfig
+        >>> Deep(gpt_family(GPTConfig(heads=64, width=8192)), 3).at(125).layers
+        125
+        """
+        if len(self._members) == 1 or layers <= SHALLOW:
+            raise ValueError(f"depths from {SHALLOW + 1} up share their traces, got {self.layers} and {layers}")
+        return Deep(self.family, layers, self._inputs, members=self._members, **self._given)
+
+    def _trace(self, tensor: int, checkpoint: Checkpoint, kind: str, micro_batch: int) -> Trace:
+        found = [member._trace(tensor, checkpoint, kind, micro_batch) for member in self._members]
+        return found[0] if len(found) == 1 else deepened(found[0], found[1], self.layers - SHALLOW - 1)
+
+    def holdings(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
+        """What the library holds of a choice."""
+        key = (choice.stage, choice.tensor, repr(choice.offload), ranks, on_gpu)
+        if key not in self._deep_holdings:
+            self._deep_holdings[key] = self._held(choice, ranks, on_gpu)
+        return self._deep_holdings[key]
+
+    def _held(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
+        if choice.offload is not None:  # its fractions are of all blocks together
+            whole = Subject(self.family(self.layers), optimizer_states=self.optimizer_states, **self.options)
+            return whole.holdings(choice, ranks, on_gpu)
+        found = [member.holdings(choice, ranks, on_gpu) for member in self._members]
+        if len(found) == 1:
+            return found[0]
+        return deepened_holdings(found[0], found[1], self.layers - SHALLOW - 1, Config(**self.options).bucket_size)

@@ -1,0 +1,85 @@
+"""Simulation records: sweeps, largest models and the paper, as plain data for JSON. Sizes are bytes, times seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from zeroshard.planner.record import record_plan, versions
+from zeroshard.planner.simulation.largest import Largest
+from zeroshard.planner.simulation.paper import CURVE, Exhibit
+from zeroshard.planner.simulation.simulate import Point, Scaling, Simulation
+
+
+def simulation_record(found: Simulation, model: str, tokens: int | None = None) -> dict[str, Any]:
+    """A sweep: its points, each with all that `zeroshard plan` tells of a plan, and where stages stop to scale."""
+    psi = found.parameters * (4 if found.precision == "fp32" else 2)
+    return {
+        "model": model,
+        "parameters": found.parameters,
+        "precision": found.precision,
+        "machine": json.loads(found.machine.to_json()),
+        "versions": versions(),
+        "points": [_point(point, psi, tokens) for point in found.points],
+        "scaling": [_scaling(one) for one in found.scaling],
+    }
+
+
+def _point(point: Point, psi: float, tokens: int | None) -> dict[str, Any]:
+    return {
+        "devices": point.devices,
+        "stage": point.stage,
+        "samples_per_second_and_device": point.samples,
+        "tflops_per_device": point.tflops,
+        "shares": point.shares,
+        "plan": record_plan(point.plan, psi, tokens),
+    }
+
+
+def _scaling(one: Scaling) -> dict[str, Any]:
+    return {
+        "stage": one.stage,
+        "fits_from": one.fits_from,
+        "best": None if one.best is None else one.best.devices,
+        "good_until": one.good_until,
+        "under_90_percent": one.under_good,
+        "under_50_percent": one.under_half,
+    }
+
+
+def largest_record(found: dict[tuple[int, int], Largest]) -> list[dict[str, Any]]:
+    """The largest models."""
+    return [
+        {
+            "devices": devices,
+            "stage": stage,
+            "layers": one.layers,
+            "parameters": one.parameters if one.layers else 0,
+            "memory": one.memory,
+            "limit": one.limit,
+            "confirmed": one.confirmed,
+        }
+        for (devices, stage), one in found.items()
+    ]
+
+
+def paper_record(exhibits: Iterable[Exhibit]) -> dict[str, Any]:
+    """The paper's tables and figures, each number beside ours."""
+    return {
+        "versions": versions(),
+        "curve": {"share": CURVE.share, "half": CURVE.half},
+        "exhibits": [
+            {
+                "name": exhibit.name,
+                "about": exhibit.about,
+                "mean_error": exhibit.error,
+                "exact": exhibit.exact,
+                "cells": [
+                    {"row": c.row, "column": c.column, "paper": c.paper, "ours": c.ours, "error": c.error}
+                    for c in exhibit.cells
+                ],
+            }
+            for exhibit in exhibits
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Running a model on meta tensors, and what is noted of it."""

@@ -1,0 +1,99 @@
+"""Inputs: what a model is called with, at any batch, and what of its output is the loss. No values, only shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.engine.hooks import tensors_in
+from zeroshard.models.gpt import GPT
+from zeroshard.precision import map_tensors
+
+Inputs = Callable[[int], Any] | torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | None
+Loss = Callable[[Any], torch.Tensor] | None
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments(model: nn.Module, inputs: Inputs, batch: int, sequence: int | None = None) -> Arguments:
+    """What the model is called with for ``batch`` samples: positional and keyword arguments.
+
+    ``inputs`` is a function of the batch that returns a tensor, a tuple or a dictionary of keywords; or an example of
+    these, whose tensors' first dimension is the batch. None will do for language models that are known: zeroshard's
+    GPT and those of Hugging Face, with ``sequence`` tokens a sample.
+
+    >>> args, kwargs = arguments(nn.Linear(8, 2), torch.empty(4, 8), batch=32)
+    >>> args[0].shape, args[0].is_meta
+    (torch.Size([32, 8]), True)
+    """
+    if inputs is None:
+        given = _known(model, batch, sequence)
+    elif callable(inputs):
+        given = inputs(batch)
+    else:
+        given = _widened(inputs, batch)
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given), {}) if isinstance(given, (tuple, list)) else ((given,), {})
+
+
+def _widened(example: Any, batch: int) -> Any:
+    """The example with another first dimension."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()}
+    if len(lengths) != 1:
+        found = sorted(lengths) or "no tensor"
+        raise ValueError(
+            f"the first dimension of all tensors in inputs is the batch, got {found}: give a function of the batch "
+            "instead, inputs=lambda batch: (…)"
+        )
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(batch, *tensor.shape[1:], device="meta") if tensor.dim() else tensor
+
+    return map_tensors(example, widen)
+
+
+def _known(model: nn.Module, batch: int, sequence: int | None) -> Any:
+    if isinstance(model, GPT):
+        tokens = _tokens(batch, min(sequence or model.config.context, model.config.context))
+        return tokens, tokens.clone()
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "vocab_size", None) and hasattr(model, "get_input_embeddings"):
+        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1024
+        tokens = _tokens(batch, sequence or min(most, 1024))
+        return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+    raise ValueError(
+        f"it is not known what a {type(model).__name__} is called with: give inputs=, a function of the batch such as "
+        "lambda batch: torch.empty(batch, 3, 224, 224), or an example batch"
+    )
+
+
+def _tokens(batch: int, sequence: int) -> torch.Tensor:
+    return torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+
+
+def loss_of(output: Any, loss: Loss) -> torch.Tensor:
+    """The one number that backward begins with: what ``loss`` makes of the output, or the output's own loss.
+
+    An output that has none is summed: the same backward, but for that of the real loss itself.
+    """
+    if loss is not None:
+        return _scalar(loss(output))
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return _scalar(own)
+    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not found:
+        raise ValueError("the model's output depends on no parameter that is trained: there is no backward to plan")
+    if len(found) == 1 and found[0].numel() == 1:
+        return found[0]
+    return torch.stack([tensor.float().sum() for tensor in found]).sum()
+
+
+def _scalar(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        got = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"loss returns one number, got {got}")
+    return value

@@ -1,0 +1,224 @@
+"""Tracing: running a model on meta tensors, as one rank would run it on a device. See [Note: tracing]."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zeroshard.activations.blocks import choose
+from zeroshard.activations.checkpoint import flattened
+from zeroshard.config import Config
+from zeroshard.engine.units import plan_units, repeated
+from zeroshard.planner.traces.attention import fused_attention
+from zeroshard.planner.traces.divided import hook_divided
+from zeroshard.planner.traces.inputs import Inputs, Loss, arguments, loss_of
+from zeroshard.planner.traces.recorder import Recorder, Walk
+from zeroshard.planner.traces.trace import Trace
+from zeroshard.planner.traces.values import Values
+from zeroshard.precision import Precision, cast_floats, map_tensors
+from zeroshard.tensor.plans import plan_of
+
+Checkpoint = Literal["none", "recompute", "host"]
+CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "recompute", "host")
+
+
+class UntraceableError(RuntimeError):
+    """A model cannot be run without memory."""
+
+
+def trace(
+    model: nn.Module,
+    inputs: Inputs = None,
+    *,
+    micro_batch: int = 1,
+    sequence: int | None = None,
+    loss: Loss = None,
+    tensor: int = 1,
+    checkpoint: Checkpoint = "none",
+    partition: bool = True,
+    kind: str = "cuda",
+    **options: Any,
+) -> Trace:
+    """Run one forward and backward of a model without memory and note what it would take.
+
+    The model may be anywhere, the meta device included, and is not changed. ``inputs`` and ``loss`` are as
+    :func:`zeroshard.plan` takes them; ``tensor`` ranks divide each layer; ``checkpoint`` says what is kept of blocks:
+    everything, their inputs ("recompute"), or their inputs in host memory ("host"), of which each tensor rank has its
+    part where ``partition`` says so. ``kind`` is that of the device whose kernels are meant, ``options`` are those of
+    :class:`zeroshard.Config`.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> found = trace(model, torch.empty(1, 64), micro_batch=16)
+    >>> sum(op.flops for op in found.ops) == 16 * 2 * (64 * 64 * 2 + 64 * 8 * 3)  # but the first has no input gradient
+    True
+    """
+    config = Config(**{"precision": "fp32", **options})
+    plans = plan_units(model, config.units, config.bucket_size)
+    recorder = Recorder()
+    paper = _on_paper(model, config, tensor, recorder)
+    kept = Kept(tensor if partition else 1, recorder)
+    blocks = 0
+    if checkpoint != "none":
+        if next(repeated(model), None) is None:
+            raise ValueError(
+                f"this {type(model).__name__} has no repeated blocks, whose inputs could be kept instead of all "
+                'activations: give checkpoint="none", or call checkpoint_activations yourself'
+            )
+        blocks = _recompute(paper, kept)
+    args, kwargs = map_tensors(arguments(paper, inputs, micro_batch, sequence), partial(_bare, values=recorder.values))
+    walk = Walk(paper, plans, recorder)
+    tensors = [*paper.parameters(), *paper.buffers(), *_tensors((args, kwargs))]
+    recorder.known(*tensors)
+    try:
+        with fused_attention(kind), recorder:
+            value = loss_of(paper(*args, **kwargs), loss)
+            walk.end_forward()
+            torch.autograd.backward([value])
+            del value
+            walk.end_backward()
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
+        raise UntraceableError(_why(model, error)) from error
+    finally:
+        walk.remove()
+    return Trace(
+        tuple(recorder.events),
+        tuple(plan.name for plan in plans),
+        micro_batch,
+        inputs=float(sum(tensor.nbytes for tensor in _tensors((args, kwargs)))),
+        buffers=float(sum(buffer.nbytes for buffer in paper.buffers())),
+        kept=tuple(kept.nbytes),
+        blocks=blocks,
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    cast = found.append
+    torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
+    return found
+
+
+def _bare(tensor: torch.Tensor, values: Values) -> torch.Tensor:
+    """A tensor without memory; what it holds is taken note of where models may look at it."""
+    if tensor.is_meta:
+        return tensor
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    values.learn(bare, tensor)
+    return bare.requires_grad_(tensor.requires_grad)
+
+
+def _why(model: nn.Module, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"{type(model).__name__} cannot be run on tensors without values (the meta device): {reason}\n"
+        "A plan needs a forward and backward whose shapes follow from shapes. Decide nothing by a tensor's values "
+        "(.item(), .tolist(), `if tensor:`, nonzero, boolean masks) while planning; give inputs= of the right shapes; "
+        "or plan the states alone with zeroshard.planner.memory.predict_memory"
+    )
+
+
+def _on_paper(model: nn.Module, config: Config, tensor: int, recorder: Recorder) -> nn.Module:
+    """A copy without memory, as one rank computes it: compute dtypes, casts, and its share of each layer."""
+    precision, plan = Precision(model, config), None
+    if tensor > 1:
+        plan = plan_of(model)
+        if plan is None:
+            raise ValueError(
+                f"no plan is known to divide a {type(model).__name__} over {tensor} ranks of a tensor axis: known are "
+                "zeroshard's GPT and Hugging Face's Llama and GPT-2"
+            )
+        plan.check(tensor)
+    shares = plan.shares(model, tensor) if plan is not None else {}
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        dtype = precision.compute_dtype(name, parameter)
+        shape, stride = parameter.shape, parameter.stride()
+        if name in shares:
+            shape = shares[name].local_shape
+            stride = torch.empty(shape, device="meta").stride()
+        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    try:
+        paper = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
+    paper.train()
+    if plan is not None:
+        hook_divided(paper, plan, tensor, recorder)
+    if config.compute_dtype is not None:
+        _cast(paper, config.compute_dtype, precision.fp32_modules, config.cast_inputs)
+    return paper
+
+
+def _cast(paper: nn.Module, dtype: torch.dtype, fp32_modules: list[str], inputs: bool) -> None:
+    """Cast what goes into the model, and what goes into and out of modules that stay in fp32."""
+    for name in fp32_modules:
+        module = paper.get_submodule(name)
+        module.register_forward_pre_hook(_casting(torch.float32), with_kwargs=True)
+        module.register_forward_hook(lambda _, args, output: cast_floats(output, dtype))
+    if inputs:
+        paper.register_forward_pre_hook(_casting(dtype), with_kwargs=True)
+
+
+def _casting(dtype: torch.dtype) -> Any:
+    return lambda _, args, kwargs: (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+
+
+class Kept:
+    """The inputs of recomputed blocks that a rank keeps, on paper: see [Note: P_a] in ``activations/call.py``."""
+
+    def __init__(self, ranks: int, recorder: Recorder) -> None:
+        self.nbytes: list[float] = []
+        self._ranks, self._recorder = ranks, recorder
+        self._seen: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Keep an input: only its shape is."""
+        if tensor.grad_fn is None or tensor.numel() == 0:
+            return tensor
+        if tensor not in self._seen:
+            self._seen[tensor] = True
+            nbytes = float(-(-tensor.numel() // self._ranks) * tensor.itemsize)
+            self.nbytes.append(nbytes)
+            self._recorder.copied(nbytes)
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Give an input back: a copy, in memory of its own."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        shape, stride, dtype = packed
+        whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if self._ranks > 1:
+            self._recorder.communicate("all-gather", whole.nbytes)
+        else:
+            self._recorder.copied(whole.nbytes)
+        return whole
+
+
+def _recompute(paper: nn.Module, kept: Kept) -> int:
+    """Have a model's blocks keep their inputs alone; return how many they are."""
+    blocks = choose(paper, None)
+    for block in blocks.values():
+        block.__dict__["forward"] = _recomputed(block.forward, kept)
+    return len(blocks)
+
+
+def _recomputed(forward: Any, kept: Kept) -> Any:
+    def run_again(*args: Any, **kwargs: Any) -> Any:
+        tensors, run = flattened(forward, args, kwargs)
+        with saved_tensors_hooks(kept.pack, kept.unpack):
+            return checkpoint(run, *tensors, use_reentrant=False)
+
+    return run_again

@@ -1,0 +1,56 @@
+"""Values: what is known of the contents of tensors that have none.
+
+[Note: known values]
+Models look at a few of their tensors: are these positions one sequence or several, is nothing masked? What such tensors
+hold follows from how they were made (``arange``, comparisons, sums), not from parameters or data. So small integer and
+boolean tensors that a model makes from nothing, and those of the inputs that were given with values, are computed on
+the side, and whoever asks for one of their values is told. Whatever depends on parameters has no value: a model that
+decides by it cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zeroshard.planner.traces.work import name_of, tensors_of
+
+MOST = 2**22  # elements of a tensor that is computed on the side
+FROM_NOTHING = ("arange", "ones", "zeros", "full", "eye", "scalar_tensor", "tril_indices", "triu_indices")
+
+
+class Values:
+    """The tensors whose values are known."""
+
+    def __init__(self) -> None:
+        self._of: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+
+    def learn(self, bare: torch.Tensor, real: torch.Tensor) -> None:
+        """Take note of what a tensor on the meta device holds, where it is worth it."""
+        if real.numel() <= MOST and not real.is_floating_point() and not real.is_complex():
+            self._of[bare] = real.detach().cpu()
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        """The one value of a tensor; None where it is not known."""
+        known = self._of.get(tensor)
+        return None if known is None else known.item()
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute on the side what an operation has made, where all it was given is known."""
+        made = [tensor for tensor in tensors_of(result) if tensor.is_meta]
+        given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_meta]
+        if not made or any(tensor not in self._of for tensor in given):
+            return
+        if not given and (name_of(func) not in FROM_NOTHING or made[0].is_floating_point()):
+            return
+        if any(tensor.numel() > MOST for tensor in made):
+            return
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: self._of.get(tensor, tensor), (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        for bare, real in zip(made, tensors_of(func(*args, **kwargs)), strict=False):
+            self._of[bare] = real

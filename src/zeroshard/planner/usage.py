@@ -1,0 +1,96 @@
+"""Usage: what to type so that a model is trained as a choice says."""
+
+from __future__ import annotations
+
+from zeroshard.offload import Offload
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.machines.machine import Machine
+
+DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know it
+
+
+def command(
+    choice: Choice,
+    model: str,
+    devices: int,
+    machine: Machine,
+    precision: str | None = None,
+    sequence: int | None = None,
+) -> str:
+    """The call of `zeroshard train` that makes this choice; on several nodes, one that torchrun makes on each.
+
+    >>> print(command(Choice(stage=2, checkpoint="recompute", micro_batch=4), "gpt2-xl", 8, Machine.of("h100")))
+    zeroshard train --model gpt2-xl --ranks 8 --stage 2 --recompute --micro-batch 4
+    """
+    said = ["--model", model]
+    nodes = -(-devices // machine.devices)
+    if nodes == 1:
+        said += ["--ranks", str(devices)]
+    if machine.kind == "cpu":
+        said += ["--device", "cpu"]
+    if sequence is not None:
+        said += ["--sequence", str(sequence)]
+    said += ["--stage", str(choice.stage)]
+    if choice.tensor > 1:
+        said += ["--tensor", str(choice.tensor)]
+    if choice.checkpoint != "none":
+        said.append("--offload-activations" if choice.checkpoint == "host" else "--recompute")
+    said += _offload_flags(choice.offload)
+    said += ["--micro-batch", str(choice.micro_batch)]
+    if choice.accumulate > 1:
+        said += ["--accumulate", str(choice.accumulate)]
+    if precision is not None:
+        said += ["--precision", precision]
+    launched = f"torchrun --nnodes {nodes} --nproc-per-node {machine.devices} … -m zeroshard"
+    return " ".join(["zeroshard" if nodes == 1 else launched, "train", *said])
+
+
+def _offload_flags(offload: Offload | None) -> list[str]:
+    said: list[str] = []
+    for tier, fraction in offload.optimizer.items() if offload is not None else ():
+        said += ["--offload", tier]
+        if fraction < 1:
+            said += ["--offload-fraction", f"{fraction:g}"]
+    if offload is not None and offload.parameters:
+        said.append("--offload-parameters")
+    if offload is not None and offload.uses_disk:
+        said += ["--offload-directory", DIRECTORY]
+    return said
+
+
+def calls(choice: Choice, devices: int, machine: Machine, precision: str | None = None) -> str:
+    """The same in a script of one's own.
+
+    >>> print(calls(Choice(stage=3, checkpoint="host"), 8, Machine.of("h100"), "bf16"))
+    model, optimizer = zeroshard.shard(model, optimizer, stage=3, precision="bf16")
+    zeroshard.checkpoint_activations(model, offload=True)
+    """
+    lines, options = [], [f"stage={choice.stage}"]
+    if choice.tensor > 1:
+        shape = f"({devices // choice.tensor}, {choice.tensor})"
+        lines.append(f'mesh = init_device_mesh("{machine.kind}", {shape}, mesh_dim_names=("shard", "tensor"))')
+        options.insert(0, "mesh=mesh")
+    if precision not in (None, "fp32"):
+        options.append(f'precision="{precision}"')
+    if choice.offload is not None:
+        options.append(f"offload={_offload_call(choice.offload)}")
+    lines.append(f"model, optimizer = zeroshard.shard(model, optimizer, {', '.join(options)})")
+    if choice.checkpoint != "none":
+        lines.append(
+            f"zeroshard.checkpoint_activations(model{', offload=True' if choice.checkpoint == 'host' else ''})"
+        )
+    return "\n".join(lines)
+
+
+def _offload_call(offload: Offload) -> str:
+    said = []
+    for kind in ("optimizer", "gradients", "parameters"):
+        fractions: dict[str, float] = getattr(offload, kind) or {}
+        if not fractions:
+            continue
+        (tier, fraction), several = next(iter(fractions.items())), len(fractions) > 1
+        shown = str(fractions) if several else f'"{tier}"' if fraction == 1 else f'("{tier}", {fraction:g})'
+        said.append(f"{kind}={shown}")
+    if offload.uses_disk:
+        said.append(f'directory="{DIRECTORY}"')
+    return f"zeroshard.Offload({', '.join(said)})"

@@ -1,0 +1,304 @@
+"""Plans: what every choice takes, which fit, and which is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_threads
+from torch import nn
+
+import zeroshard
+from zeroshard.config import Config
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.offload import Offload
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.footprint import footprint
+from zeroshard.planner.machines.machine import Link, Machine
+from zeroshard.planner.memory import holdings
+from zeroshard.planner.pace import BACKWARDS, Work, pace
+from zeroshard.planner.plan import Plans, consider, plan
+from zeroshard.planner.subject import Subject
+from zeroshard.planner.traces.tracing import trace
+
+SMALL = GPTConfig(vocab_size=512, context=32, layers=4, heads=4, width=64)
+NODE = Machine.of("h100", devices=4)
+
+
+def gpt(**changes: Any) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(**{**vars(SMALL), **changes}))
+
+
+def replayed(
+    stage: int, ranks: int, machine: Machine = NODE, accumulate: int = 1, model: Any = None, **options: Any
+) -> Any:
+    model = model or gpt()
+    work = Work.of(trace(model, micro_batch=2, precision="bf16", kind=machine.kind), machine)
+    held = holdings(model, Config(stage=stage, precision="bf16", **options), ranks=ranks)
+    return pace(work, held, machine, ranks=ranks, accumulate=accumulate)
+
+
+# ------------------------------------------------------------------------------------------------ traffic
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (3, 2)])
+def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: int) -> None:
+    config = GPTConfig(vocab_size=64, context=8, layers=2, heads=2, width=16)
+
+    def train(rank: int) -> dict[str, int]:
+        torch.manual_seed(0)
+        model = GPT(config)
+        model, optimizer = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=stage)
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        for _ in range(2):
+            for _ in range(accumulate):
+                model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kinds = zeroshard.report(model).collectives
+        return {kind: traffic.bytes for kind, traffic in kinds.items() if traffic.bytes > 1000}
+
+    model = GPT(config)
+    machine = Machine.of("cpu")
+    work = Work.of(trace(model, micro_batch=2, kind="cpu"), machine)
+    held = holdings(model, Config(stage=stage), ranks=ranks, on_gpu=False)
+    foretold = pace(work, held, machine, ranks=ranks, accumulate=accumulate).traffic
+    for measured in run_threads(ranks, train):
+        assert {kind: nbytes for kind, nbytes in foretold.items() if nbytes} == pytest.approx(
+            measured, rel=0.002
+        )  # flags
+
+
+def test_one_device_communicates_nothing() -> None:
+    assert replayed(3, 1).traffic == {}
+    assert replayed(3, 1).communication == 0
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    for stage in range(4):
+        for machine in (NODE, replace(NODE, op=1e-3), replace(NODE, inside=Link(bandwidth=1e6, latency=1e-4))):
+            found = replayed(stage, 4, machine)
+            parts = found.compute + found.communication + found.launch + found.update
+            assert found.step == pytest.approx(parts, rel=0.05), (stage, machine)
+
+
+def test_a_slow_wire_is_waited_for_and_a_fast_one_is_hidden() -> None:
+    wide = gpt(width=1024, layers=6)
+    fast, slow = (
+        replayed(3, 4, replace(NODE, op=0.0, unit=0.0, inside=Link(bandwidth=rate, latency=0)), model=wide)
+        for rate in (1e15, 1e9)
+    )
+    assert fast.communication < 0.03 * fast.step  # each gradient is packed, which no wire makes faster
+    wire = 3 * 2 * sum(parameter.numel() for parameter in wide.parameters()) * 0.75 / 1e9
+    assert wire * 0.9 < slow.step < 1.5 * (wire + fast.step)
+
+
+def test_a_slow_host_is_the_limit() -> None:
+    slow = replayed(3, 1, replace(NODE, op=1e-2))
+    operations = sum(op.kind != "nothing" for op in trace(gpt(), micro_batch=2, precision="bf16").ops)
+    assert slow.step == pytest.approx(operations * 1e-2, rel=0.1)
+    assert slow.launch > 0.9 * slow.step
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_many_backwards_are_as_many_replayed(offload: Any) -> None:
+    """Beyond a few they are no longer replayed, and take what they would."""
+    times = [replayed(2, 4, accumulate=n, offload=offload).step for n in range(1, BACKWARDS + 3)]
+    assert times[-1] - times[-2] == pytest.approx(times[BACKWARDS - 1] - times[BACKWARDS - 2])
+    assert times == sorted(times)
+
+
+def test_the_hosts_updates_hide_as_far_as_they_can() -> None:
+    model = gpt(width=1024, layers=8)
+    psi = sum(parameter.numel() for parameter in model.parameters())
+    near = replayed(3, 1, model=model).step
+    for rate in (1e12, 3e9, 1e8):
+        found = replayed(3, 1, replace(NODE, host_update=rate, pcie=1e14), model=model, offload="host").step
+        assert max(0.9 * near, psi / rate) <= found * 1.1
+        assert found < 1.1 * near + psi / rate
+    half = replayed(3, 1, replace(NODE, host_update=1e8), model=model, offload={"optimizer": ("host", 0.5)}).step
+    assert half < replayed(3, 1, replace(NODE, host_update=1e8), model=model, offload="host").step
+
+
+def test_disk_costs_its_bytes() -> None:
+    model = gpt(width=512)
+    psi = sum(parameter.numel() for parameter in model.parameters())
+    slow = replace(NODE, disk_read=1e9, disk_write=1e9)
+    found = replayed(3, 1, slow, model=model, offload={"optimizer": "disk", "directory": "."})
+    assert found.step > 2 * 12 * psi / 1e9
+    assert found.traffic["disk"] == pytest.approx(2 * 12 * psi, rel=0.05)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def test_the_timeline_ends_where_it_begins_and_has_the_peak() -> None:
+    model = gpt()
+    found = footprint(
+        trace(model, micro_batch=4, precision="bf16"),
+        holdings(model, Config(stage=3, precision="bf16"), ranks=4),
+        timeline=True,
+    )
+    assert max(moment.total for moment in found.timeline) == found.peak.total
+    assert found.timeline[-1].what == "step"
+    assert all(value >= 0 for moment in found.timeline for value in moment.held.values())
+
+
+def test_prefetch_costs_a_unit_and_stages_hold_less_and_less() -> None:
+    model = gpt(width=256, vocab_size=64)
+    traced = trace(model, micro_batch=1, precision="bf16")
+    peaks = [
+        footprint(traced, holdings(model, Config(stage=stage, precision="bf16"), ranks=64)).peak.total
+        for stage in range(4)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    held = holdings(model, Config(stage=3, precision="bf16"), ranks=64)
+    with_it, without = (footprint(traced, held, prefetch=on).peak.held["gathered"] for on in (True, False))
+    assert with_it == pytest.approx(2 * without)
+
+
+# ------------------------------------------------------------------------------------------------ choosing
+
+
+def plans(memory: str = "80GB", devices: int = 4, **options: Any) -> Plans:
+    return plan(gpt(**options.pop("model", {})), devices=devices, machine=NODE, memory=memory, sequence=32, **options)
+
+
+def test_every_choice_is_looked_at() -> None:
+    found = plans(batch=64)
+    chosen = [row.choice for row in found.rows()]
+    assert {choice.stage for choice in chosen} == {0, 1, 2, 3}
+    assert {choice.tensor for choice in chosen} == {1, 2, 4}
+    assert {choice.checkpoint for choice in chosen} == {"none", "recompute", "host"}
+    assert {"nothing", "optimizer host", "optimizer host, parameters host"} <= {choice.far for choice in chosen}
+    assert all(one.choice.micro_batch * one.choice.accumulate * 4 // one.choice.tensor == 64 for one in found.every)
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    for memory in ("80GB", "900MB", "750MB"):
+        found = plans(memory, batch=32, tensor=1)
+        best = found.best
+        assert best is not None
+        assert best.memory <= found.machine.memory
+        assert all(not other.fits or other.credit <= best.credit * 1.02 for other in found.every)
+        assert best.choice.words in found.why
+        assert "the fastest of" in found.why
+
+
+def test_less_memory_never_makes_it_faster() -> None:
+    speeds = [plans(memory, batch=32, tensor=1).best for memory in ("80GB", "900MB", "750MB")]
+    samples = [best.credit for best in speeds if best is not None]
+    assert samples == sorted(samples, reverse=True)
+
+
+def test_nothing_fits() -> None:
+    found = plans("640MB", batch=32, tensor=1, model={"width": 256, "layers": 8})
+    assert found.best is None
+    assert found.why.startswith("nothing fits: what needs least is stage 3")
+    assert "a device, which has 640.00 MB" in found.why
+
+
+def test_the_hosts_memory_and_the_disk_are_limits_too() -> None:
+    subject = Subject(gpt(width=512), precision="bf16")
+    small = replace(NODE, host_memory=10**6, disk=10**6)
+    far = Choice(stage=3, offload=Offload(optimizer="host"))
+    assert "of host memory" in consider(subject, far, 4, small).lacks
+    disk = Choice(stage=3, offload=Offload(optimizer="disk", directory="."))
+    assert "of disk" in consider(subject, disk, 4, replace(small, host_memory=10**12)).lacks
+    assert consider(subject, far, 4, NODE).fits
+
+
+def test_what_is_given_is_kept_to() -> None:
+    found = plans(batch=32, stage=2, tensor=2, checkpoint="recompute", offload=None, micro_batch=[2, 4])
+    chosen = [one.choice for one in found.every]
+    assert {(c.stage, c.tensor, c.checkpoint, c.offload) for c in chosen} == {(2, 2, "recompute", None)}
+    assert [c.micro_batch for c in chosen] == [2, 4]
+
+
+def test_a_model_without_blocks_or_a_plan() -> None:
+    found = plan(nn.Linear(8, 8), torch.empty(1, 8), devices=2, machine=NODE, batch=4)
+    assert {(one.choice.tensor, one.choice.checkpoint) for one in found.every} == {(1, "none")}
+
+
+def test_a_cpu_is_a_machine_too() -> None:
+    found = plan(gpt(), devices=2, machine="cpu", batch=8, sequence=32)
+    assert found.precision == "fp32"
+    assert found.best is not None and found.best.choice.offload is None
+
+
+def test_bad_input_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="devices is a whole number from 1 up, got 0"):
+        plans(devices=0)
+    with pytest.raises(ValueError, match="no machine is called 'h10': did you mean 'h100'"):
+        plan(gpt(), devices=1, machine="h10")
+    with pytest.raises(ValueError, match="stage is 0, 1, 2 or 3, got 4"):
+        plans(stage=4)
+    with pytest.raises(ValueError, match="checkpoint is one of none, recompute, host, got 'some'"):
+        plans(checkpoint="some")
+    with pytest.raises(ValueError, match="4 devices are not a multiple of the 3"):
+        plans(tensor=3)
+    with pytest.raises(ValueError, match="batch is a whole number from 1 up, got 0"):
+        plans(batch=0)
+    with pytest.raises(ValueError, match="'dgx2' computes in fp32 and fp16, not in bf16"):
+        plan(gpt(), devices=1, machine="dgx2", precision="bf16")
+    with pytest.raises(ValueError, match="memory is a number of bytes, or one with a unit"):
+        plans("lots")
+    with pytest.raises(ValueError, match="a batch of 7 cannot be divided over 4 devices"):
+        plans(batch=7, tensor=1)
+
+
+# ------------------------------------------------------------------------------------------------ deep models
+
+
+def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+    real = trace
+
+    def noted(model: Any, *args: Any, **given: Any) -> Any:
+        depths.append(len(model.blocks))
+        return real(model, *args, **given)
+
+    monkeypatch.setattr("zeroshard.planner.subject.trace", noted)
+    deep = gpt(layers=12)
+    found = plan(
+        deep, devices=2, machine=NODE, batch=8, sequence=32, stage=3, checkpoint="none", offload=None, tensor=1
+    )
+    assert depths.count(12) == 1  # to confirm the choice
+    assert set(depths) == {2, 3, 12}
+    shallow = Subject(deep, sequence=32, precision="bf16", clipped=True)
+    shallow._depth = 0
+    for one in found.every:
+        assert consider(shallow, one.choice, 2, NODE).footprint.peak == one.footprint.peak
+        assert consider(shallow, one.choice, 2, NODE).pace == one.pace
+
+
+class Uneven(nn.Module):
+    """Blocks that look alike, of which the seventh does more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number != 6 else block(torch.cat([x] * 16)).chunk(16)[0]
+        return x.sum()
+
+
+def test_a_model_whose_blocks_are_not_alike_is_traced_whole() -> None:
+    found = plan(Uneven(), torch.empty(1, 64), devices=1, machine=NODE, batch=64, micro_batch=64, checkpoint="none")
+    assert found.best is not None
+    traced = trace(Uneven(), torch.empty(1, 64), micro_batch=64, precision="bf16")
+    assert found.best.footprint.peak.held["activations"] == max(
+        moment.held["activations"]
+        for moment in footprint(
+            traced, holdings(Uneven(), Config(precision="bf16", stage=3), ranks=1), timeline=True
+        ).timeline
+    )

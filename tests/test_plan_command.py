@@ -1,0 +1,477 @@
+"""`zeroshard plan` as a user runs it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroshard
+from zeroshard.cli import main
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.footprint import Moment
+from zeroshard.planner.machines import calibrate as measuring
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.models import open_model
+from zeroshard.planner.plan import Plans
+from zeroshard.planner.record import PARTS, record, standing
+from zeroshard.planner.table import COLUMNS, interesting, ordered, table, verdict
+from zeroshard.planner.usage import calls, command
+
+QUICK = "--batch 8 --tensor 1 --checkpoint none --offload none".split()
+
+OWN = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """A convolutional net."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(16 * 8 * 8, 10)
+
+    def forward(self, images):
+        return self.head(self.layers(images))
+
+
+class Graph(nn.Module):
+    """Messages over the edges of a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, nodes, edges):
+        for layer in self.layers:
+            messages = layer(nodes)[edges[:, 0]]
+            nodes = nodes + torch.zeros_like(nodes).index_add(0, edges[:, 1], messages)
+        return nodes.mean()
+
+
+class Experts(nn.Module):
+    """A mixture of experts, each given as many tokens as all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, tokens):
+        flat = tokens.flatten(0, 1)
+        weights = self.router(flat).softmax(-1)  # [tokens, experts]
+        result = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            best = weights[:, number].topk(flat.shape[0] // 4)
+            result = result.index_add(0, best.indices, expert(flat[best.indices]) * best.values[:, None])
+        return result
+
+
+class Stubborn(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def conv():
+    return Net(), torch.empty(1, 3, 8, 8)
+
+
+def graph():
+    return Graph(), lambda batch: (torch.empty(20 * batch, 32), torch.zeros(60 * batch, 2, dtype=torch.int64))
+
+
+def experts():
+    return Experts(), lambda batch: torch.empty(batch, 16, 32)
+
+
+def bare():
+    return Net()
+
+
+def images(batch):
+    return torch.empty(batch, 3, 8, 8)
+
+
+def fails():
+    raise KeyError("weights")
+
+
+def number():
+    return 7
+
+
+def pair():
+    return 7, 8
+
+
+def stubborn():
+    return Stubborn(4, 4), torch.empty(1, 4)
+
+
+answer = 42
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the current directory, under a name of its own."""
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    (tmp_path / f"{name}_broken.py").write_text("import nothing_of_that_name\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def run(*argv: str) -> int:
+    """Run `zeroshard plan` and return its exit status."""
+    try:
+        return main(["plan", *argv])
+    except SystemExit as error:  # argparse's
+        return int(str(error.code))
+
+
+def planned(**options: Any) -> Plans:
+    """What the command with QUICK is to tell."""
+    model, inputs, _ = open_model("tiny")
+    return zeroshard.plan(
+        model, inputs, **{"devices": 2, "batch": 8, "tensor": 1, "checkpoint": "none", "offload": None, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def plans() -> Plans:
+    """All ways to train a small model on a machine that is short of memory."""
+    model, inputs, _ = open_model("tiny")
+    machine = Machine.of("h100", context=0, workspace=0, memory="16MB")
+    return zeroshard.plan(model, inputs, devices=4, machine=machine, batch=16, tensor=[1, 2])
+
+
+# ------------------------------------------------------------------------------------------------ as a user
+
+
+def test_help_is_told_without_torch() -> None:
+    code = "import sys, zeroshard.cli as cli\ntry: cli.main(['plan', '--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+    for flag in "--devices --machine --memory --batch --micro-batch --sequence --stage --tensor --checkpoint".split():
+        assert flag in done.stdout
+    assert "usage: zeroshard plan" in done.stdout and "h200" in done.stdout
+
+
+def test_the_command_tells_what_takes_what_and_how_to_run_it() -> None:
+    ran = [sys.executable, "-m", "zeroshard", "plan", "tiny", "--devices", "2", "--stage", "1,3", *QUICK]
+    done = subprocess.run(ran, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    expected = planned(stage=(1, 3))
+    lines = done.stdout.splitlines()
+    assert lines[0] == ("model     GPT, 4 layers, 4 heads, width 128, 1,071,872 parameters, 128 tokens a sample")
+    assert lines[1].startswith("machine   2 × h100, one node: 85.00 GB a device, 2.00 TB of host memory")
+    assert table(expected, tokens=128) in done.stdout
+    assert expected.why in lines
+    assert "  " + command(expected.best.choice, "tiny", 2, Machine.of("h100"), "bf16") in lines
+    assert "  " + calls(expected.best.choice, 2, Machine.of("h100"), "bf16") in lines
+
+
+def test_json_has_every_figure_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert run("tiny", "--devices", "2", "--json", str(file), *QUICK) == 0
+    told, expected = json.loads(file.read_text()), planned()
+    assert told == json.loads(json.dumps(record(expected, model="GPT, 4 layers, 4 heads, width 128", tokens=128)))
+    assert expected.why == told["why"] and expected.why in capsys.readouterr().out
+    assert len(told["plans"]) == len(expected.every) and told["plans"][told["best"]]["fits"]
+    assert Machine.from_json(json.dumps(told["machine"])) == expected.machine
+    assert told["versions"]["torch"] == torch.__version__
+    for given, plan in zip(told["plans"], expected.every, strict=True):
+        held = plan.footprint
+        assert given["memory"] == plan.memory and given["states"] == held.states
+        assert sum(given["peak"]["by_kind"].values()) == pytest.approx(given["peak"]["total"])
+        assert given["peak"]["by_kind"]["states"] == sum(given["states"].values())
+        assert given["at_rest"] == held.at_rest and given["node"]["host"] == 2 * held.host
+        assert given["seconds"]["step"] == plan.pace.step and set(given["seconds"]) == {"step", *PARTS}
+        assert given["samples_per_second"] * 128 == given["tokens_per_second"]
+        backwards = plan.choice.accumulate
+        volume = {0: 2, 1: 2, 2: backwards + 1, 3: 3 * backwards}[plan.choice.stage]  # the paper's, in Ψ
+        assert given["psi"] == pytest.approx(volume, rel=0.01)
+
+
+def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tiny", "--devices", "2", "--stage", "2", "--json", "-", *QUICK) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["plans"][0]["choice"] == {
+        "stage": 2, "tensor": 1, "checkpoint": "none", "offload": None, "micro_batch": 1, "accumulate": 4
+    }  # fmt: skip
+    assert "1,071,872 parameters" in err
+
+
+def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    narrow = "--micro-batch 2 --checkpoint none --tensor 1 --memory 20GB --json".split()
+    assert run("tiny", "--devices", "2", "--offload", "host", *narrow, str(file)) == 0
+    found = json.loads(file.read_text())["plans"]
+    assert all(plan["node"] == {"host": 2 * plan["host"], "disk": 2 * plan["disk"]} for plan in found)
+    assert all(plan["host"] > sum(tiers.get("host", 0) for tiers in plan["far"].values()) > 0 for plan in found)
+    told = [plan["choice"]["offload"] for plan in found]
+    assert {"optimizer": {"host": 0.5}} in told and {"optimizer": {"host": 1.0}, "parameters": {"host": 1.0}} in told
+    assert all(fractions and "disk" not in fractions["optimizer"] for fractions in told)
+    assert run("tiny", "--devices", "2", "--offload", "disk", *narrow, str(file)) == 0
+    told = [plan["choice"]["offload"] for plan in json.loads(file.read_text())["plans"]]
+    assert told and all("disk" in fractions["optimizer"] for fractions in told)
+
+
+def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
+    out = capsys.readouterr().out
+    assert "nothing fits: what needs least is stage 3, recomputing, inputs on the host, micro-batch 2" in out
+    assert "a device, which has 1.00 GB" in out
+    assert "to train it so" not in out and "chosen" not in out
+
+
+def test_calibration_is_told_kept_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run("tiny", "--devices", "2", "--machine", "here", *QUICK) == 2
+    assert "not measured yet: run `zeroshard plan --calibrate`" in capsys.readouterr().err
+    real = measuring.calibrate
+    monkeypatch.setattr(measuring, "calibrate", lambda: real("cpu", tmp_path, seconds=0.1))
+    assert run("--calibrate") == 0
+    out = capsys.readouterr().out
+    assert "G parameters/s updated with Adam" in out and f"kept in {tmp_path}" in out
+    assert run("tiny", "--devices", "2", "--machine", "here", *QUICK) == 0
+    here = Machine.of("here")
+    assert f"2 × {here.name}" in capsys.readouterr().out
+
+
+def test_the_machine_of_the_docs_is_one() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text(encoding="utf-8")
+    described = re.findall(r"```json\n(.*?)```", page, re.S)
+    machine = Machine.from_json(described[0])
+    assert (machine.devices, machine.pcie, machine.outside.bandwidth) == (4, 25e9, 12e9)
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+@pytest.mark.parametrize("kind", ["conv", "graph", "experts"])
+def test_a_model_of_ones_own_is_planned(own: str, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    assert all(parameter.is_meta for parameter in open_model(f"{own}:{kind}")[0].parameters())
+    assert run(f"{own}:{kind}", "--devices", "4", "--batch", "32", "--json", "plan.json") == 0
+    out, told = capsys.readouterr().out, json.loads(Path("plan.json").read_text())
+    assert "samples" in out and "tokens" not in out
+    assert "zeroshard train" not in out and "zeroshard.shard(" in out
+    assert told["tokens"] is None and told["fits"]
+    assert {plan["choice"]["stage"] for plan in told["plans"]} == {0, 1, 2, 3}
+    held = {
+        plan["choice"]["micro_batch"]: plan["peak"]["total"] for plan in told["plans"] if plan["words"][:7] == "stage 0"
+    }
+    assert sorted(held) == [1, 2, 4, 8] and held[8] > held[1]
+    assert told["parameters"] == {"conv": 10_730, "graph": 3_168, "experts": 16_900}[kind]
+
+
+def test_inputs_may_be_named_beside_the_model(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{own}:bare", "--devices", "2", "--stage", "3", *QUICK) == 2
+    assert "it is not known what a Net is called with: give inputs=" in capsys.readouterr().err
+    assert run(f"{own}:bare", "--devices", "2", "--stage", "3", "--inputs", f"{own}:images", *QUICK) == 0
+
+
+def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    config = {"model_type": "llama", "num_attention_heads": 4, "max_position_embeddings": 512, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given in (tmp_path, tmp_path / "config.json"):
+        model, inputs, description = open_model(str(given))
+        assert next(model.parameters()).is_meta and inputs is None
+        assert description == "LlamaForCausalLM, 2 layers, width 64"
+    assert run(str(tmp_path), "--devices", "2", "--stage", "3", "--sequence", "64", *QUICK) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM, 2 layers, width 64" in out and "64 tokens a sample" in out
+    assert f"zeroshard train --model {tmp_path} --ranks 2 --sequence 64" in out
+
+
+def test_what_a_hugging_face_model_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers .* pip install 'zeroshard\[huggingface\]'"):
+        open_model(str(tmp_path))
+
+
+def test_a_presets_shape_may_be_changed() -> None:
+    model, _, description = open_model("gpt2", layers=2, sequence=2048)
+    assert description == "GPT, 2 layers, 12 heads, width 768" and model.config.context == 2048
+    with pytest.raises(ValueError, match="a preset has no 'depth' to change: it has layers, heads"):
+        open_model("gpt2", depth=2)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("gpt2-xxl", "'gpt2-xxl' is no model that is known, and no file or directory here: did you mean 'gpt2-xl'?"),
+        ("OWN_:conv", "no module is called 'OWN_'"),
+        ("OWN:", "is not of the form module:callable"),
+        ("OWN:convv", "did you mean 'conv'?"),
+        ("OWN_broken:conv", "No module named 'nothing_of_that_name'"),
+        ("OWN:fails", "OWN:fails() failed with KeyError: 'weights'"),
+        ("OWN:number", "OWN:number gave int: wanted is an nn.Module"),
+        ("OWN:pair", "gave a tuple that begins with int"),
+        ("OWN:answer", "OWN:answer is of type int: wanted is a function that returns a model"),
+        ("OWN:stubborn", "Stubborn cannot be run on tensors without values"),
+        ("OWN.py", "OWN.py is not JSON"),
+        (".", ". holds no config.json"),
+        ("OWN:conv --inputs OWN:answer", "OWN:answer is of type int: wanted is a function of the batch"),
+        ("tiny --machine h1000", "no machine is called 'h1000': did you mean 'h100'?"),
+        ("tiny --machine dgx2 --precision bf16", "'dgx2' computes in fp32 and fp16, not in bf16"),
+        ("tiny --memory lots", "--memory is a number of bytes, or one with a unit as in '64GB'"),
+        ("tiny --stage 4", "stage is 0, 1, 2 or 3, got 4"),
+        ("tiny --stage all", "wanted stages such as 3 or 1,2,3, got 'all'"),
+        ("tiny --checkpoint some", "checkpoint is one of none, recompute, host, got 'some'"),
+        ("tiny --tensor 3", "2 devices are not a multiple of the 3 that divide each layer"),
+        ("tiny --batch 7 --tensor 1", "a batch of 7 cannot be divided over 2 devices"),
+        ("tiny --batch 0", "wanted a whole number from 1 up, got '0'"),
+        ("tiny --devices 0", "wanted a whole number from 1 up, got '0'"),
+        ("tiny --machine cpu --offload host", "no --offload host on a CPU, whose memory is the host's already"),
+        ("tiny --offload host --stage 0 --micro-batch 2 --tensor 1", "no plan has --offload host here: take --stage 3"),
+        ("tiny --json nowhere/plan.json", "nowhere/plan.json cannot be written: nowhere is no directory here"),
+        ("tiny --html nowhere/plan.html", "nowhere/plan.html cannot be written"),
+        ("", "wanted is a MODEL"),
+    ],
+)
+def test_bad_input_gets_a_reason(own: str, capsys: pytest.CaptureFixture[str], argv: str, words: str) -> None:
+    given = argv.replace("OWN", own).split()
+    status = run(*(["--devices", "2"] if "--devices" not in given else []), *given)
+    err = capsys.readouterr().err
+    assert status == 2
+    assert words.replace("OWN", own) in err.replace("\n", " ")
+    assert "Traceback" not in err
+
+
+def test_devices_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("tiny") == 2
+    assert "wanted is --devices N" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def test_the_table_has_what_fits_first_and_the_chosen_plan_marked(plans: Plans) -> None:
+    text = table(plans, every=True)
+    rows = text.splitlines()[2:]
+    assert len(rows) == len(plans.rows())
+    fits = [" fits" in row for row in rows]
+    assert True in fits and False in fits and fits == sorted(fits, reverse=True)
+    marked = [row for row in rows if row.startswith("►")]
+    assert len(marked) == 1 and marked[0].endswith("fits, chosen")
+    assert marked[0].split()[1] == str(plans.best.choice.stage)
+    speeds = [plan.samples for plan in ordered(plans.every) if plan.fits]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_chosen_plan_stands_for_its_way_though_another_is_a_little_faster(plans: Plans) -> None:
+    best = plans.best
+    faster = replace(best.pace, step=best.pace.step * 0.995)
+    larger = replace(best, footprint=replace(best.footprint, peak=Moment("", {"states": 20e6})))
+    vars(larger)["pace"] = faster
+    both = replace(plans, every=(*plans.every, larger))
+    assert both.best is best and larger in both.rows()
+    assert best in standing(both) and larger not in standing(both) and len(standing(both)) == len(both.rows())
+    assert table(both, every=True).count("►") == 1
+
+
+def test_by_default_the_rows_that_answer_most_are_shown(plans: Plans) -> None:
+    shown = interesting(plans)
+    assert plans.best in shown and len(shown) == len(set(map(id, shown))) < len(plans.rows())
+    mine = [plan.choice for plan in shown if plan.choice.tensor == plans.best.choice.tensor]
+    assert {choice.stage for choice in mine} == {0, 1, 2, 3}
+    assert {plan.choice.tensor for plan in shown} == {1, 2}
+    assert {(c.stage, c.far, c.checkpoint) for c in mine} >= {(stage, "nothing", "none") for stage in range(4)}
+    assert len(table(plans).splitlines()) == 2 + len(shown)
+
+
+def test_the_columns_are_figures_of_the_plan(plans: Plans) -> None:
+    far = next(plan for plan in plans.every if plan.choice.far == "optimizer host" and plan.choice.stage == 2)
+    alone = replace(plans, every=(far,))
+    heads, names, row = table(alone, tokens=10).splitlines()
+    assert "tokens" in heads and "a second" in names
+    for cell in ("opt. host", f"{far.memory / 1e6:.2f} MB", f"{far.samples * 10:,.0f}"):
+        assert cell in row
+    assert len(COLUMNS) >= 15
+
+
+def test_a_row_says_what_there_is_too_little_of(plans: Plans) -> None:
+    plan = plans.best
+    assert verdict(plan) == "fits"
+    small = replace(plan, machine=Machine.of(plan.machine, memory=int(plan.memory / 1.5)), lacks="…")
+    assert verdict(small) == "needs 1.50 × the device"
+    far = next(plan for plan in plans.every if plan.footprint.host and plan.fits)
+    host = int(far.footprint.host * 4 / 2)
+    poor = replace(far, machine=Machine.of(far.machine, host_memory=host), lacks="…")
+    assert verdict(poor) == "needs 2.00 × the host's memory"
+    disk = next(plan for plan in plans.every if plan.footprint.disk and plan.memory <= plan.machine.memory)
+    full = replace(disk, machine=Machine.of(disk.machine, disk=int(disk.footprint.disk * 2)), lacks="…")
+    assert verdict(full) == "needs 2.00 × the disk"
+
+
+# ------------------------------------------------------------------------------------------------ how to run it
+
+
+CHOICES = [
+    Choice(stage=0, micro_batch=3),
+    Choice(stage=2, checkpoint="recompute", micro_batch=4, accumulate=2),
+    Choice(stage=1, tensor=2, checkpoint="host", offload=zeroshard.Offload(optimizer=("host", 0.5))),
+    Choice(offload=zeroshard.Offload(optimizer="host", parameters="host"), micro_batch=16),
+    Choice(offload=zeroshard.Offload(optimizer="disk", parameters="host", directory="/path/on/a/fast/disk")),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.words)
+def test_the_flags_that_are_told_make_the_choice(choice: Choice) -> None:
+    flags = pytest.importorskip("zeroshard.train.flags")
+    told = shlex.split(command(choice, "gpt2", 8, Machine.of("h100"), "bf16", sequence=256))
+    assert told[:2] == ["zeroshard", "train"]
+    options = flags.read_options(told[2:])
+    assert (options.model.model, options.model.sequence, options.sharding.ranks) == ("gpt2", 256, 8)
+    assert (options.sharding.stage, options.sharding.tensor) == (choice.stage, choice.tensor)
+    assert options.sharding.precision == "bf16"
+    assert options.model.recomputed == (choice.checkpoint != "none")
+    assert options.model.offload_activations == (choice.checkpoint == "host")
+    assert zeroshard.Offload.of(options.sharding.offloaded) == choice.offload
+    assert (options.training.micro_batch, options.training.accumulate or 1) == (choice.micro_batch, choice.accumulate)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.words)
+def test_the_calls_that_are_told_make_the_choice(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def shard(model: str, optimizer: str, **options: Any) -> tuple[str, str]:
+        seen.update(options)
+        return model, optimizer
+
+    monkeypatch.setattr(zeroshard, "shard", shard)
+    monkeypatch.setattr(zeroshard, "checkpoint_activations", lambda model, **options: seen.update(recompute=options))
+    text = calls(choice, 8, Machine.of("h100"), "bf16")
+    names = {"init_device_mesh": lambda kind, shape, mesh_dim_names: (kind, shape), "zeroshard": zeroshard}
+    exec(text, names | {"model": "model", "optimizer": "optimizer"})
+    assert (seen["stage"], seen["precision"], seen.get("offload")) == (choice.stage, "bf16", choice.offload)
+    assert seen.get("mesh") == (("cuda", (8 // choice.tensor, choice.tensor)) if choice.tensor > 1 else None)
+    kept = {"none": None, "recompute": {}, "host": {"offload": True}}
+    assert seen.get("recompute") == kept[choice.checkpoint]
+
+
+def test_several_nodes_are_for_torchrun() -> None:
+    told = command(Choice(), "gpt2", 32, Machine.of("h100"))
+    assert told.startswith("torchrun --nnodes 4 --nproc-per-node 8 … -m zeroshard train --model gpt2 --stage 3")
+    assert "--ranks" not in told

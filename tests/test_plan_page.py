@@ -1,0 +1,297 @@
+"""The page of a plan is one HTML file: whole, of the plans' own figures, and drawn in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("plotly", reason="the page needs plotly: pip install 'zeroshard[train]'")
+pytest.importorskip("jinja2", reason="the page needs jinja2: pip install 'zeroshard[train]'")
+
+from test_train_page import HOSTILE, Dom, chromium, console_of, in_browser, listen
+
+import zeroshard
+from zeroshard.cli import main
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.models import open_model
+from zeroshard.planner.page import charts
+from zeroshard.planner.page.page import write_page
+from zeroshard.planner.plan import Plan, Plans, consider
+from zeroshard.planner.subject import Subject
+from zeroshard.planner.table import interesting, nearest
+
+CHARTS = {"stages", "timeline", "batches", "times"}
+HOW = [("to train it so", "zeroshard train --model tiny"), ("in your own script", f"shard({HOSTILE})")]
+
+
+def planned(memory: str, batch: int | None = 16) -> tuple[Plans, Subject]:
+    """Some plans of a small model on a machine with so little memory."""
+    model, inputs, _ = open_model("tiny")
+    machine = Machine.of("h100", context=0, workspace=0, memory=memory)
+    given = {"batch": batch} if batch is not None else {"micro_batch": [1, 4], "offload": None}
+    plans = zeroshard.plan(model, inputs, devices=4, machine=machine, tensor=1, **given)
+    return plans, Subject(model, inputs, clipped=True, precision=plans.precision)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Plans, Subject]:
+    return planned("18MB")
+
+
+@pytest.fixture(scope="module")
+def page(made: tuple[Plans, Subject], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    return write_page(path, made[0], model=f"GPT of {HOSTILE}", tokens=128, how=HOW)
+
+
+@pytest.fixture(scope="module")
+def dom(page: Path) -> Dom:
+    return Dom(page.read_text(encoding="utf-8"))
+
+
+def chosen(plans: Plans) -> Plan:
+    best = plans.best
+    assert best is not None
+    return best
+
+
+# ------------------------------------------------------------------------------------------------ the file
+
+
+def test_nothing_is_loaded_from_outside(dom: Dom) -> None:
+    for tag, attributes in dom.elements:
+        assert not attributes.keys() & {"src", "srcset", "href", "data", "action", "poster"}, tag
+    assert not {"link", "iframe", "object", "embed", "base", "img"} & {tag for tag, _ in dom.elements}
+    style = "".join(data for tag, data in dom.texts if tag == "style")
+    assert not re.search(r"url\(|@import|https?:", style)
+    policy = next(tag["content"] for tag in dom.tags("meta") if "http-equiv" in tag)
+    assert policy.startswith("default-src 'none'; ")
+
+
+def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: tuple[Plans, Subject]) -> None:
+    plans, text = made[0], dom.text()
+    assert plans.why in text
+    assert f"GPT of {HOSTILE} fits" in text
+    assert "1.07 M parameters 4 × h100 18.00 MB a device bf16 128 tokens a sample" in text
+    assert "in your own script shard(" in text and "to train it so zeroshard train --model tiny" in text
+    levels = [int(tag[1]) for tag, _ in dom.elements if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+
+
+def test_the_table_has_the_rows_worth_a_look_and_all_others(dom: Dom, made: tuple[Plans, Subject]) -> None:
+    plans = made[0]
+    tables = re.findall(r'<table class="plans">(.*?)</table>', dom.html, re.S)
+    counts = [table.count("<tr") - 1 for table in tables]
+    assert counts == [len(interesting(plans)), len(plans.rows())]
+    assert [table.count('class="chosen"') for table in tables] == [1, 1]
+    assert f"All {len(plans.rows())} rows" in dom.text()
+
+
+def test_every_chart_has_a_place_a_label_and_its_numbers(dom: Dom) -> None:
+    places = {tag["id"]: tag for tag in dom.tags("div") if tag.get("class") == "chart"}
+    assert places.keys() == dom.figures().keys() == CHARTS
+    assert all(place["role"] == "img" and len(place["aria-label"]) > 20 for place in places.values())
+    assert len(dom.tags("details")) == len(CHARTS) + 1
+
+
+def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom: Dom) -> None:
+    import plotly.graph_objects as go
+
+    for figure in dom.figures().values():
+        go.Figure(figure)  # raises for an attribute that plotly has not
+    style = "".join(data for tag, data in dom.texts if tag == "style")
+    named = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(dom.figures())))
+    hues = {
+        *charts.HUES.values(),
+        *(hue for _, hue in charts.TIMES.values()),
+        *(hue for _, hue in charts.LINES.values()),
+    }
+    for name in named | {f"--{hue}" for hue in hues}:
+        assert f"{name}: " in style, name
+
+
+# ------------------------------------------------------------------------------------------------ the pictures
+
+
+def test_the_stages_add_up_to_what_a_device_needs(made: tuple[Plans, Subject]) -> None:
+    plans, subject = made
+    best, chart = chosen(plans), charts.stages(subject, chosen(plans))
+    totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
+    assert len(totals) == 4 and min(totals) == totals[3]
+    same = {plan.choice.stage: plan.memory for plan in plans.every if _as(plan, best)}
+    assert totals[best.choice.stage] == pytest.approx(best.memory)
+    for stage, memory in same.items():
+        assert totals[stage] == pytest.approx(memory)
+    assert chart.figure["layout"]["shapes"][0]["x0"] == plans.machine.memory
+    marked = [name for name in chart.figure["data"][0]["y"] if name.endswith(", chosen")]
+    assert marked == [f"stage {best.choice.stage}, chosen"]
+
+
+def _as(plan: Plan, other: Plan) -> bool:
+    mine, its = plan.choice, other.choice
+    return (mine.checkpoint, mine.micro_batch, mine.offload) == (its.checkpoint, its.micro_batch, its.offload)
+
+
+def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, Subject]) -> None:
+    plans, subject = made
+    best = chosen(plans)
+    figure = charts.timeline(subject, best).figure
+    totals = [sum(parts) for parts in zip(*(area["y"] for area in figure["data"]), strict=True)]
+    assert max(totals) == pytest.approx(best.footprint.peak.total)
+    at = figure["data"][0]["x"]
+    assert at == sorted(at) and at[0] == 0
+    begun = [note["text"] for note in figure["layout"]["annotations"]]
+    assert begun == ["forward", "backward", "step"]
+    marks = [shape["x0"] for shape in figure["layout"]["shapes"]]
+    assert 0 == marks[0] < marks[1] < marks[2] < at[-1]
+
+
+def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: tuple[Plans, Subject]) -> None:
+    plans, subject = made
+    far = next(plan for plan in plans.every if plan.choice.far == "optimizer host, parameters host")
+    bars = {bar["name"]: bar["x"] for bar in charts.stages(subject, far).figure["data"]}
+    assert "optimizer states" not in bars or not any(bars["optimizer states"])
+    assert bars["parameters"][0] > 0 and bars["parameters"][3] == 0
+
+
+def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, Subject]) -> None:
+    plans, subject = made
+    best = chosen(plans)
+    chart = charts.batches(subject, best)
+    lines = {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart.figure["data"]}
+    mine = lines[charts.LINES[best.choice.checkpoint][0]]
+    assert mine[best.choice.micro_batch] == pytest.approx(best.memory)
+    for points in lines.values():
+        needs = list(points.values())
+        assert 1 in points and needs == sorted(needs)
+        assert max(points) > best.choice.micro_batch
+        assert all(
+            nbytes <= plans.machine.memory
+            for micro, nbytes in points.items()
+            if best.choice.micro_batch < micro < max(points)
+        )
+    assert all(lines["all activations kept"][micro] > lines["recomputed"][micro] for micro in (2, 4))
+
+
+def test_times_add_up_to_a_step_or_a_sample(made: tuple[Plans, Subject]) -> None:
+    plans = made[0]
+    chart = charts.times(interesting(plans), chosen(plans))
+    assert chart is not None
+    fitting = [plan for plan in interesting(plans) if plan.fits]
+    assert not charts.per_sample(fitting)
+    totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
+    assert totals == pytest.approx([plan.pace.step for plan in fitting[: charts.BARS]], rel=0.01)
+    mixed, _ = planned("1GB", batch=None)
+    fitting = [plan for plan in mixed.every if plan.choice.checkpoint == "none"]
+    assert charts.per_sample(fitting)
+    chart = charts.times(fitting, fitting[0])
+    assert chart is not None and chart.label.startswith("Time of a sample")
+    totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
+    assert totals == pytest.approx([1 / plan.samples for plan in fitting[: charts.BARS]], rel=0.005)
+
+
+def test_time_that_has_no_name_is_drawn_too(made: tuple[Plans, Subject]) -> None:
+    best = chosen(made[0])
+    slow = replace(best)
+    vars(slow)["pace"] = replace(best.pace, step=2 * best.pace.step)
+    chart = charts.times([slow], slow)
+    assert chart is not None and chart.legend[-1][0] == "all else"
+    assert sum(bar["x"][0] for bar in chart.figure["data"]) == pytest.approx(slow.pace.step, rel=0.01)
+
+
+def test_where_nothing_fits_the_page_shows_what_comes_nearest(tmp_path: Path) -> None:
+    plans, _ = planned("2MB")
+    assert plans.best is None
+    page = Dom(write_page(tmp_path / "plan.html", plans).read_text(encoding="utf-8"))
+    assert page.figures().keys() == CHARTS - {"times"}
+    text = page.text()
+    assert plans.why in text and "GPT nothing fits" in text and "No plan fits, so there is no time to show" in text
+    assert f"in the plan that comes nearest ({nearest(plans).choice.words})" in text
+    assert "chosen" not in " ".join(re.findall(r'<table class="plans">(.*?)</table>', page.html, re.S))
+
+
+def test_a_model_without_blocks_on_one_device_has_a_page(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(64, 64)
+    plans = zeroshard.plan(model, torch.empty(1, 64), devices=1, machine="cpu", batch=4)
+    subject = Subject(model, torch.empty(1, 64), precision=plans.precision)
+    page = Dom(write_page(tmp_path / "plan.html", plans).read_text(encoding="utf-8"))
+    assert page.figures().keys() == CHARTS
+    assert [line["name"] for line in page.figures()["batches"]["data"]] == ["all activations kept"]
+    assert page.figures()["stages"]["data"][0]["y"] == ["stage 3, chosen"]
+    assert consider(subject, chosen(plans).choice, 1, plans.machine).memory == chosen(plans).memory
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.html"
+    argv = "plan tiny --devices 2 --batch 4 --stage 3 --checkpoint none --offload none --html".split()
+    assert main([*argv, str(file)]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"page: {file}")
+    text = Dom(file.read_text(encoding="utf-8")).text()
+    assert "GPT, 4 layers, 4 heads, width 128 fits" in text and "zeroshard train --model tiny --ranks 2" in text
+
+
+# ------------------------------------------------------------------------------------------------ in a browser
+
+
+@in_browser
+def test_every_chart_is_drawn_offline_whatever_the_strings(page: Path, tmp_path: Path) -> None:
+    command = chromium(page, tmp_path / "profile", "virtual-time-budget=5000", "dump-dom")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=True)
+    assert list(console_of(done.stderr.splitlines())) == []
+    dom = Dom(done.stdout)
+    assert {tag["id"] for tag in dom.tags("div") if "js-plotly-plot" in tag.get("class", "").split()} == CHARTS
+    for words in ("milliseconds of computation", "bytes held", "backward", "micro-batch", "stage 0"):
+        assert words in dom.text()
+    assert not dom.tags("img")
+
+
+FRAMES = """<!doctype html><meta charset="utf-8"><body style="margin: 0"></body><script>
+const open = (src, width) => new Promise(done => {
+  const frame = Object.assign(document.createElement("iframe"), { src, width, height: 240, onload: () => done(frame) });
+  document.body.append(frame);
+});
+const look = frame => {
+  const page = frame.contentDocument, root = page.documentElement;
+  const rights = [...page.querySelectorAll(".main-svg")].map(svg => svg.getBoundingClientRect().right);
+  const drawn = page.querySelectorAll(".js-plotly-plot").length;
+  const bar = page.querySelector("#stages .point path")?.style.fill;
+  return { width: root.clientWidth, needed: Math.max(root.scrollWidth, ...rights), drawn, bar };
+};
+const until = async condition => {
+  for (let tries = 0; tries < 400 && !condition(); tries++) await new Promise(done => setTimeout(done, 50));
+};
+(async () => {
+  const pages = await Promise.all([360, 1600].map(width => open("plan.html", width)));
+  await until(() => pages.every(frame => look(frame).drawn === 4));
+  const light = pages.map(look);
+  for (const frame of pages) frame.style.colorScheme = "dark";
+  await until(() => pages.every((frame, index) => look(frame).bar !== light[index].bar));
+  console.log("found " + JSON.stringify({ light, dark: pages.map(look) }));
+})();
+</script>"""
+
+
+@in_browser
+def test_the_page_fits_any_width_and_follows_the_preferred_colours(page: Path, tmp_path: Path) -> None:
+    (page.parent / "frames.html").write_text(FRAMES, encoding="utf-8")
+    options = ("allow-file-access-from-files", "blink-settings=preferredColorScheme=1", "window-size=1640,1200")
+    command = chromium(page.parent / "frames.html", tmp_path / "profile", "remote-debugging-port=0", *options)
+    console = listen(command, "found {")
+    assert len(console) == 1, console  # no error before it
+    heard = re.search(r"found (\{.*\})\"", console[0])
+    assert heard is not None
+    found = json.loads(heard[1])
+    for frame in (*found["light"], *found["dark"]):
+        assert frame["drawn"] == len(CHARTS)
+        assert frame["needed"] <= frame["width"] + 0.5, frame  # half a pixel of rounding
+    assert {frame["bar"] for frame in found["light"]}.isdisjoint({frame["bar"] for frame in found["dark"]})

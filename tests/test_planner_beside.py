@@ -1,0 +1,80 @@
+"""The planner beside real runs: one rank of several, on the fake backend, counted by torch's own allocator events.
+
+The cases are those of benchmarks/planner.py, which prints the same comparison as a table; here they are tiny.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+beside: Any = import_module("planner")
+
+GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}
+CASES = {
+    "stage 0 of 4": {"ranks": 4, "stage": 0},
+    "stage 1 of 4": {"ranks": 4, "stage": 1},
+    "stage 2 of 3": {"ranks": 3, "stage": 2, "checkpoint": "recompute"},
+    "stage 3 of 8": {"ranks": 8, "stage": 3},
+    "stage 3 of 8, recomputed": {"ranks": 8, "stage": 3, "checkpoint": "recompute"},
+    "inputs on the host": {"checkpoint": "host"},
+    "optimizer on the host": {"ranks": 2, "offload": "host"},
+    "half of the optimizer on the host": {"offload": {"optimizer": ("host", 0.5)}},
+    "parameters on the host": {"offload": {"optimizer": "host", "parameters": "host"}, "checkpoint": "recompute"},
+    "fp32, alone": {"clip": True},
+}
+OTHERS = {
+    "llama": {"model": "llama", **GPT},
+    "llama, recomputed": {"model": "llama", **GPT, "ranks": 2, "stage": 2, "checkpoint": "recompute"},
+    "experts": {"model": "moe", **GPT, "ranks": 2},
+}
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine's description, and few steps."""
+    monkeypatch.setattr(beside, "WARMUP", 2)
+    monkeypatch.setattr(beside, "STEPS", 1)
+    path = tmp_path / "machine.json"
+    path.write_text('{"like": "cpu"}')
+    return path
+
+
+def compared(case: dict[str, Any], machine: Path) -> dict[str, Any]:
+    chosen = beside.Case(**{"model": "gpt", **GPT, "precision": "fp32", **case})
+    result: dict[str, Any] = beside.measure(asdict(chosen), str(machine), "cpu")
+    return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpts_states_and_peak_are_foretold(name: str, machine: Path) -> None:
+    result = compared(CASES[name], machine)
+    assert result["predicted_states"] == pytest.approx(result["states"], rel=0.001)
+    # On a CPU what the host's updates take for themselves comes from the same allocator as the device's memory.
+    within = 0.1 if "offload" in CASES[name] else 0.005
+    assert result["predicted_peak"] == pytest.approx(result["allocated"], rel=within)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_foretold_too(name: str, machine: Path) -> None:
+    if "llama" in name:
+        pytest.importorskip("transformers")
+    result = compared(OTHERS[name], machine)
+    assert result["predicted_states"] == pytest.approx(result["states"], rel=0.02)
+    assert result["predicted_peak"] == pytest.approx(result["allocated"], rel=0.05)
+
+
+def test_a_case_is_planned_before_it_runs(machine: Path) -> None:
+    """Nothing of a run reaches its plan: the plan alone gives the same figures."""
+    case = beside.Case(model="gpt", **GPT, precision="fp32", ranks=4, stage=2)
+    alone = beside.predict(case, beside.Machine.of(machine))
+    assert alone["predicted_peak"] == compared({"ranks": 4, "stage": 2}, machine)["predicted_peak"]
+    assert not torch.distributed.is_initialized()

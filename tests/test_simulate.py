@@ -1,0 +1,354 @@
+"""Scaling on paper: sweeps over devices and stages, the largest model, and the shallow traces that both stand on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard.commands.simulate import main
+from zeroshard.config import Config
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.offload import Offload
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.deepened import UnevenError, deepened, deepened_holdings
+from zeroshard.planner.machines.machine import Link, Machine
+from zeroshard.planner.memory import holdings
+from zeroshard.planner.plan import consider
+from zeroshard.planner.simulation import largest as searching
+from zeroshard.planner.simulation.family import Deep, family_of, gpt_family
+from zeroshard.planner.simulation.largest import Largest, deepest, largest
+from zeroshard.planner.simulation.simulate import Point, Simulation, simulate
+from zeroshard.planner.simulation.table import simulation_table
+from zeroshard.planner.subject import Subject
+from zeroshard.planner.traces.tracing import trace
+
+SHAPE = GPTConfig(vocab_size=512, context=64, heads=4, width=256)
+LARGER = GPTConfig(vocab_size=1024, context=256, heads=8, width=1024, layers=6)
+
+
+def gpt(layers: int, shape: GPTConfig = SHAPE) -> GPT:
+    with torch.device("meta"):
+        return GPT(replace(shape, layers=layers))
+
+
+# ------------------------------------------------------------------------------------------ deepened models
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"tensor": 2, "checkpoint": "recompute", "precision": "fp16"},
+        {"tensor": 4, "checkpoint": "recompute", "partition": False},
+        {"tensor": 2, "precision": "bf16", "kind": "cpu"},
+    ],
+)
+def test_a_deepened_trace_is_the_deep_models_own(given: dict[str, Any]) -> None:
+    two, three, six = (trace(gpt(layers), micro_batch=3, **given) for layers in (2, 3, 6))
+    assert deepened(two, three, 3) == six
+    assert deepened(two, three, 0) == three
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("bucket_size", [2**14, 2**20, 2**27])
+def test_deepened_holdings_are_the_deep_models_own(precision: str, bucket_size: int) -> None:
+    for stage in range(4):
+        config = Config(stage=stage, precision=precision, bucket_size=bucket_size)
+        two, three, seven = (holdings(gpt(layers), config, ranks=8, tensor=2) for layers in (2, 3, 7))
+        assert deepened_holdings(two, three, 4, bucket_size) == seven
+
+
+def test_a_family_has_the_models_that_its_shape_makes() -> None:
+    found = family_of(gpt(5))
+    assert found is not None and found[1] == 5
+    ours, plain = found[0](5), gpt(5)
+    assert [(n, p.shape) for n, p in ours.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
+    assert all(parameter.is_meta for parameter in ours.parameters())
+    assert Deep(found[0], 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
+    assert family_of(nn.Linear(2, 2)) is None
+
+
+def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
+    machine = Machine.of("dgx2")
+    deep, plain = Deep(gpt_family(SHAPE), 5, precision="fp16"), Subject(gpt(5), precision="fp16")
+    for stage, offload in ((0, None), (2, None), (3, None), (2, Offload(optimizer=("host", 0.5)))):
+        choice = Choice(stage=stage, tensor=2, checkpoint="recompute", micro_batch=3, offload=offload)
+        ours, theirs = (consider(subject, choice, 32, machine) for subject in (deep, plain))
+        assert ours.footprint == theirs.footprint and ours.useful_flops == pytest.approx(theirs.useful_flops)
+        assert ours.pace.step == pytest.approx(theirs.pace.step) and ours.pace.traffic == theirs.pace.traffic
+
+
+class Narrowing(nn.Module):
+    """Blocks that are not alike: each is half as wide inside as the one before."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        widths = [512 >> layer for layer in range(layers)]
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Linear(w, 64)) for w in widths)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_blocks_that_are_not_alike_are_noticed() -> None:
+    example = torch.empty(1, 64, device="meta")
+    with torch.device("meta"):
+        models = [Narrowing(2), Narrowing(3)]
+    two, three = (trace(model, example, micro_batch=2) for model in models)
+    with pytest.raises(UnevenError, match="does not do what the others do"):
+        deepened(two, three, 1)
+    held = [holdings(model, Config(stage=3), ranks=4) for model in models]
+    with pytest.raises(UnevenError, match="does not hold what the others hold"):
+        deepened_holdings(held[0], held[1], 1, 2**25)
+    with pytest.raises(UnevenError, match="one block more"):
+        deepened(three, two, 1)
+
+
+# --------------------------------------------------------------------------------------------------- sweeps
+
+
+def swept(**given: Any) -> Simulation:
+    chosen: dict[str, Any] = {"machine": "h100", "devices": (1, 8, 64, 512, 4096), "micro_batch": 2, **given}
+    return simulate(gpt(LARGER.layers, LARGER), **chosen)
+
+
+def data_traffic(point: Point) -> float:
+    return sum(nbytes for kind, nbytes in point.plan.pace.traffic.items() if not kind.startswith("tensor"))
+
+
+def test_stage_3_sends_half_as_much_again_as_the_others() -> None:
+    found = swept(clip=False)
+    for devices in (8, 4096):
+        sent = {point.stage: data_traffic(point) for point in found.points if point.devices == devices}
+        assert sent[3] == 1.5 * sent[2] and sent[2] == sent[1]
+        assert sent[1] / sent[0] == pytest.approx(1, rel=0.03)  # parts of 4096 are rounded up
+
+
+def test_a_steps_time_goes_somewhere() -> None:
+    for point in swept().points:
+        assert sum(point.shares.values()) == pytest.approx(1)
+        assert min(point.shares.values()) >= 0 and point.shares["tensor"] == 0
+        assert point.samples * point.plan.pace.step == pytest.approx(point.plan.choice.micro_batch)
+    alone = swept(devices=(1,)).points[0]
+    assert alone.shares["gather"] == alone.shares["reduce"] == 0
+
+
+def test_more_devices_never_do_more_each_where_links_are_the_limit() -> None:
+    """Plain data parallelism anywhere; the other stages once a node is full and latency counts."""
+    slow = Machine.of("h100", outside=Link(bandwidth=20e9, latency=2e-4))
+    found = swept(machine=slow, devices=(1, 2, 8, 16, 64, 256, 1024, 4096, 16384))
+    for stage in (0, 1, 2, 3):
+        speeds = [point.samples for point in found.of_stage(stage) if stage == 0 or point.devices >= 16]
+        assert all(later <= earlier for earlier, later in itertools.pairwise(speeds)), stage
+    by_hand = found.of_stage(3)
+    best = max(by_hand, key=lambda point: point.samples)
+    (told,) = [one for one in found.scaling if one.stage == 3]
+    assert told.best is best and told.under_half is not None and told.under_good is not None
+    at = {point.devices: point.samples / best.samples for point in by_hand if point.devices > best.devices}
+    assert told.under_good == min(n for n, share in at.items() if share < 0.9)
+    assert told.under_half == min(n for n, share in at.items() if share < 0.5) > told.under_good
+    assert told.good_until == max([n for n in at if n < told.under_good], default=best.devices)
+
+
+def test_perfect_links_scale_for_ever() -> None:
+    free = Link(bandwidth=1e18, latency=0)
+    found = swept(machine=Machine.of("h100", inside=free, outside=free), stages=(0,), clip=False)
+    first = found.points[0].samples
+    assert [point.samples for point in found.points] == pytest.approx([first] * len(found.points), rel=1e-6)
+    assert found.scaling[0].under_good is None and found.scaling[0].good_until == 4096
+
+
+def test_partitioned_memory_shrinks_with_devices() -> None:
+    found = swept(devices=(1, 8, 64, 512))
+    for stage in (1, 2, 3):
+        needed = [point.plan.memory for point in found.of_stage(stage)]
+        assert needed == sorted(needed, reverse=True) and needed[0] > needed[-1]
+    assert len({point.plan.footprint.at_rest for point in found.of_stage(0)}) <= 2  # alone, and with landings
+
+
+def test_a_stage_that_does_not_fit_is_told() -> None:
+    found = swept(memory="1.7GB", devices=(1, 64), checkpoint="recompute")
+    told = {one.stage: one.fits_from for one in found.scaling}
+    assert told[0] is None and told[3] == 64
+    assert "does not fit" in simulation_table(found) and "stage 0: fits none of these" in simulation_table(found)
+
+
+def test_one_batch_is_divided_over_more_and_more_devices() -> None:
+    found = swept(batch=512, micro_batch=None, devices=(1, 8, 64, 512, 1024), stages=(3,), checkpoint="recompute")
+    assert [point.devices for point in found.points] == [1, 8, 64, 512]  # 1024 have no sample each
+    for point in found.points:
+        assert point.plan.choice.micro_batch * point.plan.choice.accumulate * point.devices == 512
+
+
+def test_layers_are_divided_over_a_tensor_axis() -> None:
+    found = swept(tensor=8, devices=(1, 4, 8, 16, 24), stages=(2,))
+    assert [point.devices for point in found.points] == [8, 16, 24]
+    assert all(point.shares["tensor"] > 0 for point in found.points)
+
+
+def test_models_of_any_kind_are_swept() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.LazyLinear(10))
+        model(torch.empty(1, 3, 16, 16))
+    found = simulate(model, torch.empty(1, 3, 16, 16), devices=(1, 16), micro_batch=32, machine="a100")
+    assert len(found.points) == 8 and found.model == "Sequential"
+    with pytest.raises(ValueError, match="no plan is known to divide"):
+        simulate(model, torch.empty(1, 3, 16, 16), devices=(16,), tensor=2, micro_batch=32)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"devices": (0,)}, "devices are whole numbers from 1 up, got 0"),
+        ({"devices": ()}, "devices is empty"),
+        ({"stages": ()}, "stages is empty"),
+        ({"stages": (4,)}, "stage is 0, 1, 2 or 3, got 4"),
+        ({"machine": "h1000"}, "did you mean 'h100'"),
+        ({"machine": "dgx2", "precision": "bf16"}, "computes in fp32 and fp16, not in bf16"),
+        ({"tensor": 0}, "tensor is a whole number"),
+        ({"tensor": 8, "devices": (4, 12)}, "no number of devices is a multiple of the 8"),
+        ({"tensor": 16, "devices": (16,)}, "do not divide the model's 8 heads"),
+        ({"micro_batch": 0}, "micro_batch is a whole number from 1 up, got 0"),
+        ({"batch": 3, "devices": (2, 4)}, "cannot be divided evenly"),
+        ({"batch": 0}, "batch is a whole number from 1 up"),
+        ({"checkpoint": "some"}, "checkpoint is one of"),
+    ],
+)
+def test_bad_sweeps_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        swept(**given)
+
+
+# --------------------------------------------------------------------------------------------- the largest model
+
+
+@pytest.fixture(scope="module")
+def family() -> Deep:
+    """A family whose traces all searches share."""
+    return Deep(gpt_family(LARGER), 3, precision="bf16")
+
+
+def deepest_in(family: Deep, devices: int, stage: int, memory: str = "1.5GB", **given: Any) -> Largest:
+    choice = Choice(stage=stage, checkpoint="recompute", micro_batch=2, **given)
+    return deepest(family, choice, devices, Machine.of("h100", memory=memory))
+
+
+@pytest.mark.parametrize(("stage", "memory"), [(0, "2.5GB"), (1, "2GB"), (2, "1.5GB"), (3, "1.5GB")])
+def test_the_largest_model_fits_and_a_deeper_one_does_not(family: Deep, stage: int, memory: str) -> None:
+    found = deepest_in(family, 4, stage, memory)
+    choice, machine = Choice(stage=stage, checkpoint="recompute", micro_batch=2), Machine.of("h100", memory=memory)
+    fits, fails = (consider(family.at(found.layers + more), choice, 4, machine) for more in (0, 1))
+    assert fits.fits and not fails.fits and found.confirmed and found.limit == "device"
+    assert found.memory == pytest.approx(fits.memory)
+    assert found.parameters == replace(LARGER, layers=found.layers).parameters
+
+
+def test_the_straight_line_ends_where_a_replay_does(family: Deep, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = deepest_in(family, 16, 3, "2GB")
+    monkeypatch.setattr(searching, "DEEPEST", 64)
+    on_the_line = deepest_in(family, 16, 3, "2GB")
+    assert replayed.layers > 64 and replayed.confirmed and not on_the_line.confirmed
+    assert on_the_line.layers == pytest.approx(replayed.layers, rel=0.02)
+    assert on_the_line.memory == pytest.approx(replayed.memory, rel=0.01)
+
+
+def test_largest_models_grow_with_stage_devices_and_offload(family: Deep) -> None:
+    layers = [deepest_in(family, 16, stage).layers for stage in (0, 1, 2, 3)]
+    assert layers == sorted(set(layers)) and layers[-1] < deepest_in(family, 32, 3).layers
+    assert layers[1] < deepest_in(family, 16, 1, offload=Offload(optimizer="host")).layers
+    small = Machine.of("h100", memory="1.5GB", host_memory="1GB")
+    far = Choice(stage=1, checkpoint="recompute", micro_batch=2, offload=Offload(optimizer="host"))
+    found, roomier = deepest(family, far, 16, small), deepest(family, far, 16, replace(small, host_memory=2 * 10**9))
+    assert found.limit == "host" and roomier.limit == "device" and found.layers < roomier.layers
+    nothing = deepest_in(family, 1, 3, "1GB")
+    assert nothing.layers == 0 and nothing.limit == "device" and nothing.memory > 1e9
+
+
+def test_bad_searches_are_refused() -> None:
+    with pytest.raises(ValueError, match="devices is a whole number from 1 up, got 0"):
+        largest(gpt_family(SHAPE), devices=0)
+    with pytest.raises(ValueError, match="12 devices are not a multiple of the 8"):
+        largest(gpt_family(SHAPE), devices=12, tensor=8)
+    with pytest.raises(ValueError, match="layers is a whole number from 1 up, got 0"):
+        Deep(gpt_family(SHAPE), 0)
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "tiny",
+        "--devices",
+        "1,8-64",
+        "--stage",
+        "0,3",
+        "--micro-batch",
+        "4",
+        "--json",
+        str(tmp_path / "s.json"),
+    ]
+    assert main(arguments) == 0
+    said, told = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
+    assert "GPT, 4 layers, 4 heads, width 128" in said and "stage 3: fits from 1 on" in said
+    assert [(point["stage"], point["devices"]) for point in told["points"]] == [
+        (stage, devices) for stage in (0, 3) for devices in (1, 8, 16, 32, 64)
+    ]
+    assert told["scaling"][1]["stage"] == 3 and told["machine"]["name"] == "h100"
+    for point in told["points"]:
+        assert point["plan"]["choice"]["micro_batch"] == 4 and sum(point["shares"].values()) == pytest.approx(1)
+
+
+def test_the_command_finds_the_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "largest.json"
+    shape = ["tiny", "--width", "1024", "--heads", "8"]
+    assert (
+        main([*shape, "--largest", "--devices", "1,4", "--stage", "1,3", "--memory", "2GB", "--json", str(file)]) == 0
+    )
+    rows = json.loads(file.read_text())["largest"]
+    assert [(row["devices"], row["stage"]) for row in rows] == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    assert rows[0]["layers"] == rows[1]["layers"] < rows[2]["layers"] < rows[3]["layers"]
+    assert f"({rows[3]['layers']} layers)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tinny"], "did you mean 'tiny'"),
+        (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
+        (["tiny", "--machine", "dgx2", "--precision", "bf16"], "plan with precision='fp16'"),
+        (["tiny", "--tensor", "3", "--devices", "4"], "no number of devices is a multiple of the 3"),
+        (["torch:nn.Identity", "--largest"], "it is not known how to make a Identity deeper"),
+        (["tiny", "--json", "/nowhere/at/all.json", "--devices", "1", "--micro-batch", "1"], "/nowhere/at/all.json"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and said.startswith("zeroshard simulate: ")
+
+
+@pytest.mark.parametrize("devices", ["0", "", "8-4", "a", "1,,2"])
+def test_the_command_refuses_numbers_that_are_none(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["tiny", "--devices", devices])
+    assert stopped.value.code == 2 and "--devices" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    look = "import sys; from zeroshard.cli import main; code = main(['simulate', '--help'])"
+    after = "print('torch' in sys.modules)"
+    code = f"import sys\ntry:\n    exec({look!r})\nexcept SystemExit:\n    {after}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "usage: zeroshard simulate" in result.stdout and result.stdout.endswith("False\n")
