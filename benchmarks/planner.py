@@ -1,7 +1,7 @@
 """The planner beside what is measured: memory of the states, peak of memory, and time of a step.
 
     python benchmarks/planner.py                               # on a GPU: calibrates it, then runs all cases
-    python benchmarks/planner.py --machine machine.json --cases "0.4B, nothing kept" "llama 1.1B"
+    python benchmarks/planner.py --machine machine.json --cases "0.4B, fp32" "llama 1.1B"
     python benchmarks/planner.py --tiny --device cpu
 
 Every case is a process of its own, which first plans, from shapes and the machine's rates alone, and then trains: AdamW

@@ -148,6 +148,7 @@ def test_the_timeline_ends_where_it_begins_and_has_the_peak() -> None:
     )
     assert max(moment.total for moment in found.timeline) == found.peak.total
     assert found.timeline[-1].what == "step"
+    assert found.timeline[-2].held["activations"] == found.timeline[0].held["activations"] == 0
     assert all(value >= 0 for moment in found.timeline for value in moment.held.values())
 
 
@@ -302,3 +303,44 @@ def test_a_model_whose_blocks_are_not_alike_is_traced_whole() -> None:
             traced, holdings(Uneven(), Config(precision="bf16", stage=3), ranks=1), timeline=True
         ).timeline
     )
+
+
+class Contrast(nn.Module):
+    """Compares every sample with every other: memory grows with the square of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.linear(x)
+        return torch.logsumexp(z @ z.t(), dim=1).sum()
+
+
+def test_what_is_chosen_fits_though_memory_is_no_straight_line() -> None:
+    machine = replace(Machine.of("cpu", memory="40MB", context=0), devices=1)
+    found = plan(Contrast(), torch.empty(1, 64), devices=1, machine=machine)
+    best = found.best
+    assert best is not None and best.choice.micro_batch > 64
+    traced = trace(Contrast(), torch.empty(1, 64), micro_batch=best.choice.micro_batch, kind="cpu")
+    real = footprint(traced, holdings(Contrast(), Config(stage=3), ranks=1, on_gpu=False), on_gpu=False).peak.total
+    assert real == best.footprint.peak.total <= 40e6
+
+
+def test_choices_that_are_none_are_refused() -> None:
+    for name, value, words in (
+        ("micro_batch", 0, "micro_batch is a whole number from 1 up, got 0"),
+        ("micro_batch", [], "micro_batch is empty"),
+        ("stage", [], "stage is empty"),
+        ("checkpoint", [], "checkpoint is empty"),
+        ("offload", [], "offload is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plans(**{name: value})
+
+
+def test_stages_that_cannot_offload_what_is_asked_are_left_out() -> None:
+    far = {"optimizer": "host", "parameters": "host"}
+    assert {one.choice.stage for one in plans(batch=16, tensor=1, offload=far).every} == {3}
+    with pytest.raises(ValueError, match="stage 1 computes with whole parameters"):
+        plans(batch=16, tensor=1, offload=far, stage=1)

@@ -322,3 +322,106 @@ def test_every_block_keeps_its_input_however_many_there_are() -> None:
     """An input that is gone leaves its address to another: each is kept all the same."""
     found = trace(gpt(layers=40), micro_batch=2, checkpoint="recompute")
     assert len(found.kept) == found.blocks == 40
+
+
+# ------------------------------------------------------------------------------------------------ values and masks
+
+
+class Attends(nn.Module):
+    """Attention with a mask of some form."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+        self.bias = nn.Parameter(torch.zeros(1, 4, 256, 256)) if bias else None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, self.bias if mask is None else mask).sum()
+
+
+def test_a_boolean_mask_is_widened_once_and_not_for_every_head() -> None:
+    shape = (8, 1, 256, 256)
+
+    def given(dtype: torch.dtype) -> Any:
+        return lambda batch: (torch.empty(batch, 256, 64), torch.empty(shape, dtype=dtype, device="meta"))
+
+    for kind in ("cuda", "cpu"):
+        plain, wide = (
+            peak(trace(Attends(), given(dtype), micro_batch=8, kind=kind)) for dtype in (torch.float32, torch.bool)
+        )
+        mask = 4 * 8 * 256 * 256
+        assert plain + mask <= wide <= plain + 1.5 * mask, kind
+
+
+def test_a_bias_that_is_trained_takes_the_kernel_that_can() -> None:
+    for kind in ("cuda", "cpu"):
+        found = trace(Attends(bias=True), torch.empty(1, 256, 64), micro_batch=2, kind=kind)
+        assert sum(event.nbytes for event in found.events if isinstance(event, Mark)) > 4 * 4 * 256 * 256
+
+
+def test_attention_that_was_imported_by_name_is_seen_too() -> None:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Named(Attends):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            query, key, value = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            return checkpoint(scaled_dot_product_attention, query, key, value, use_reentrant=False).sum()
+
+    found = trace(Named(), torch.empty(1, 256, 64), micro_batch=2, precision="bf16")
+    assert sum(op.kind == "attention" for op in found.ops) == 3  # once more in backward
+
+
+class Looks(nn.Module):
+    """Looks at values: of its inputs, of what it makes, of what it writes into."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "input" and not mask.all():
+            raise AssertionError("the mask that was given is all ones")
+        if self.how == "made" and not torch.ones(x.shape[:2], device=x.device).to(torch.bool).all():
+            raise AssertionError("ones are true")
+        if self.how == "buffer" and int(self.count) != 3:
+            raise AssertionError("the buffer holds 3")
+        if self.how == "written":
+            flags = torch.zeros(4, dtype=torch.bool, device=x.device)
+            flags[:] = y[0, 0] > 0
+            return y.sum() if flags.any() else -y.sum()
+        if self.how == "changes":
+            mask.zero_()
+        return y.sum()
+
+
+@pytest.mark.parametrize("how", ["input", "made", "buffer", "changes"])
+def test_an_example_keeps_its_values_and_they_stay_its_own(how: str) -> None:
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    for inputs in ((torch.empty(2, 3, 4), mask), lambda batch: (torch.empty(batch, 3, 4), mask)):
+        trace(Looks(how), inputs, micro_batch=2)
+    assert mask.all()
+
+
+def test_what_was_written_into_is_not_known_any_more() -> None:
+    with pytest.raises(UntraceableError, match="cannot be run on tensors without values"):
+        trace(Looks("written"), (torch.empty(2, 3, 4), torch.ones(2, 3)), micro_batch=2)
+
+
+def test_a_models_own_error_is_told_as_such() -> None:
+    class Typo(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[{"a": 1}["b"]]
+
+    with pytest.raises(UntraceableError, match=r"Typo raised KeyError: 'b'\n.*give inputs="):
+        trace(Typo(2, 2), torch.empty(1, 2))
+
+
+def test_parts_in_evaluation_mode_stay_there() -> None:
+    def model(frozen: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 64), nn.Sequential(nn.Dropout(0.5)).train(not frozen), nn.Linear(64, 8))
+
+    live, still = (trace(model(frozen), torch.empty(1, 8), micro_batch=64) for frozen in (False, True))
+    assert sum(op.made for op in still.ops) < sum(op.made for op in live.ops)

@@ -150,11 +150,7 @@ def _moved(event: Op | Mark, by: int, names: Sequence[str], unit: int | None = N
         unit = names.index(event.where) if event.where in names else -1
     if unit < 0:
         return event
-    op = event
-    where = names[unit + by]
-    return Op(
-        op.name, op.kind, op.dtype, op.flops, op.moved, op.freed, op.made, op.scratch, op.collective, where, op.backward
-    )
+    return replace(event, where=names[unit + by])
 
 
 def _unit(op: Op, middle: _Middle) -> int:

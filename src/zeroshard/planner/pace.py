@@ -91,6 +91,7 @@ class Work:
     def _price(self, span: Span, machine: Machine, tensor: int) -> None:
         device = wire = host = 0.0
         for op in span.ops:
+            host += op.host * machine.op
             if op.collective:
                 wire += collective_seconds(machine, op.collective, op.moved, tensor)
                 counted = op.moved * (2 if op.collective == "all-reduce" else 1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroshard.offload import Offload
+from zeroshard.placement import Placement
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.subject import Subject
@@ -33,8 +34,14 @@ def choices(
 
     Without a batch or micro-batches, a micro-batch is doubled for as long as it fits.
     """
-    if batch is not None and batch < 1:
-        raise ValueError(f"batch is a whole number from 1 up, got {batch}")
+    for name, values in (("batch", (batch,)), ("micro_batch", micro_batches), ("tensor", tensors)):
+        for value in values or ():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is a whole number from 1 up, got {value!r}")
+    given = {"stage": stages, "tensor": tensors, "checkpoint": checkpoints, "micro_batch": micro_batches}
+    for name, several in given.items():
+        if several is not None and not len(several):
+            raise ValueError(f"{name} is empty: give one value or several, or leave it out")
     for stage in stages:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is 0, 1, 2 or 3, got {stage!r}")
@@ -47,11 +54,25 @@ def choices(
         alone = devices == tensor  # then all stages are the same, and the last can offload most
         for stage in stages[-1:] if alone else stages:
             for offload in _offloads(offloads, stage, devices // tensor, machine):
+                why = _refused(stage, devices // tensor, offload)
+                if why is not None and stage != stages[-1]:
+                    continue  # a later stage may do it
+                if why is not None:
+                    raise why
                 for checkpoint in checkpoints:
                     if checkpoint == "host" and machine.kind == "cpu" and len(checkpoints) > 1:
                         continue  # the host is the device: nothing is gained
                     begin = Choice(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
                     yield from _batches(subject, begin, devices, machine, batch, micro_batches)
+
+
+def _refused(stage: int, data: int, offload: Offload | None) -> ValueError | None:
+    """Why a stage cannot offload what is asked; None: it can."""
+    try:
+        Placement.of_stage(stage, data, offload)
+    except ValueError as error:
+        return error
+    return None
 
 
 def _tensors(subject: Subject, devices: int, machine: Machine, given: Sequence[int] | None) -> list[int]:
@@ -67,6 +88,8 @@ def _tensors(subject: Subject, devices: int, machine: Machine, given: Sequence[i
 def _offloads(given: Any, stage: int, data: int, machine: Machine) -> list[Offload | None]:
     if given != "every":
         several = given if isinstance(given, (list, tuple)) else [given]
+        if not several:
+            raise ValueError("offload is empty: give one value or several, or leave it out")
         return [Offload.of(one) for one in several]
     found: list[Offload | None] = [None]
     if machine.kind == "cpu" or (stage == 0 and data > 1):

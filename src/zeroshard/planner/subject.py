@@ -17,10 +17,11 @@ from zeroshard.planner.memory import Holdings, holdings
 from zeroshard.planner.pace import Pace, Work, pace
 from zeroshard.planner.shortened import shortened, stack_of
 from zeroshard.planner.traces.inputs import Inputs, Loss
-from zeroshard.planner.traces.trace import Trace
+from zeroshard.planner.traces.trace import Trace, spans_of
 from zeroshard.planner.traces.tracing import Checkpoint, UntraceableError, trace
 from zeroshard.tensor.plans import plan_of
 
+ROUNDING = 0.001  # by which a trace may miss what it stands for
 DEPTHS = (2, 3)  # blocks of the shortened models that are traced in the place of a deep one
 DEEP = 8  # blocks from which on that is done
 BASIS = (2, 3)  # micro-batches that are traced; all others lie on the lines through them. 1 is special to many kernels
@@ -61,6 +62,7 @@ class Subject:
         stack = stack_of(model) if self._config.units is None else None
         self._depth = len(stack) if stack is not None and len(stack) >= DEEP else 0  # 0: traced as it is
         self._short: list[nn.Module] = []
+        self._straight = True  # whether other micro-batches are taken to lie on straight lines
         self._traces: dict[tuple[int, Checkpoint, str, int], Trace] = {}
         self._works: dict[tuple[int, Checkpoint, Machine, int], Traced] = {}
         self._holdings: dict[Any, Holdings] = {}
@@ -90,7 +92,7 @@ class Subject:
         return self._works[key]
 
     def _trace(self, tensor: int, checkpoint: Checkpoint, kind: str, micro_batch: int) -> Trace:
-        if micro_batch in BASIS:
+        if micro_batch in BASIS or not self._straight:
             return self._run(tensor, checkpoint, kind, micro_batch)
         low, high = (self._run(tensor, checkpoint, kind, batch) for batch in BASIS)
         if low.alike(high):
@@ -129,15 +131,19 @@ class Subject:
         )
 
     def confirm(self, choice: Choice, machine: Machine) -> bool:
-        """Whether the whole model does what its shortened ones have told; if not, it is traced itself from now on."""
-        if not self._depth:
+        """Whether the whole model, at a choice's own micro-batch, does what other traces have told of it.
+
+        If not, nothing is taken for a straight line from now on: neither depth nor micro-batch.
+        """
+        if not (self._depth or self._straight):
             return True
         checkpoint: Checkpoint = "recompute" if choice.checkpoint == "host" else choice.checkpoint
-        key = (choice.tensor, checkpoint, machine.kind, BASIS[0])
-        if self._run(*key) == self._whole(self.model, *key):
+        key = (choice.tensor, checkpoint, machine.kind, choice.micro_batch)
+        real = self._whole(self.model, *key)
+        if _told(self._trace(*key), real):
             return True
-        self._depth = 0
-        self._traces, self._works, self._footprints = {}, {}, {}
+        self._depth, self._straight = 0, False
+        self._traces, self._works, self._footprints = {key: real}, {}, {}
         return False
 
     def holdings(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
@@ -197,3 +203,13 @@ class Subject:
         """Of a step on one device, without what is computed again."""
         plain = Choice(tensor=choice.tensor, micro_batch=choice.micro_batch)
         return choice.accumulate * self.traced(plain, machine).work.flops
+
+
+def _told(found: Trace, real: Trace) -> bool:
+    """Whether two traces take the same memory and time, but for rounding."""
+    sizes = [
+        (max(span.peak for span in spans_of(one)), sum(op.flops for op in one.ops), sum(op.moved for op in one.ops))
+        for one in (found, real)
+    ]
+    near = all(abs(mine - its) <= ROUNDING * its for mine, its in zip(*sizes, strict=True))
+    return near and len(found.events) == len(real.events)

@@ -7,7 +7,7 @@ s, a group within one node uses the devices' own links, B bytes/s. One that leav
 outside, of O bytes/s a node, and shares each with the other groups that lie beside it and communicate at the same
 moment, min(s, D) with it. So a rank sends and receives at
 
-    rate = min(B, O / min(s, D)), over the number of collectives that the group itself has on the wire at once
+    rate = min(B, O / min(s, D))
 
 and, as every algorithm must bring (n - 1)/n of an all-gather's result to every rank, no collective is faster than its
 bytes over that rate. What comes on top is latency. A ring passes n - 1 hops, of which one fewer than there are nodes
@@ -27,7 +27,7 @@ from typing import Final
 
 from zeroshard.planner.machines.machine import Machine
 
-PASSES: Final = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "broadcast": 1}
+PASSES: Final = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 TREE_RATE = 0.5  # of a ring's: [Note: collectives on paper]
 
 
@@ -61,14 +61,11 @@ class Group:
         return ceil(log2(self.members)), ceil(log2(self.nodes))
 
 
-def collective_seconds(
-    machine: Machine, kind: str, nbytes: float, ranks: int, stride: int = 1, channels: int = 1
-) -> float:
+def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, stride: int = 1) -> float:
     """Seconds on the wire of one collective: [Note: collectives on paper].
 
-    ``nbytes`` is an all-gather's output, a reduce-scatter's input, the tensor's length of an all-reduce (which moves
-    it twice) and of a broadcast. ``channels``: how many collectives of this group share its links at that moment, as a
-    gather and a reduction in backward do.
+    ``nbytes`` is an all-gather's output, a reduce-scatter's input, and the tensor's length of an all-reduce, which
+    moves it twice.
 
     >>> from zeroshard.planner.machines.machine import Link, Machine
     >>> machine = Machine.of("h100", inside=Link(bandwidth=100e9, latency=0), outside=Link(bandwidth=80e9, latency=0))
@@ -79,7 +76,7 @@ def collective_seconds(
     """
     if kind not in PASSES:
         raise ValueError(f"a collective is one of {', '.join(PASSES)}, got {kind!r}")
-    for name, value in (("ranks", ranks), ("stride", stride), ("channels", channels)):
+    for name, value in (("ranks", ranks), ("stride", stride)):
         if value < 1:
             raise ValueError(f"{name} is a whole number from 1 up, got {value!r}")
     if nbytes < 0:
@@ -88,8 +85,7 @@ def collective_seconds(
         return 0.0
     group = Group.of(machine.devices, ranks, stride)
     passes = 2 if kind == "reduce-scatter" and machine.kind == "cpu" else PASSES[kind]
-    moved = nbytes if kind == "broadcast" else nbytes * (ranks - 1) / ranks
-    wire = moved / link_rate(machine, group) * channels
+    wire = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
     return passes * min(
         wire + latency_seconds(machine, group.ring), wire / TREE_RATE + latency_seconds(machine, group.tree)
     )

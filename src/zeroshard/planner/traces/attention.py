@@ -7,82 +7,79 @@ backward, so they are called instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 WIDEST_HEAD = 256  # elements of a head that the fused kernels take
 
 
-@contextmanager
-def fused_attention(kind: str) -> Iterator[None]:
-    """Have ``F.scaled_dot_product_attention`` of meta tensors do what it does on a device of a kind: "cuda" or "cpu".
+class FusedAttention(TorchFunctionMode):
+    """Has ``F.scaled_dot_product_attention`` of meta tensors do what it does on a device of a kind: "cuda" or "cpu".
 
     >>> query = torch.empty(1, 2, 1024, 64, device="meta", dtype=torch.bfloat16)
-    >>> with fused_attention("cuda"):
+    >>> with FusedAttention("cuda"):
     ...     F.scaled_dot_product_attention(query, query, query).shape
     torch.Size([1, 2, 1024, 64])
     """
-    plain = F.scaled_dot_product_attention
 
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        result = None
-        if query.is_meta and query.dim() == 4 and _alike(query, key, value):
-            result = _fused(kind, query, key, value, attn_mask, dropout_p, is_causal, scale)
-        if result is None:
-            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-            result = plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        return result
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
 
-    F.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let everything else pass."""
+        if func is F.scaled_dot_product_attention:
+            result = _attention(self._kind, *args, **(kwargs or {}))
+            if result is not None:
+                return result
+        return func(*args, **(kwargs or {}))
 
 
-def _alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    return key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= WIDEST_HEAD
-
-
-def _fused(
+def _attention(
     kind: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor | None:
-    """The result of the first kernel that takes these tensors, in PyTorch's own order; None: none does."""
+    """The result of the first kernel that takes these tensors, in PyTorch's own order; None: none does.
+
+    Keys of fewer heads (``enable_gqa``) are read by several heads of the queries: no kernel copies them.
+    """
+    if not (query.is_meta and query.dim() == 4 and _fit(query, key, value)):
+        return None
     aten: Any = torch.ops.aten
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:  # as PyTorch does: once at its own size
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     if kind == "cpu":
-        if dropout or not query.is_floating_point():
+        if dropout_p or not query.is_floating_point() or (mask is not None and mask.requires_grad):
             return None
         found = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout, causal, attn_mask=mask, scale=scale
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )
     elif query.dtype in (torch.float16, torch.bfloat16) and mask is None:
-        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)
+        found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
     elif query.shape[1] == key.shape[1] and query.shape[-1] % (8 if query.itemsize == 2 else 4) == 0:
-        bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2]).to(query.dtype)
+        bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         found = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, True, dropout, causal, scale=scale
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )
     else:
         return None
     result: torch.Tensor = found[0]
     return result
+
+
+def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    return key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= WIDEST_HEAD

@@ -14,6 +14,12 @@ from zeroshard.precision import map_tensors
 
 Inputs = Callable[[int], Any] | torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | None
 Loss = Callable[[Any], torch.Tensor] | None
+
+
+class LossError(ValueError):
+    """No loss can be made of what a model returns."""
+
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,7 +56,11 @@ def _widened(example: Any, batch: int) -> Any:
         )
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty(batch, *tensor.shape[1:], device="meta") if tensor.dim() else tensor
+        if not tensor.dim():
+            return tensor
+        if tensor.is_meta or tensor.is_floating_point() or not tensor.shape[0]:
+            return tensor.new_empty(batch, *tensor.shape[1:], device="meta")
+        return tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]  # models may look at it
 
     return map_tensors(example, widen)
 
@@ -60,7 +70,8 @@ def _known(model: nn.Module, batch: int, sequence: int | None) -> Any:
         tokens = _tokens(batch, min(sequence or model.config.context, model.config.context))
         return tokens, tokens.clone()
     config: Any = getattr(model, "config", None)
-    if getattr(config, "vocab_size", None) and hasattr(model, "get_input_embeddings"):
+    heads = getattr(model, "get_output_embeddings", lambda: None)()  # of a model that foretells tokens
+    if getattr(config, "vocab_size", None) and heads is not None:
         most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1024
         tokens = _tokens(batch, sequence or min(most, 1024))
         return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
@@ -86,7 +97,7 @@ def loss_of(output: Any, loss: Loss) -> torch.Tensor:
         return _scalar(own)
     found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not found:
-        raise ValueError("the model's output depends on no parameter that is trained: there is no backward to plan")
+        raise LossError("the model's output depends on no parameter that is trained: there is no backward to plan")
     if len(found) == 1 and found[0].numel() == 1:
         return found[0]
     return torch.stack([tensor.float().sum() for tensor in found]).sum()
@@ -95,5 +106,5 @@ def loss_of(output: Any, loss: Loss) -> torch.Tensor:
 def _scalar(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         got = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"loss returns one number, got {got}")
+        raise LossError(f"loss returns one number, got {got}")
     return value

@@ -18,6 +18,10 @@ from zeroshard.planner.traces.trace import Mark, Moment, Op
 from zeroshard.planner.traces.values import Values
 from zeroshard.planner.traces.work import DTYPES, flops_of, kind_of, moved_by, name_of, scratch_of, tensors_of
 
+# What torch's checkpointing takes of the host for one block, in operations: 1 ms where one took 48 µs, by the floors in
+# docs/benchmarks.md that the host was the limit of.
+RECOMPUTED = 20.0
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations, and the memory that comes and goes with them."""
@@ -48,6 +52,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def copied(self, nbytes: float) -> None:
         """Note a copy into memory of the library's."""
         self._note(Op("keep", "plain", "", 0, 2 * nbytes, self._taken(), 0, 0))
+
+    def recompute(self) -> None:
+        """Note that a block begins to run again."""
+        self._note(Op("recompute", "nothing", "", 0, 0, self._taken(), 0, 0, host=RECOMPUTED))
 
     def let_go(self) -> None:
         """Note that what was freed up to now was freed before what comes next."""
@@ -143,6 +151,7 @@ class Walk:
     def _entering(self, units: tuple[int, ...]) -> Any:
         def enter(module: nn.Module, args: Any) -> None:
             if self._backward:
+                self._recorder.recompute()
                 return
             self._moment += 1
             self._frames.append(_Frame(units, self._moment))

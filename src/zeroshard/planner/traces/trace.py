@@ -34,6 +34,7 @@ class Op:
     collective: str = ""  # over the tensor axis: "all-reduce", "all-gather"; ``moved`` is its tensor then
     where: str = ""  # the unit or module that is running
     backward: bool = False
+    host: float = 0.0  # what the host does beside launching it, in operations
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -17,9 +17,9 @@ from zeroshard.activations.blocks import choose
 from zeroshard.activations.checkpoint import flattened
 from zeroshard.config import Config
 from zeroshard.engine.units import plan_units, repeated
-from zeroshard.planner.traces.attention import fused_attention
+from zeroshard.planner.traces.attention import FusedAttention
 from zeroshard.planner.traces.divided import hook_divided
-from zeroshard.planner.traces.inputs import Inputs, Loss, arguments, loss_of
+from zeroshard.planner.traces.inputs import Inputs, Loss, LossError, arguments, loss_of
 from zeroshard.planner.traces.recorder import Recorder, Walk
 from zeroshard.planner.traces.trace import Trace
 from zeroshard.planner.traces.values import Values
@@ -79,13 +79,15 @@ def trace(
     tensors = [*paper.parameters(), *paper.buffers(), *_tensors((args, kwargs))]
     recorder.known(*tensors)
     try:
-        with fused_attention(kind), recorder:
+        with FusedAttention(kind), recorder:
             value = loss_of(paper(*args, **kwargs), loss)
             walk.end_forward()
-            torch.autograd.backward([value])
+            _backward(value)
             del value
             walk.end_backward()
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, IndexError) as error:
+    except LossError:
+        raise
+    except Exception as error:
         raise UntraceableError(_why(model, error)) from error
     finally:
         walk.remove()
@@ -98,6 +100,12 @@ def trace(
         kept=tuple(kept.nbytes),
         blocks=blocks,
     )
+
+
+def _backward(value: torch.Tensor) -> None:
+    """Run backward. What torch offers for it switches modes off, and a recomputed block's attention wants its own."""
+    ones = torch.ones_like(value)
+    _engine_run_backward((value,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -117,12 +125,20 @@ def _bare(tensor: torch.Tensor, values: Values) -> torch.Tensor:
 
 
 def _why(model: nn.Module, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    if not any(word in str(error) for word in ("meta", "Meta", "data-dependent", "DataDependent")):
+        return (
+            f"{type(model).__name__} raised {reason}\n"
+            "A plan runs it on tensors without values (the meta device). See whether it runs at all with inputs of "
+            "these shapes: give inputs=, a function of the batch that returns what the model is called with"
+        )
     return (
         f"{type(model).__name__} cannot be run on tensors without values (the meta device): {reason}\n"
         "A plan needs a forward and backward whose shapes follow from shapes. Decide nothing by a tensor's values "
-        "(.item(), .tolist(), `if tensor:`, nonzero, boolean masks) while planning; give inputs= of the right shapes; "
-        "or plan the states alone with zeroshard.planner.memory.predict_memory"
+        "(.item(), .tolist(), `if tensor:`, nonzero, boolean masks) while planning. Integers and booleans that the "
+        "model is given may be looked at: give inputs= with values, not on the meta device. Or plan the states alone, "
+        "with zeroshard.planner.memory.predict_memory"
     )
 
 
@@ -148,12 +164,14 @@ def _on_paper(model: nn.Module, config: Config, tensor: int, recorder: Recorder)
         bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
+        memo[id(buffer)] = bare = torch.empty_like(buffer, device="meta", requires_grad=False)
+        recorder.values.learn(bare, buffer)
     try:
         paper = copy.deepcopy(model, memo)
     except Exception as error:
         raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
-    paper.train()
+    if not paper.training:  # else parts may be in another mode on purpose
+        paper.train()
     if plan is not None:
         hook_divided(paper, plan, tensor, recorder)
     if config.compute_dtype is not None:

@@ -2,9 +2,9 @@
 
 [Note: known values]
 Models look at a few of their tensors: are these positions one sequence or several, is nothing masked? What such tensors
-hold follows from how they were made (``arange``, comparisons, sums), not from parameters or data. So small integer and
-boolean tensors that a model makes from nothing, and those of the inputs that were given with values, are computed on
-the side, and whoever asks for one of their values is told. Whatever depends on parameters has no value: a model that
+hold follows from how they were made (``arange``, comparisons, sums), not from parameters or data. So small tensors that
+a model makes from nothing, and integers and booleans that it was given (as inputs, as buffers), are computed on the
+side, and whoever asks for one of their values is told. Whatever depends on parameters has no value: a model that
 decides by it cannot be traced.
 """
 
@@ -31,8 +31,8 @@ class Values:
 
     def learn(self, bare: torch.Tensor, real: torch.Tensor) -> None:
         """Take note of what a tensor on the meta device holds, where it is worth it."""
-        if real.numel() <= MOST and not real.is_floating_point() and not real.is_complex():
-            self._of[bare] = real.detach().cpu()
+        if real.numel() <= MOST and not (real.is_meta or real.is_floating_point() or real.is_complex()):
+            self._of[bare] = real.detach().cpu().clone()  # operations in place will write into it
 
     def item(self, tensor: torch.Tensor) -> Any:
         """The one value of a tensor; None where it is not known."""
@@ -43,14 +43,27 @@ class Values:
         """Compute on the side what an operation has made, where all it was given is known."""
         made = [tensor for tensor in tensors_of(result) if tensor.is_meta]
         given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_meta]
-        if not made or any(tensor not in self._of for tensor in given):
+        if any(tensor not in self._of for tensor in given) or any(tensor.numel() > MOST for tensor in made):
+            if func._schema.is_mutable:
+                self._forget(func, args, kwargs)
             return
-        if not given and (name_of(func) not in FROM_NOTHING or made[0].is_floating_point()):
-            return
-        if any(tensor.numel() > MOST for tensor in made):
+        if not made or not (given or name_of(func) in FROM_NOTHING):
             return
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: self._of.get(tensor, tensor), (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         for bare, real in zip(made, tensors_of(func(*args, **kwargs)), strict=False):
             self._of[bare] = real
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What an operation has written into, and every view of it, is not known any more."""
+        given = [*args, *(kwargs or {}).values()]
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, given, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors_of(written)}
+        for tensor in list(self._of):
+            if tensor.untyped_storage()._cdata in storages:
+                del self._of[tensor]
