@@ -316,6 +316,82 @@ def test_the_error_says_when_recomputing_would_do() -> None:
         decided(model, None, site, tight, **question)
 
 
+def told_of_different_loops(rank: int, inputs: list[Any], planning: list[dict[str, Any]]) -> tuple[type, str]:
+    model = make_net()
+    with pytest.raises(ValueError, match="ranks were told of different loops") as caught:
+        zeroshard.shard(model, stage="auto", checkpoint="auto", inputs=inputs[rank], planning=planning[rank])
+    assert not hasattr(model, "_zeroshard") and not any("forward" in module.__dict__ for module in model.modules())
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "planning", "words"),
+    [
+        ((3, 3, 2), [{}, {}, {}], ["rank 0 has inputs of shapes (3, 5), micro_batch None", "rank 2 has inputs of sha"]),
+        ((3, 2, 3), [{"micro_batch": 3}] * 3, ["rank 1 has inputs of shapes (2, 5), micro_batch 3"]),  # a last batch
+        ((3, 3, 3), [{}, {"accumulate": 2}, {}], ["accumulate 1, ", "rank 1 has inputs of shapes (3, 5), ", "ate 2"]),
+    ],
+)
+def test_ranks_that_plan_for_different_loops_are_refused(sizes: Any, planning: Any, words: list[str]) -> None:
+    examples = [torch.zeros(size, 5, dtype=torch.int64) for size in sizes]
+    found = run_threads(3, told_of_different_loops, examples, planning)
+    assert len(set(found)) == 1
+    for said in (*words, "an example as large as the largest batch"):
+        assert said in found[0][1]
+
+
+def test_the_least_memory_that_a_rank_is_allowed_counts() -> None:
+    net = make_net()
+
+    def body(rank: int) -> str:
+        with pytest.raises(NothingFitsError) as caught:
+            sharded(net, [None, 1000, 10**12][rank], stage="auto")
+        return str(caught.value)
+
+    found = run_threads(3, body)
+    assert len(set(found)) == 1 and "which has 1.00 kB" in found[0]
+
+
+@pytest.mark.parametrize("form", ["dict", "Offload", "here"])
+def test_a_disk_that_is_given_is_looked_at_and_each_rank_keeps_its_own(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make_net()
+    monkeypatch.chdir(tmp_path)
+
+    def body(rank: int) -> Any:
+        directory = "." if form == "here" else tmp_path / f"rank {rank}"
+        Path(directory).mkdir(exist_ok=True)
+        offload: Any = {"optimizer": "disk", "directory": directory, "threads": rank + 1}
+        offload = zeroshard.Offload(**offload) if form == "Offload" else offload
+        model, _ = sharded(net, stage="auto", offload=offload)
+        return zeroshard.Offload.of(offload), model._zeroshard.engine.config.offload
+
+    for given, kept_ in run_threads(2, body):
+        assert given == kept_
+
+
+def test_a_chosen_disk_is_in_each_ranks_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net()
+    offload = zeroshard.Offload(optimizer="disk", directory=".")
+
+    def on_disk(*args: Any, directory: Any, **question: Any) -> auto.Decision:
+        return auto.Decision(auto.Choice(stage=3, offload=offload), "because").resting_in(directory)
+
+    monkeypatch.setattr(auto, "decided", on_disk)
+
+    def body(rank: int) -> Any:
+        mine = tmp_path / f"rank {rank}"
+        mine.mkdir()
+        model, example = copy.deepcopy(net), torch.zeros(3, 5, dtype=torch.int64)
+        planning = {"directory": mine}
+        zeroshard.shard(model, adam(model), stage=3, offload="auto", inputs=example, planning=planning)
+        return mine, model._zeroshard.engine.config.offload
+
+    for mine, found in run_threads(2, body):
+        assert found == replace(offload, directory=mine)
+
+
 # -------------------------------------------------------------------------------------- what is left open
 
 
@@ -510,7 +586,12 @@ def test_checkpointing_is_chosen_and_done() -> None:
             ValueError,
             "memory is a number",
         ),
-        ({"stage": "auto", "inputs": torch.ones(1, 5)}, UntraceableError, "cannot be run on tensors without values"),
+        ({"stage": "auto", "inputs": torch.ones(1, 5)}, UntraceableError, "Linear raised RuntimeError"),
+        (
+            {"stage": "auto", "inputs": torch.ones(1, 4), "planning": {"loss": 5}},
+            TypeError,
+            "loss is a function of the model's output, or None, got 5",
+        ),
         ({"stage": "autos"}, ValueError, "stage is 0, 1, 2 or 3, got 'autos'"),
         ({"checkpoint": "host"}, ValueError, "checkpoint is None or 'auto', got 'host'"),
         ({"stage": "auto", "stagee": 2}, TypeError, "did you mean 'stage'"),

@@ -255,3 +255,13 @@ def test_whatever_was_seen_makes_a_curve(seen: list[tuple[float, float]], peak: 
 def test_a_curve_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="a curve needs at least one"):
         Curve.fit([], 1e12)
+
+
+def test_ranks_on_this_computer_share_it() -> None:
+    from zeroshard.planner.machines import kept
+
+    lone = Machine.of("cpu", devices=1, memory="8GB", name=kept.name_here("cpu"))
+    shared = lone.shared_by(4)
+    assert (shared.devices, shared.memory, shared.flops["fp32"]) == (4, 2 * 10**9, lone.flops["fp32"] / 4)
+    assert lone.shared_by(1) is lone
+    assert Machine.of("h100").shared_by(64).devices == 8

@@ -16,6 +16,7 @@ import torch
 
 import zeroshard
 from zeroshard.cli import main
+from zeroshard.commands.console import PAGE
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import Moment
 from zeroshard.planner.machines import calibrate as measuring
@@ -347,6 +348,8 @@ def test_a_presets_shape_may_be_changed() -> None:
         ("tiny --offload host --stage 0 --micro-batch 2 --tensor 1", "no plan has --offload host here: take --stage 3"),
         ("tiny --json nowhere/plan.json", "nowhere/plan.json cannot be written: nowhere is no directory here"),
         ("tiny --html nowhere/plan.html", "nowhere/plan.html cannot be written"),
+        ("tiny --json .", ". cannot be written: it is a directory: give the name of a file"),
+        ("tiny --json OWN.py/plan.json", "OWN.py/plan.json cannot be written: OWN.py is no directory here"),
         ("", "wanted is a MODEL"),
     ],
 )
@@ -357,6 +360,51 @@ def test_bad_input_gets_a_reason(own: str, capsys: pytest.CaptureFixture[str], a
     assert status == 2
     assert words.replace("OWN", own) in err.replace("\n", " ")
     assert "Traceback" not in err
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise AssertionError("work was done first")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html"])
+def test_targets_are_looked_at_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    monkeypatch.setattr("zeroshard.planner.models.open_model", fail)
+    monkeypatch.setattr(measuring, "calibrate", fail)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # permissions do not stop every user
+    (tmp_path / "old").touch()
+    for name, words in (
+        ("none/new", f"{tmp_path / 'none'} is no directory here"),
+        ("", "it is a directory"),
+        ("new", f"nothing may be written in {tmp_path}"),
+        ("old", "it may not be changed"),
+    ):
+        assert run("tiny", "--devices", "2", "--calibrate", flag, str(tmp_path / name)) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and f"{tmp_path / name} cannot be written: {words}" in said.err
+
+
+@pytest.mark.parametrize("missing", [["plotly"], ["jinja2"], ["plotly", "jinja2"]])
+def test_what_a_page_needs_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: list[str]
+) -> None:
+    monkeypatch.setattr("zeroshard.planner.models.open_model", fail)
+    here = set(PAGE) - set(missing)
+    monkeypatch.setattr("zeroshard.commands.console.find_spec", lambda name: object() if name in here else None)
+    assert run("tiny", "--devices", "2", "--html", str(tmp_path / "plan.html")) == 2
+    said = capsys.readouterr().err
+    assert f"--html needs {' and '.join(missing)}, which " in said and "pip install 'zeroshard[train]'" in said
+
+
+def test_a_reader_that_has_gone_is_no_failure() -> None:
+    flags = "tiny --devices 2 --stage 3 --json -".split()
+    code = f"import sys; from zeroshard.cli import main; sys.exit(main({['plan', *flags, *QUICK]!r}))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0 and "Error" not in said and "Broken" not in said
 
 
 def test_devices_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,3 +523,21 @@ def test_several_nodes_are_for_torchrun() -> None:
     told = command(Choice(), "gpt2", 32, Machine.of("h100"))
     assert told.startswith("torchrun --nnodes 4 --nproc-per-node 8 … -m zeroshard train --model gpt2 --stage 3")
     assert "--ranks" not in told
+
+
+@pytest.mark.parametrize(("devices", "nodes", "each"), [(12, 2, 6), (20, 4, 5), (9, 2, None), (17, 3, None)])
+def test_as_many_ranks_are_told_as_were_planned(devices: int, nodes: int, each: int | None) -> None:
+    machine = Machine.of("h100", devices=6 if devices == 20 else 8)
+    told = command(Choice(), "gpt2", devices, machine)
+    if each is not None:
+        assert told.startswith(f"torchrun --nnodes {nodes} --nproc-per-node {each} … -m zeroshard train --model gpt2")
+        assert nodes * each == devices
+        return
+    words, line = told.splitlines()
+    assert words.startswith(f"# {devices} ranks do not divide evenly over {nodes} nodes: give torchrun on each node")
+    assert line.startswith("torchrun … -m zeroshard train --model gpt2")
+
+
+def test_a_name_with_spaces_is_one_word_of_the_command() -> None:
+    told = command(Choice(), "my models/it's; rm", 8, Machine.of("h100"))
+    assert shlex.split(told)[:4] == ["zeroshard", "train", "--model", "my models/it's; rm"]

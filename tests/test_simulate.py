@@ -322,9 +322,37 @@ def test_the_command_finds_the_largest(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"({rows[3]['layers']} layers)" in capsys.readouterr().out
 
 
+def test_the_largest_is_offloaded_whatever_the_stage(tmp_path: Path) -> None:
+    file = tmp_path / "largest.json"
+    shape = "tiny --width 1024 --heads 8 --largest --devices 4 --stage 0 --memory 2GB --json".split()
+    found = []
+    for offload in ("none", "host"):
+        assert main([*shape, str(file), "--offload", offload]) == 0
+        found.append(json.loads(file.read_text())["largest"][0]["layers"])
+    assert found[0] < found[1]
+
+
+@pytest.mark.parametrize("largest", [[], ["--largest"]])
+def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[str], largest: list[str]) -> None:
+    assert main([*"tiny --devices 2 --stage 3 --micro-batch 1 --memory 2GB --json -".split(), *largest]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["machine"]["name"] == "h100"
+    assert "1,071,872 parameters" in err and "devices" in err
+
+
+@pytest.mark.parametrize("model", ["tiny", "paper"])
+def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert main([model, "--json", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"{tmp_path} cannot be written: it is a directory" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["paper", "--devices", "8", "--layers", "2"], "with 'paper', leave out --devices, --layers"),
+        (["paper", "--machine", "h100"], "leave out --machine"),  # though it is the default
+        (["paper", "--largest", "--micro-batch", "1"], "leave out --micro-batch, --largest"),
         (["tinny"], "did you mean 'tiny'"),
         (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
         (["tiny", "--machine", "dgx2", "--precision", "bf16"], "plan with precision='fp16'"),

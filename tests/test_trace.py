@@ -425,3 +425,21 @@ def test_parts_in_evaluation_mode_stay_there() -> None:
 
     live, still = (trace(model(frozen), torch.empty(1, 8), micro_batch=64) for frozen in (False, True))
     assert sum(op.made for op in still.ops) < sum(op.made for op in live.ops)
+
+
+def test_sequences_that_the_model_does_not_take_are_refused() -> None:
+    for sequence, words in ((17, "do not fit the model's context of 16"), (0, "from 1 up, got 0"), (-5, "got -5")):
+        with pytest.raises(ValueError, match=words):
+            trace(gpt(), sequence=sequence)
+
+
+def test_a_loss_that_fails_is_told_as_such() -> None:
+    targets = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"loss raised RuntimeError(.|\n)*make the targets there too"):
+        trace(nn.Linear(4, 3), torch.empty(2, 4), micro_batch=2, loss=lambda output: F.cross_entropy(output, targets))
+    trace(
+        nn.Linear(4, 3),
+        torch.empty(2, 4),
+        micro_batch=2,
+        loss=lambda output: F.cross_entropy(output, targets.to(output.device)),
+    )

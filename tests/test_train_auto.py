@@ -92,13 +92,40 @@ def test_what_is_left_open_is_as_if_nothing_had_been_said(tmp_path: Path) -> Non
     assert options.sharding.auto == ("offload",) and options.sharding.stage == 1 and options.model.recompute
 
 
-@pytest.mark.parametrize("line", ['stage = "auto"', "auto = true", "auto = []", 'auto = ["stage"]'])
+@pytest.mark.parametrize("line", ['stage = "auto"', "auto = true", 'auto = ["stage"]'])
 def test_a_file_can_leave_it_open_and_flags_count_more(line: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(line + "\n")
     assert "stage" in read_options(["--config", str(file)]).sharding.auto
     options = read_options(["--config", str(file), "--stage", "1"])
     assert "stage" not in options.sharding.auto and options.sharding.stage == 1
+
+
+@pytest.mark.parametrize("line", ["auto = []", "auto = false"])
+def test_nothing_in_a_file_leaves_nothing_open(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(line + "\nstage = 1\n")
+    options = read_options(["--config", str(file)])
+    assert options.sharding.auto == () and options.sharding.stage == 1
+    assert read_options(["--config", str(file), "--auto"]).sharding.auto == EVERY
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--memory 40GB", "--memory is for planning, and nothing is left to a plan: add --auto, or leave it out"),
+        ("--machine h100 --dry-run", "--machine is for planning"),
+        ("--memory 40GB --machine h100 --stage 2", "--memory and --machine are for planning"),
+    ],
+)
+def test_what_only_a_plan_looks_at_is_refused_without_one(flags: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=words):
+        read_options(flags.split())
+    file = tmp_path / "run.toml"
+    file.write_text('machine = "h100"\n')
+    assert read_options(["--config", str(file), "--stage", "auto"]).sharding.machine == "h100"
+    with pytest.raises(SystemExit, match="--machine is for planning"):
+        read_options(["--config", str(file)])
 
 
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

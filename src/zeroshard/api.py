@@ -109,7 +109,8 @@ def shard(
 
         site = Site(device, axes[-1].size * tensor.size, tensor.size, replicas)
         chosen = choose(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
-        config, why = replace(config, **chosen.choice.sharding), chosen.why
+        found = chosen.choice.sharding.items()
+        config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.why
     verify_same_model(model, _described(optimizer, names), config, control)
     if "checkpoint" in wanted:
         chosen.recompute(model)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.commands.console import STDOUT, check_targets, printer, whole
 from zeroshard.planner.machines.presets import PRESETS as MACHINES
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("wanted is a MODEL: a preset, a Hugging Face model's directory or config.json, or module:callable")
     if options.model is not None and options.devices is None:
         parser.error("wanted is --devices N, how many devices train it together")
-    say = _on(sys.stderr if options.json == "-" else sys.stdout)
+    say = printer(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
+        check_targets(json=options.json, html=options.html)
         if options.calibrate:
             _calibrate(say)
             options.machine = options.machine or "here"
@@ -45,16 +46,6 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"zeroshard plan: {error}", file=sys.stderr)
         return 2
-
-
-def _on(stream: Any) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        try:
-            print(text, file=stream, flush=True)
-        except BrokenPipeError:  # of `zeroshard plan … | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else the interpreter tells of it at its end
-
-    return say
 
 
 # ---------------------------------------------------------------------------------------------- what is asked for
@@ -76,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "a function of yours that returns a model, or a model and its inputs",
     )
     add = parser.add_argument_group("the devices").add_argument
-    add("--devices", type=_whole, metavar="N", help="how many train it together")
+    add("--devices", type=whole, metavar="N", help="how many train it together")
     add(
         "--machine",
         metavar="NAME",
@@ -90,9 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         help="measure this machine first, in under a minute, and keep the result for --machine here",
     )
     add = parser.add_argument_group("the training").add_argument
-    add("--batch", type=_whole, metavar="B", help="samples a step over all devices; without it, what is fastest")
+    add("--batch", type=whole, metavar="B", help="samples a step over all devices; without it, what is fastest")
     add("--micro-batch", type=_wholes, metavar="M[,M…]", help="samples a data-parallel rank and backward")
-    add("--sequence", type=_whole, metavar="S", help="tokens a sample; default: the model's context, at most 1024")
+    add("--sequence", type=whole, metavar="S", help="tokens a sample; default: the model's context, at most 1024")
     add("--stage", type=_numbers, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
     add("--tensor", type=_wholes, metavar="T[,T…]", help="devices that divide each layer; default: all that may help")
     add("--checkpoint", type=_words, metavar="WHAT[,WHAT…]", help="none, recompute (keep blocks' inputs alone), host "
@@ -107,14 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 1 up, got {text!r}")
-    return int(text)
-
-
 def _wholes(text: str) -> list[int]:
-    return [_whole(part) for part in text.split(",")]
+    return [whole(part) for part in text.split(",")]
 
 
 def _numbers(text: str) -> list[int]:
@@ -136,9 +121,6 @@ def _plan(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from zeroshard.planner.models import open_inputs, open_model, tokens_of
     from zeroshard.planner.traces.inputs import arguments
 
-    for file in (options.json, options.html):
-        if file not in (None, "-") and not Path(file).absolute().parent.is_dir():
-            raise ValueError(f"{file} cannot be written: {Path(file).parent} is no directory here")
     machine = Machine.of(options.machine or "h100")
     if options.memory is not None:
         machine = Machine.of(machine, memory=read_bytes("--memory", options.memory))
@@ -215,8 +197,8 @@ def _tell(
 
     if options.json is not None:
         text = json.dumps(record(plans, model=description, tokens=tokens), indent=1, allow_nan=False)
-        if options.json == "-":
-            _on(sys.stdout)(text)
+        if options.json == STDOUT:
+            printer(sys.stdout)(text)
             return
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     say(f"precision {plans.precision}\n\n{table(plans, every=options.all, tokens=tokens)}\n\n{plans.why}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zeroshard.commands.console import STDOUT, check_targets, printer, whole
 from zeroshard.planner.machines.presets import PRESETS as MACHINES
 
 PAPER = "paper"
@@ -19,22 +19,20 @@ OFFLOADS = ("none", "host", "disk")
 
 def main(argv: Sequence[str]) -> int:
     """Run it and return the exit status: 2 for what cannot be simulated."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    say = printer(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
-        told = _paper() if options.model == PAPER else _simulate(options)
+        check_targets(json=options.json)
+        if options.model == PAPER:
+            _refuse_ignored(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(options)))))
+        told = _paper(say) if options.model == PAPER else _simulate(options, say)
         if options.json is not None:
-            options.json.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            _write(told, options.json)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         print(f"zeroshard simulate: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # of `zeroshard simulate … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tells of it at its end
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--machine", default="h100", metavar="NAME", help=f"{', '.join(MACHINES)}, here, or a JSON file; default: h100")
     add("--memory", metavar="SIZE", help="of a device, instead of the machine's, as in 80GB")
     add = parser.add_argument_group("the training").add_argument
-    add("--batch", type=_whole, metavar="B", help="samples a step over all devices, the same for any number of them")
-    add("--micro-batch", type=_whole, metavar="M", help="samples a rank and backward; default: what is fastest")
-    add("--sequence", type=_whole, metavar="S", help="tokens a sample")
+    add("--batch", type=whole, metavar="B", help="samples a step over all devices, the same for any number of them")
+    add("--micro-batch", type=whole, metavar="M", help="samples a rank and backward; default: what is fastest")
+    add("--sequence", type=whole, metavar="S", help="tokens a sample")
     add("--stage", type=_stages, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
-    add("--tensor", type=_whole, default=1, metavar="T", help="devices that divide each layer; default: 1")
+    add("--tensor", type=whole, default=1, metavar="T", help="devices that divide each layer; default: 1")
     add(
         "--checkpoint",
         choices=CHECKPOINTS,
@@ -76,21 +74,35 @@ def _parser() -> argparse.ArgumentParser:
     add("--inputs", metavar="module:callable", help="what the model is called with: a function of the batch")
     add = parser.add_argument_group("the shape of a preset").add_argument
     for name in ("layers", "heads", "width"):
-        add(f"--{name}", type=_whole, metavar="N", help=f"other {name} than the preset's")
+        add(f"--{name}", type=whole, metavar="N", help=f"other {name} than the preset's")
     add = parser.add_argument_group("what is told").add_argument
     add(
         "--largest",
         action="store_true",
         help="the deepest model of this width that fits, for each number of devices and stage, instead of a sweep",
     )
-    add("--json", type=Path, metavar="FILE", help="write everything there too")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write everything as JSON too; - for standard output, and tables on standard error",
+    )
     return parser
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted is a whole number from 1 up, got {text!r}")
-    return int(text)
+def _refuse_ignored(given: argparse.Namespace) -> None:
+    """Refuse flags that change nothing of the paper; ``given`` has None for what was not, defaults or not."""
+    names = [name for name, value in vars(given).items() if value is not None and name not in ("model", "json")]
+    if names:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ValueError(f"the paper has its own models, devices and training: with {PAPER!r}, leave out {flags}")
+
+
+def _write(told: dict[str, Any], target: str) -> None:
+    text = json.dumps(told, indent=1, allow_nan=False)
+    if target == STDOUT:
+        printer(sys.stdout)(text)
+    else:
+        Path(target).write_text(text + "\n", encoding="utf-8")
 
 
 def _counts(text: str) -> list[int]:
@@ -98,7 +110,7 @@ def _counts(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        begin, end = _whole(first), _whole(last) if dash else _whole(first)
+        begin, end = whole(first), whole(last) if dash else whole(first)
         if begin > end:
             raise argparse.ArgumentTypeError(f"wanted is a range from the fewest to the most devices, got {part!r}")
         found.append(begin)
@@ -113,28 +125,29 @@ def _stages(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _paper() -> dict[str, Any]:
+def _paper(say: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.planner.simulation.paper import CURVE, exhibits
     from zeroshard.planner.simulation.record import paper_record
     from zeroshard.planner.simulation.table import exhibit_table
 
-    _print(
+    say(
         "The ZeRO paper (arXiv 1910.02054v3) beside zeroshard's planner, on the machine dgx2 with its published rates."
         f"\nFitted, once for all figures: the efficiency curve, share {CURVE.share:g}, half {CURVE.half:.3g} FLOPs."
         "\nNumbers of the paper's figures are read off their bars, to 2 %."
     )
     found = []
     for exhibit in exhibits():
-        _print(f"\n{exhibit_table(exhibit)}")
+        say(f"\n{exhibit_table(exhibit)}")
         found.append(exhibit)
     return paper_record(found)
 
 
-def _simulate(options: argparse.Namespace) -> dict[str, Any]:
+def _simulate(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.planner.machines.machine import Machine
     from zeroshard.planner.models import open_inputs, open_model, tokens_of
+    from zeroshard.planner.plan import precision_for
     from zeroshard.planner.simulation.record import simulation_record
-    from zeroshard.planner.simulation.simulate import DEVICES, STAGES, precision_of, simulate
+    from zeroshard.planner.simulation.simulate import DEVICES, STAGES, simulate
     from zeroshard.planner.simulation.table import simulation_table
 
     machine = Machine.of(options.machine)
@@ -144,12 +157,12 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     model, inputs, description = open_model(options.model, **shape)
     if options.inputs is not None:
         inputs = open_inputs(options.inputs)
-    options.precision = options.precision or precision_of(machine)
+    options.precision = options.precision or precision_for(machine)
     options.devices, options.stage = options.devices or list(DEVICES), options.stage or list(STAGES)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    _print(f"{description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
+    say(f"{description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
     if options.largest:
-        return _largest(options, model, inputs, machine, description)
+        return _largest(options, model, inputs, machine, description, say)
     found = simulate(
         model,
         inputs,
@@ -164,7 +177,7 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         offload=_offload(options.offload),
         precision=options.precision,
     )
-    _print(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(found)}")
+    say(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(found)}")
     return simulation_record(found, description, tokens_of(model, inputs, options.sequence))
 
 
@@ -176,7 +189,9 @@ def _offload(name: str) -> Any:
     return None if name == "none" else Offload(optimizer="host")
 
 
-def _largest(options: argparse.Namespace, model: Any, inputs: Any, machine: Any, description: str) -> dict[str, Any]:
+def _largest(
+    options: argparse.Namespace, model: Any, inputs: Any, machine: Any, description: str, say: Callable[[str], None]
+) -> dict[str, Any]:
     from zeroshard.planner.choice import Choice
     from zeroshard.planner.record import versions
     from zeroshard.planner.simulation.family import Deep, family_of
@@ -198,12 +213,12 @@ def _largest(options: argparse.Namespace, model: Any, inputs: Any, machine: Any,
                 stage=stage,
                 tensor=options.tensor,
                 checkpoint=options.checkpoint,
-                offload=_offload(options.offload) if stage or devices == options.tensor else None,
+                offload=_offload(options.offload),
                 micro_batch=options.micro_batch or 1,
             )
             found[devices, stage] = deepest(begin, choice, devices, machine)
     if not found:
         raise ValueError(f"no number of devices is a multiple of the {options.tensor} that divide each layer")
-    _print(f"\nthe deepest of this width that fits, micro-batch {options.micro_batch or 1}\n{largest_table(found)}")
+    say(f"\nthe deepest of this width that fits, micro-batch {options.micro_batch or 1}\n{largest_table(found)}")
     told = {"model": description, "machine": json.loads(machine.to_json()), "versions": versions()}
     return {**told, "largest": largest_record(found)}

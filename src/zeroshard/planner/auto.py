@@ -17,12 +17,11 @@ from zeroshard.agreement import Agreement
 from zeroshard.engine.alike import open_agreement
 from zeroshard.engine.hooks import tensors_in
 from zeroshard.memory.report import size
-from zeroshard.offload import Offload
+from zeroshard.offload import Offload, read_bytes
 from zeroshard.placement import Placement
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import Plan, Plans, plan
-from zeroshard.planner.search import DISK
 from zeroshard.planner.space import Space, machine_of
 from zeroshard.planner.traces.inputs import Inputs, Loss, loss_of
 from zeroshard.planner.traces.recomputed import as_planned
@@ -80,7 +79,23 @@ class Planning:
             value = getattr(found, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is a whole number from 1 up, got {value!r}")
+        if found.loss is not None and not callable(found.loss):
+            raise TypeError(f"loss is a function of the model's output, or None, got {found.loss!r}")
         return found
+
+    def described(self, inputs: Inputs) -> str:
+        """What all ranks must plan with alike, in words.
+
+        >>> Planning(accumulate=2).described((torch.ones(3, 4), torch.ones(3)))
+        'inputs of shapes (3, 4), (3,), micro_batch None, accumulate 2, sequence None'
+        """
+        if inputs is None or callable(inputs):
+            example = "no inputs" if inputs is None else "a function as inputs"
+        else:
+            shapes = [str(tuple(tensor.shape)) for tensor in tensors_in(inputs)]
+            example = f"inputs of shapes {', '.join(shapes)}" if shapes else "inputs without tensors"
+        numbers = [f"{name} {getattr(self, name)}" for name in ("micro_batch", "accumulate", "sequence")]
+        return ", ".join([example, *numbers])
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,13 @@ class Decision:
         """Have a model's blocks keep what was chosen."""
         activations = self.choice.activations
         checkpoint_activations(model, () if activations is None else None, **(activations or {}))
+
+    def resting_in(self, directory: str | os.PathLike[str] | None) -> Decision:
+        """The same with what rests on disk in another directory."""
+        offload = self.choice.offload
+        if offload is None or not offload.uses_disk:
+            return self
+        return replace(self, choice=replace(self.choice, offload=replace(offload, directory=directory)))
 
     @classmethod
     def read(cls, told: str) -> Decision:
@@ -147,12 +169,17 @@ def decide(
 
     ``machine``, ``memory`` and ``directory`` are those of :class:`Planning`, ``question`` what
     :func:`zeroshard.plan` is asked. Raises :class:`NothingFitsError` on all ranks alike, before anything is taken.
-    Without ``control``, all ranks of the job take part, and wait for each other for ``timeout`` seconds.
+    Without ``control``, all ranks of the job take part, and wait for each other for ``timeout`` seconds. Where states
+    rest on disk, each rank hears of its own directory, not of the first's.
     """
     control = open_agreement(None, timeout) if control is None else control
+    given = question.get("offload")
+    if directory is None and given != AUTO:
+        offload = Offload.of(given)
+        directory = offload.directory if offload is not None else None
     spaces = _told_by_all(control, Space.of(site.device, model, directory))
     if control.rank:
-        return Decision.read(control.exchange("plan", "") or "")
+        return Decision.read(control.exchange("plan", "") or "").resting_in(directory)
     try:
         found = machine_of(spaces, site.ranks, machine, memory)
         decision = decided(model, inputs, site, found, directory=directory, **question)
@@ -194,10 +221,8 @@ def decided(
     best = plans.best
     if best is None:
         raise NothingFitsError(_advice(plans, fixed, planned))
-    choice = best.choice
-    if choice.offload is not None and choice.offload.directory == DISK:
-        choice = replace(choice, offload=replace(choice.offload, directory=directory))
-    return Decision(choice, plans.why)
+    decision = Decision(best.choice, plans.why)
+    return decision.resting_in(directory) if given == AUTO else decision
 
 
 def choose(
@@ -211,6 +236,7 @@ def choose(
 ) -> Decision:
     """Choose for :func:`zeroshard.shard`, whose ``options`` these are, those that are "auto" among them."""
     told = Planning.of(planning)
+    memory = _least_memory(control, told, inputs)
     micro_batch, example = _batch_of(inputs, told.micro_batch)
     data = site.ranks // site.tensor
     return decide(
@@ -219,7 +245,7 @@ def choose(
         site,
         control,
         machine=told.machine,
-        memory=told.memory,
+        memory=memory,
         directory=told.directory,
         micro_batch=micro_batch,
         batch=micro_batch * told.accumulate * data,
@@ -300,6 +326,21 @@ def _advice(plans: Plans, fixed: Sequence[str], again: Callable[..., Plans]) -> 
     helps += ["a smaller micro-batch"] if least.micro_batch > 1 else []
     helps += [f"{name} 'auto', which is given" for name in fixed]
     return f"{plans.why}. What may help: {', '.join(helps)}"
+
+
+def _least_memory(control: Agreement, told: Planning, inputs: Inputs) -> int | None:
+    """The least memory that a rank was allowed; raises on all ranks where they were not told of the same loop."""
+    said = control.complain("loop", json.dumps([told.described(inputs), told.memory], default=str))  # as for spaces
+    loops = {rank: json.loads(words) for rank, words in said.items()} or {0: [told.described(inputs), told.memory]}
+    first, *_ = loops.values()
+    for rank, (described, _) in loops.items():
+        if described != first[0]:
+            raise ValueError(
+                f"ranks were told of different loops to plan for: rank 0 has {first[0]}; rank {rank} has {described}. "
+                "Give the same on all ranks: as inputs, an example as large as the largest batch of any"
+            )
+    allowed = [read_bytes("memory", memory) for _, memory in loops.values()]
+    return min((nbytes for nbytes in allowed if nbytes is not None), default=None)
 
 
 def _told_by_all(control: Agreement, mine: Space) -> list[Space]:

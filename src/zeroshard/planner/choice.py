@@ -8,8 +8,6 @@ from typing import Any
 from zeroshard.offload import Offload
 from zeroshard.planner.traces.tracing import Checkpoint
 
-KEPT = {"none": "all activations", "recompute": "blocks' inputs", "host": "blocks' inputs on the host"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:

@@ -169,10 +169,14 @@ def plan(
     >>> plans.best.choice.stage, plans.best.fits
     (3, True)
     """
-    if devices < 1:
-        raise ValueError(f"devices is a whole number from 1 up, got {devices}")
+    for name, value, least in (("devices", devices, 1), ("optimizer_states", optimizer_states, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss is a function of the model's output, or None, got {loss!r}")
     machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
-    precision = options.setdefault("precision", _precision(machine))
+    machine = machine.shared_by(devices)
+    precision = options.setdefault("precision", precision_for(machine))
     if precision is not None:
         machine.peak(precision)  # refuses one that the machine does not compute in
     subject = Subject(
@@ -234,8 +238,12 @@ def _lacks(held: Footprint, machine: Machine, devices: int) -> str:
     return ""
 
 
-def _precision(machine: Machine) -> str:
-    """The 16 bits that a GPU computes in; 32 on a CPU."""
+def precision_for(machine: Machine) -> str:
+    """The 16 bits that a GPU computes in; 32 on a CPU.
+
+    >>> precision_for(Machine.of("dgx2")), precision_for(Machine.of("cpu"))
+    ('fp16', 'fp32')
+    """
     if machine.kind == "cpu":
         return "fp32"
     return next(name for name in ("bf16", "fp16", "fp32") if name in machine.flops)

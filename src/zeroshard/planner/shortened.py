@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import nn
+
+from zeroshard.planner.traces.recomputed import memo_of
 
 
 def stack_of(model: nn.Module) -> nn.ModuleList | None:
     """The list of blocks that makes a model deep, where there is one and its blocks are of one kind.
 
+    >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
     >>> with torch.device("meta"):
     ...     model = GPT(GPTConfig(layers=4, heads=2, width=64))
@@ -38,6 +40,7 @@ def _described(block: nn.Module) -> tuple[Any, ...]:
 def shortened(model: nn.Module, blocks: int) -> nn.Module:
     """A copy without memory that has only the first ``blocks`` of its stack.
 
+    >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
     >>> with torch.device("meta"):
     ...     model = GPT(GPTConfig(layers=4, heads=2, width=64))
@@ -47,12 +50,7 @@ def shortened(model: nn.Module, blocks: int) -> nn.Module:
     stack = stack_of(model)
     if stack is None or len(stack) < blocks:
         raise ValueError(f"this {type(model).__name__} has no stack of {blocks} blocks or more that are alike")
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        bare = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer
+    memo = memo_of(model)
     short = copy.copy(stack)
     short._modules = {str(number): block for number, block in enumerate(stack) if number < blocks}
     memo[id(stack)] = copy.deepcopy(short, memo)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from zeroshard.offload import Offload
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.machines.machine import Machine
@@ -41,8 +43,18 @@ def command(
         said += ["--accumulate", str(choice.accumulate)]
     if precision is not None:
         said += ["--precision", precision]
-    launched = f"torchrun --nnodes {nodes} --nproc-per-node {machine.devices} … -m zeroshard"
-    return " ".join(["zeroshard" if nodes == 1 else launched, "train", *said])
+    return f"{_launcher(devices, nodes)} train {shlex.join(said)}"
+
+
+def _launcher(devices: int, nodes: int) -> str:
+    if nodes == 1:
+        return "zeroshard"
+    if devices % nodes:
+        return (
+            f"# {devices} ranks do not divide evenly over {nodes} nodes: "
+            "give torchrun on each node the --nproc-per-node that it has\ntorchrun … -m zeroshard"
+        )
+    return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} … -m zeroshard"
 
 
 def _offload_flags(offload: Offload | None) -> list[str]:

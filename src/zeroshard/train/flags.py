@@ -38,7 +38,20 @@ def read_options(argv: Sequence[str]) -> Options:
         saved = saved_options(options)
         if saved is not None:
             options = _stacked([(_as_flags(saved), "the run's config.json"), *layers])
+    _refuse_idle(options)
     return options
+
+
+def _refuse_idle(options: Options) -> None:
+    """Refuse what only a plan would look at where there is none."""
+    sharding = options.sharding
+    idle = [f"--{name}" for name in ("memory", "machine") if getattr(sharding, name) is not None]
+    if idle and not sharding.auto:
+        verb, them = ("is", "it") if len(idle) == 1 else ("are", "them")
+        raise SystemExit(
+            f"zeroshard train: {' and '.join(idle)} {verb} for planning, and nothing is left to a plan: add --auto, or "
+            f"leave {them} out"
+        )
 
 
 def _stacked(layers: Sequence[tuple[list[str], str]]) -> Options:
@@ -132,6 +145,8 @@ def _as_flags(values: Mapping[str, Any]) -> list[str]:
     flags: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
+        if name == "auto" and (value is False or value == []):
+            continue  # nothing: a lone flag would be everything
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, (list, tuple)):

@@ -187,6 +187,25 @@ class Machine:
         """
         return json.dumps(asdict(self), indent=2) + "\n"
 
+    def shared_by(self, ranks: int) -> Machine:
+        """This very computer's processors, measured by one process, as so many ranks have them: all on one node.
+
+        Any other machine is what it says, and more ranks are more nodes.
+
+        >>> Machine.of("cpu", devices=1, name="elsewhere").shared_by(2).devices
+        1
+        """
+        if self.kind != "cpu" or self.name != kept.name_here("cpu") or ranks <= self.devices:
+            return self
+        share = self.devices / ranks
+        return replace(
+            self,
+            devices=ranks,
+            memory=int(self.memory * share),
+            flops={name: rate * share for name, rate in self.flops.items()},
+            bandwidth=self.bandwidth * share,
+        )
+
     def peak(self, precision: str) -> float:
         """Peak FLOP/s in a precision.
 

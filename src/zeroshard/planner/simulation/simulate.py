@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroshard.offload import Offload, read_bytes
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import Plan, consider
+from zeroshard.planner.plan import Plan, consider, precision_for
 from zeroshard.planner.search import choices
 from zeroshard.planner.simulation.family import Deep, family_of
 from zeroshard.planner.subject import Subject
@@ -166,7 +166,7 @@ def simulate(
     counts = _numbers("devices", devices, 1)
     wanted = _numbers("stages", stages, 0)
     machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
-    precision = options.setdefault("precision", precision_of(machine))
+    precision = options.setdefault("precision", precision_for(machine))
     machine.peak(precision)  # refuses one that the machine does not compute in
     if tensor < 1:
         raise ValueError(f"tensor is a whole number from 1 up, got {tensor}")
@@ -203,12 +203,6 @@ def _subject(model: nn.Module, inputs: Inputs, **given: Any) -> Subject:
     """The model as the subject of plans; of one whose family is known, what it holds comes from shallow ones too."""
     known = family_of(model)
     return Subject(model, inputs, **given) if known is None else Deep(*known, inputs, **given)
-
-
-def precision_of(machine: Machine) -> str:
-    """What a machine is used in: 16 bits on a GPU, 32 on a CPU."""
-    names = ("bf16", "fp16", "fp32") if machine.kind == "cuda" else ("fp32",)
-    return next(name for name in names if name in machine.flops)
 
 
 def _numbers(name: str, given: Iterable[int], least: int) -> list[int]:

@@ -12,6 +12,8 @@ from zeroshard.engine.hooks import tensors_in
 from zeroshard.models.gpt import GPT
 from zeroshard.precision import map_tensors
 
+USUAL = 1024  # tokens of a sample, where nobody says and the model allows it
+
 Inputs = Callable[[int], Any] | torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | None
 Loss = Callable[[Any], torch.Tensor] | None
 
@@ -67,18 +69,32 @@ def _widened(example: Any, batch: int) -> Any:
 
 def _known(model: nn.Module, batch: int, sequence: int | None) -> Any:
     if isinstance(model, GPT):
-        tokens = _tokens(batch, min(sequence or model.config.context, model.config.context))
+        tokens = _tokens(batch, _length(sequence, model.config.context, model.config.context))
         return tokens, tokens.clone()
     config: Any = getattr(model, "config", None)
     heads = getattr(model, "get_output_embeddings", lambda: None)()  # of a model that foretells tokens
     if getattr(config, "vocab_size", None) and heads is not None:
-        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 1024
-        tokens = _tokens(batch, sequence or min(most, 1024))
+        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        tokens = _tokens(batch, _length(sequence, min(most or USUAL, USUAL), most))
         return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
     raise ValueError(
         f"it is not known what a {type(model).__name__} is called with: give inputs=, a function of the batch such as "
         "lambda batch: torch.empty(batch, 3, 224, 224), or an example batch"
     )
+
+
+def _length(given: int | None, usual: int, most: int | None) -> int:
+    """Tokens of a sample."""
+    if given is None:
+        return usual
+    if type(given) is not int or given < 1:
+        raise ValueError(f"sequence is a whole number of tokens from 1 up, got {given!r}")
+    if most is not None and given > most:
+        raise ValueError(
+            f"sequences of {given} tokens do not fit the model's context of {most}: shorten them, or build the model "
+            "with a longer one"
+        )
+    return given
 
 
 def _tokens(batch: int, sequence: int) -> torch.Tensor:
@@ -91,7 +107,7 @@ def loss_of(output: Any, loss: Loss) -> torch.Tensor:
     An output that has none is summed: the same backward, but for that of the real loss itself.
     """
     if loss is not None:
-        return _scalar(loss(output))
+        return _scalar(_made(loss, output))
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return _scalar(own)
@@ -101,6 +117,16 @@ def loss_of(output: Any, loss: Loss) -> torch.Tensor:
     if len(found) == 1 and found[0].numel() == 1:
         return found[0]
     return torch.stack([tensor.float().sum() for tensor in found]).sum()
+
+
+def _made(loss: Callable[[Any], torch.Tensor], output: Any) -> Any:
+    try:
+        return loss(output)
+    except Exception as error:
+        raise LossError(
+            f"loss raised {type(error).__name__}: {error}\nWhile planning, the model's output is on the meta device: "
+            "make the targets there too, as in torch.zeros(len(output), dtype=torch.int64, device=output.device)"
+        ) from error
 
 
 def _scalar(value: Any) -> torch.Tensor:

@@ -53,15 +53,20 @@ def as_planned(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, Checkpoint
 
 def without_memory(model: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device: takes no memory, wherever the model is."""
+    try:
+        return copy.deepcopy(model, memo_of(model))
+    except Exception as error:
+        raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
+
+
+def memo_of(model: nn.Module) -> dict[int, Any]:
+    """What ``copy.deepcopy`` puts in the place of a model's parameters: others without memory."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         bare = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
-    memo |= {id(buffer): buffer for buffer in model.buffers()}  # whoever plans copies them, if it does, as it likes
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
+    memo |= {id(buffer): buffer for buffer in model.buffers()}  # whoever traces copies them, if it does, as it likes
+    return memo
 
 
 def _forwards(model: nn.Module) -> Any:
