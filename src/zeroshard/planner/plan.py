@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.memory.report import size
-from zeroshard.offload import Offload, read_bytes
+from zeroshard.offload import read_bytes
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import Footprint
 from zeroshard.planner.machines.machine import Machine
@@ -231,7 +231,7 @@ def _lacks(held: Footprint, machine: Machine, devices: int) -> str:
     if wanted > machine.memory:
         return f"it needs {size(int(wanted))} a device, which has {size(machine.memory)}"
     if held.host * here > machine.host_memory * HOST_SHARE:
-        has = f"{size(machine.host_memory)}, of which {HOST_SHARE:.0%} are taken"
+        has = f"{size(machine.host_memory)}, of which {HOST_SHARE:.0%} may be taken"
         return f"its {here} ranks a node need {size(int(held.host * here))} of host memory, which has {has}"
     if held.disk * here > machine.disk:
         return f"its {here} ranks a node need {size(int(held.disk * here))} of disk, which has {size(machine.disk)}"
@@ -253,6 +253,3 @@ def _several(value: Any) -> tuple[Any, ...] | None:
     if value is None:
         return None
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-
-
-__all__ = ["Offload", "Pace", "Plan", "Plans", "consider", "plan"]
