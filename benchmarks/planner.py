@@ -31,8 +31,8 @@ from trial import Result, Trials, machine, options, parsed
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
+from zeroshard.planner.calibration.calibrate import calibrate
 from zeroshard.planner.choice import Choice
-from zeroshard.planner.machines.calibrate import calibrate
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import consider
 from zeroshard.planner.subject import Subject

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,17 @@ def settled() -> Iterator[None]:
     """Give every test the same sums, whatever ran before it."""
     ranks.settle_torch()
     yield
+
+
+@pytest.fixture(scope="module")
+def native_kernels() -> Any:
+    """The host's native update."""
+    from zeroshard.host.native import kernels  # late: most tests have no use for it
+
+    found = kernels()
+    if found is None:
+        pytest.skip("no C compiler here: only the fall-back can be tested")
+    return found
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from ranks import RanksFailed, run_processes
 
 from zeroshard.memory.disk import Disk, DiskError
-from zeroshard.planner.machines import calibrate as module
-from zeroshard.planner.machines import device_rates, kept, node_rates
-from zeroshard.planner.machines.calibrate import calibrate, products
+from zeroshard.planner.calibration import calibrate as module
+from zeroshard.planner.calibration import device_rates, node_rates
+from zeroshard.planner.calibration.calibrate import calibrate, products
+from zeroshard.planner.calibration.device_rates import Launches, product_times
+from zeroshard.planner.calibration.link_rates import Ranks, link_of
+from zeroshard.planner.calibration.timing import host_seconds
+from zeroshard.planner.machines import kept
 from zeroshard.planner.machines.curve import Curve
-from zeroshard.planner.machines.device_rates import Launches, product_times
-from zeroshard.planner.machines.link_rates import Ranks, link_of
 from zeroshard.planner.machines.links import collective_seconds
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.machines.timing import host_seconds
 
 BRIEF = 0.1  # seconds
 CPU = torch.device("cpu")

@@ -45,14 +45,6 @@ SGDS: tuple[dict[str, Any], ...] = (
 WAYS: tuple[dict[str, Any], ...] = ({}, {"foreach": True}, {"fused": True})
 
 
-@pytest.fixture(scope="module")
-def native_kernels() -> Kernels:
-    found = kernels()
-    if found is None:
-        pytest.skip("no C compiler here: only the fall-back can be tested")
-    return found
-
-
 def wild(numel: int) -> torch.Tensor:
     """Half of them any 32 bits, NaN, infinities and subnormals among them; half of many magnitudes."""
     bits = torch.randint(-(2**31), 2**31, (numel,)).to(torch.int32).view(torch.float32)

@@ -6,19 +6,11 @@ import pytest
 import torch
 
 from zeroshard.host import powers
-from zeroshard.host.native import Kernels, kernels
+from zeroshard.host.native import Kernels
 from zeroshard.host.options import AdamOptions, options_for
 
 LENGTHS = (1, 37, 1025, 40_003)  # within a vector, a block, several blocks, several threads
 FUSED = {"fused": True, "cuda": True}
-
-
-@pytest.fixture(scope="module")
-def native_kernels() -> Kernels:
-    found = kernels()
-    if found is None:
-        pytest.skip("no C compiler here: only the fall-back can be tested")
-    return found
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

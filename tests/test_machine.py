@@ -258,8 +258,6 @@ def test_a_curve_of_nothing_is_refused() -> None:
 
 
 def test_ranks_on_this_computer_share_it() -> None:
-    from zeroshard.planner.machines import kept
-
     lone = Machine.of("cpu", devices=1, memory="8GB", name=kept.name_here("cpu"))
     shared = lone.shared_by(4)
     assert (shared.devices, shared.memory, shared.flops["fp32"]) == (4, 2 * 10**9, lone.flops["fp32"] / 4)

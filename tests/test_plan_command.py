@@ -17,9 +17,9 @@ import torch
 import zeroshard
 from zeroshard.cli import main
 from zeroshard.commands.console import PAGE
+from zeroshard.planner.calibration import calibrate as measuring
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import Moment
-from zeroshard.planner.machines import calibrate as measuring
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.models import open_model
 from zeroshard.planner.plan import Plans
@@ -467,7 +467,7 @@ def test_a_row_says_what_there_is_too_little_of(plans: Plans) -> None:
     far = next(plan for plan in plans.every if plan.footprint.host and plan.fits)
     host = int(far.footprint.host * 4 / 2)
     poor = replace(far, machine=Machine.of(far.machine, host_memory=host), lacks="…")
-    assert verdict(poor) == "needs 2.00 × the host's memory"
+    assert verdict(poor) == "needs 2.22 × what the host gives"  # of which nine tenths may be taken
     disk = next(plan for plan in plans.every if plan.footprint.disk and plan.memory <= plan.machine.memory)
     full = replace(disk, machine=Machine.of(disk.machine, disk=int(disk.footprint.disk * 2)), lacks="…")
     assert verdict(full) == "needs 2.00 × the disk"

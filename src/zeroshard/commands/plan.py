@@ -221,8 +221,8 @@ def _how(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _calibrate(say: Callable[[str], None]) -> None:
+    from zeroshard.planner.calibration.calibrate import calibrate
     from zeroshard.planner.machines import kept
-    from zeroshard.planner.machines.calibrate import calibrate
 
     say("measuring this machine, which takes up to a minute …")
     with warnings.catch_warnings(record=True) as warned:

@@ -13,6 +13,7 @@ from zeroshard.memory.report import size
 from zeroshard.offload import read_bytes
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import Footprint
+from zeroshard.planner.fullness import lacks, needed
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.pace import Pace
 from zeroshard.planner.search import choices
@@ -20,7 +21,6 @@ from zeroshard.planner.subject import Subject
 from zeroshard.planner.traces.inputs import Inputs, Loss
 from zeroshard.planner.traces.tracing import CHECKPOINTS, Checkpoint
 
-HOST_SHARE = 0.9  # of host memory that states may take: the rest is the system's, the data's and Python's
 ALIKE = 0.01  # of the pace: plans that differ by less count as equally fast, and the smaller is better
 DOUBTED = 0.95  # of its pace is what a plan that offloads is credited with: its host may have other work
 
@@ -56,7 +56,7 @@ class Plan:
     @property
     def memory(self) -> float:
         """Bytes of a device that it needs: what the allocator reserves, and the runtime's own."""
-        return self.footprint.reserved + self.machine.context
+        return needed(self.footprint, self.machine)
 
     @property
     def samples(self) -> float:
@@ -221,21 +221,7 @@ def _plans(subject: Subject, devices: int, machine: Machine, precision: str | No
 def consider(subject: Subject, choice: Choice, devices: int, machine: Machine, timeline: bool = False) -> Plan:
     """Work out one choice."""
     held = subject.footprint(choice, devices, machine, timeline)
-    return Plan(choice, devices, machine, held, _lacks(held, machine, devices), subject)
-
-
-def _lacks(held: Footprint, machine: Machine, devices: int) -> str:
-    """What a footprint does not fit into."""
-    here = min(devices, machine.devices)
-    wanted = held.reserved + machine.context
-    if wanted > machine.memory:
-        return f"it needs {size(int(wanted))} a device, which has {size(machine.memory)}"
-    if held.host * here > machine.host_memory * HOST_SHARE:
-        has = f"{size(machine.host_memory)}, of which {HOST_SHARE:.0%} may be taken"
-        return f"its {here} ranks a node need {size(int(held.host * here))} of host memory, which has {has}"
-    if held.disk * here > machine.disk:
-        return f"its {here} ranks a node need {size(int(held.disk * here))} of disk, which has {size(machine.disk)}"
-    return ""
+    return Plan(choice, devices, machine, held, lacks(held, devices, machine), subject)
 
 
 def precision_for(machine: Machine) -> str:

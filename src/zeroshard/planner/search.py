@@ -9,6 +9,7 @@ from typing import Any
 from zeroshard.offload import Offload
 from zeroshard.placement import Placement
 from zeroshard.planner.choice import Choice
+from zeroshard.planner.fullness import needed
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.subject import Subject
 from zeroshard.planner.traces.tracing import CHECKPOINTS, Checkpoint
@@ -142,7 +143,7 @@ def _growing(subject: Subject, begin: Choice, devices: int, machine: Machine) ->
 
 
 def _may_fit(subject: Subject, choice: Choice, devices: int, machine: Machine) -> bool:
-    return subject.footprint(choice, devices, machine).reserved + machine.context <= machine.memory
+    return needed(subject.footprint(choice, devices, machine), machine) <= machine.memory
 
 
 def _with(choice: Choice, micro_batch: int, accumulate: int) -> Choice:

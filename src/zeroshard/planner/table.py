@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from zeroshard.memory.report import size
 from zeroshard.planner.choice import Choice
-from zeroshard.planner.plan import HOST_SHARE, Plan, Plans
+from zeroshard.planner.fullness import shares
+from zeroshard.planner.plan import Plan, Plans
 from zeroshard.planner.record import data_traffic, psi_bytes, sent, standing
 
 CHECKPOINTS = {"none": "-", "recompute": "recompute", "host": "host"}
@@ -115,14 +116,14 @@ def ordered(rows: Sequence[Plan]) -> list[Plan]:
 
 def verdict(plan: Plan) -> str:
     """Whether it fits, or what there is too little of, in few words."""
-    machine, here = plan.machine, min(plan.devices, plan.machine.devices)
+    full = shares(plan.footprint, plan.devices, plan.machine)
     if plan.fits:
         return "fits"
-    if plan.memory > machine.memory:
-        return f"needs {_times(plan.memory / machine.memory)} the device"
-    if plan.footprint.host * here > machine.host_memory * HOST_SHARE:
-        return f"needs {_times(plan.footprint.host * here / machine.host_memory)} the host's memory"
-    return f"needs {_times(plan.footprint.disk * here / machine.disk) if machine.disk else 'a disk, and not'} the disk"
+    if full["device"] > 1:
+        return f"needs {_times(full['device'])} the device"
+    if full["host"] > 1:
+        return f"needs {_times(full['host'])} what the host gives"
+    return f"needs {_times(full['disk'])} the disk" if plan.machine.disk else "needs a disk"
 
 
 def _times(ratio: float) -> str:

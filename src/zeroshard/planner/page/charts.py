@@ -11,6 +11,7 @@ from zeroshard.offload import Offload
 from zeroshard.page.chart import Chart, Record, axis, bar, bars, bytes_axis, frame, line, phases
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import Moment
+from zeroshard.planner.fullness import needed
 from zeroshard.planner.plan import Plan, consider
 from zeroshard.planner.record import PARTS
 from zeroshard.planner.subject import Subject
@@ -185,7 +186,7 @@ def _growing(subject: Subject, chosen: Plan, checkpoint: Checkpoint) -> dict[int
         {max(1, micro >> down) for down in range(BELOW + 1)} | {micro << up for up in range(ABOVE + 1)}
     ):
         choice = replace(chosen.choice, checkpoint=checkpoint, micro_batch=tried)
-        points[tried] = subject.footprint(choice, chosen.devices, machine).reserved + machine.context
+        points[tried] = needed(subject.footprint(choice, chosen.devices, machine), machine)
         if points[tried] > machine.memory and tried > micro:
             break
     return points

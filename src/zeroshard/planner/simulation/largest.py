@@ -10,8 +10,8 @@ from typing import Any
 from zeroshard.offload import Offload, read_bytes
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import Footprint
+from zeroshard.planner.fullness import needed, shares
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import HOST_SHARE
 from zeroshard.planner.simulation.family import SHALLOW, Deep, Family
 from zeroshard.planner.traces.inputs import Inputs
 from zeroshard.planner.traces.tracing import Checkpoint
@@ -84,22 +84,12 @@ def deepest(begin: Deep, choice: Choice, devices: int, machine: Machine) -> Larg
 
     layers, confirmed = _search(fullness)
     deep, near = begin.at(max(layers, FIRST[0])), held(min(max(layers, FIRST[0]), DEEPEST))
-    needed = near.reserved + machine.context
+    wanted = needed(near, machine)
     if layers > DEEPEST:
         half = held(DEEPEST // 2)
-        needed += (layers - DEEPEST) * (near.reserved - half.reserved) / (DEEPEST - DEEPEST // 2)
+        wanted += (layers - DEEPEST) * (near.reserved - half.reserved) / (DEEPEST - DEEPEST // 2)
     full = shares(near, devices, machine)
-    return Largest(layers, deep.parameters, needed, max(full, key=lambda name: full[name]), confirmed)
-
-
-def shares(held: Footprint, devices: int, machine: Machine) -> dict[str, float]:
-    """How full device, host and disk are, as parts of what may be used; over 1 does not fit."""
-    here = min(devices, machine.devices)
-    return {
-        "device": (held.reserved + machine.context) / machine.memory,
-        "host": held.host * here / (machine.host_memory * HOST_SHARE),
-        "disk": held.disk * here / machine.disk if held.disk else 0.0,
-    }
+    return Largest(layers, deep.parameters, wanted, max(full, key=lambda name: full[name]), confirmed)
 
 
 def _search(fullness: Callable[[int], float]) -> tuple[int, bool]:

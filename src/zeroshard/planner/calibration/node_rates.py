@@ -15,7 +15,7 @@ from zeroshard.host.options import AdamOptions
 from zeroshard.host.updates import default_threads
 from zeroshard.memory.disk import Disk, DiskError, buffer
 from zeroshard.memory.host import CGROUPS, host_memory_left
-from zeroshard.planner.machines.timing import host_seconds
+from zeroshard.planner.calibration.timing import host_seconds
 
 PARAMETERS = 25_000_000  # that an update is timed with: 28 bytes each, far more than caches hold
 FILE = 2**28  # bytes that are written and read

@@ -22,9 +22,7 @@ from typing import Any
 import torch
 
 from zeroshard.memory.disk import DiskError
-from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import Curve
-from zeroshard.planner.machines.device_rates import (
+from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,
     copy_rate,
@@ -33,11 +31,13 @@ from zeroshard.planner.machines.device_rates import (
     operation_seconds,
     product_times,
 )
-from zeroshard.planner.machines.link_rates import Ranks, measured_links
+from zeroshard.planner.calibration.link_rates import Ranks, measured_links
+from zeroshard.planner.calibration.node_rates import disk_rates, host_memory, update_rate
+from zeroshard.planner.calibration.sustained import sustained
+from zeroshard.planner.machines import kept
+from zeroshard.planner.machines.curve import Curve
 from zeroshard.planner.machines.machine import PRECISIONS, Machine
-from zeroshard.planner.machines.node_rates import disk_rates, host_memory, update_rate
 from zeroshard.planner.machines.presets import preset_of_gpu
-from zeroshard.planner.machines.sustained import sustained
 
 ENOUGH = 45.0  # seconds that let every measurement run with its full sizes
 SHARES = {  # of the time

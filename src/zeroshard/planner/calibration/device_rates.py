@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.machines.timing import device_seconds, host_seconds
+from zeroshard.planner.calibration.timing import device_seconds, host_seconds
 from zeroshard.planner.traces.work import kind_of, tensors_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
