@@ -8,6 +8,7 @@ from torch import nn
 from zeroshard.memory.report import size
 from zeroshard.offload import TIERS
 from zeroshard.planner.memory import Memory, predict_memory
+from zeroshard.planner.plan import precision_for
 from zeroshard.train.job import batching_of, check_tensor, chosen_precision, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options, ShardOptions
@@ -64,10 +65,7 @@ def dry_run(options: Options, ranks: int) -> str:
 def _elsewhere(options: Options, ranks: int) -> tuple[str, str]:
     """The device and the precision of a run on the machine that the options name."""
     machine, precision = machine_on_paper(options, ranks), options.sharding.precision
-    if precision != "auto":
-        return machine.kind, precision
-    known = ("bf16", "fp16", "fp32") if machine.kind == "cuda" else ("fp32",)
-    return machine.kind, next(name for name in known if name in machine.flops)
+    return machine.kind, precision_for(machine) if precision == "auto" else precision
 
 
 def _planned(module: nn.Module, chosen: ShardOptions, stage: int, ranks: int, precision: str) -> Memory:
