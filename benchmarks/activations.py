@@ -1,7 +1,7 @@
 """What recomputation costs: torch's checkpointing, zeroshard's, and zeroshard's with the kept inputs in host memory.
 
-    python benchmarks/activations.py                  # time and memory of a step, and the largest batch, on a GPU
-    python benchmarks/activations.py --tiny --repeats 1 --device cpu
+    python -m benchmarks activations                  # time and memory of a step, and the largest batch, on a GPU
+    python -m benchmarks activations --tiny --repeats 1 --device cpu
 
 Stage 3 as one rank of 64 on the fake backend, bf16 over fp32 master weights, fused AdamW, sequences of 1024. Each run
 is a process of its own, the modes in turn. The largest batch of a mode is searched for in one process, with a new model
@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rank import ROWS, FrugalGPT, Memory, Trained, Training, one_rank, shape_of, zeroshard_gpt
-from search import largest
-from table import gigabytes, middle, ratio, show, spread
-from trial import Result, Trials, guarded, machine, options, parsed
 
+from benchmarks.rank import ROWS, FrugalGPT, Memory, Trained, Training, one_rank, shape_of, zeroshard_gpt
+from benchmarks.search import largest
+from benchmarks.table import gigabytes, middle, ratio, show, spread
+from benchmarks.trial import Result, Trials, guarded, machine, options, parsed
 from zeroshard.models import GPT
 
 MODES: dict[str, tuple[bool, dict[str, Any] | None]] = {  # name → (torch's own, options of checkpoint_activations)
@@ -128,13 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="*", choices=searched, default=searched, help="for the largest batch")
     parser.add_argument("--memory", type=float, help="GB, for the largest batch: host memory limits it otherwise")
     chosen = parsed(parser, argv)
-    trials, rows = Trials(__file__, chosen), ["tiny"] if chosen.tiny else chosen.rows
+    trials, rows = Trials(__name__, chosen), ["tiny"] if chosen.tiny else chosen.rows
     print(f"one rank of 64, {machine(chosen.device)}")
     if chosen.only != "batches":
         steps_of(trials, rows, chosen.device, chosen.steps, chosen.repeats)
     if chosen.only != "steps":
         largest_batches(trials, rows, chosen.modes, chosen.device, chosen.frugal, chosen.memory)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Time, memory and buffers of a step against `bucket_size`, from which its default was chosen (the paper's C_B).
 
-    python benchmarks/buckets.py                      # 1.4B and 7.6B, stages 2 and 3, 2^20 to 2^28 elements, on a GPU
-    python benchmarks/buckets.py --tiny --powers 10 12 --device cpu
+    python -m benchmarks buckets                      # 1.4B and 7.6B, stages 2 and 3, 2^20 to 2^28 elements, on a GPU
+    python -m benchmarks buckets --tiny --powers 10 12 --device cpu
 
 One rank of 64 on the fake backend, bf16 over fp32 master weights, fused AdamW, every block recomputed. Each run is a
 process of its own.
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from rank import ROWS, Memory, Training, one_rank, shape_of, zeroshard_gpt
-from table import gigabytes, ratio, show
-from trial import Result, Trials, machine, options, parsed
 
 import zeroshard
+from benchmarks.rank import ROWS, Memory, Training, one_rank, shape_of, zeroshard_gpt
+from benchmarks.table import gigabytes, ratio, show
+from benchmarks.trial import Result, Trials, machine, options, parsed
 
 STAGES = (2, 3)
 POWERS = (20, 22, 24, 25, 26, 27, 28)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--powers", nargs="*", type=int, default=POWERS, help="of two, in elements")
     parser.add_argument("--steps", type=int, default=5)
     chosen = parsed(parser, argv)
-    trials, rows = Trials(__file__, chosen), ["tiny"] if chosen.tiny else chosen.rows
+    trials, rows = Trials(__name__, chosen), ["tiny"] if chosen.tiny else chosen.rows
     print(f"one rank of 64, {machine(chosen.device)}\n{NO_WIRE}")
     table = []
     for row in rows:
@@ -65,7 +65,3 @@ def main(argv: Sequence[str] | None = None) -> None:
                 table.append([row, stage, f"2^{power}", *times, *peaks, *held])
     heads = ("GPT, batch", "stage", "bucket_size", "ms a step", "of the least", "host ms", "collectives")
     show((*heads, "allocated GB", "reserved GB", *(f"{kind} GB" for kind in BUFFERS)), table)
-
-
-if __name__ == "__main__":
-    main()

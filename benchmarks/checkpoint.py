@@ -1,7 +1,7 @@
 """Saving and loading beside a raw write of the same bytes and torch.distributed.checkpoint with FSDP2.
 
-    python benchmarks/checkpoint.py                                  # 2 ranks on the CPU, or one on a GPU
-    python benchmarks/checkpoint.py --layers 24 --width 1024 --heads 16 --batch 8
+    python -m benchmarks checkpoint                                  # 2 ranks on the CPU, or one on a GPU
+    python -m benchmarks checkpoint --layers 24 --width 1024 --heads 16 --batch 8
 
 All in one run, interleaved, in the same processes: the same GPT under fp32 Adam, sharded by both libraries; each save
 is synced to disk, each load begins with its files out of the page cache. *Pause* is how long training stands still for
@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rank import fsdp2_gpt, zeroshard_gpt
 from torch import nn
 
 import zeroshard
+from benchmarks.rank import fsdp2_gpt, zeroshard_gpt
 from zeroshard.checkpoint.snapshot import Snapshot
 from zeroshard.models import GPTConfig
 
@@ -241,7 +241,7 @@ def show(nbytes: int, times: Times, options: argparse.Namespace) -> None:
         )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run everything and print a table."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where to write; a temporary directory by default")
     parser.add_argument("--output", type=Path, help="write all times as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -267,7 +267,3 @@ def main() -> None:
     if options.output:
         options.output.write_text(json.dumps({"bytes": nbytes, "seconds": times}))
     show(nbytes, times, options)
-
-
-if __name__ == "__main__":
-    main()

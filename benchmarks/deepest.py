@@ -12,13 +12,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from filling import EACH, Filling, fill, taken_beside
-from rank import FrugalGPT, Memory, Training, alone, shape_of, zeroshard_gpt
-from search import Largest, largest
-from table import gigabytes, listed, ratio, said, show
-from trial import Result, Trials
 
 import zeroshard
+from benchmarks.filling import EACH, Filling, fill, taken_beside
+from benchmarks.rank import FrugalGPT, Memory, Training, alone, shape_of, zeroshard_gpt
+from benchmarks.search import Largest, largest
+from benchmarks.table import gigabytes, listed, ratio, said, show
+from benchmarks.trial import Result, Trials
 from zeroshard.memory.host import host_memory_left
 from zeroshard.presets import Preset
 from zeroshard.train.flops import flops_per_token

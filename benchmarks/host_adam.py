@@ -1,8 +1,8 @@
 """Nanoseconds a parameter of AdamW on the host: torch's, DeepSpeed's, and the native kernel of `zeroshard.host`.
 
-    python benchmarks/host_adam.py                              # 100 million parameters; 1 thread, half the cores, all
-    python benchmarks/host_adam.py --threads 4 8 --numel 400000000
-    python benchmarks/host_adam.py --tiny
+    python -m benchmarks host_adam                              # 100 million parameters; 1 thread, half the cores, all
+    python -m benchmarks host_adam --threads 4 8 --numel 400000000
+    python -m benchmarks host_adam --tiny
 
 All hold parameter and moments in fp32. "bf16" reads the gradient in bf16 and leaves a copy of the parameter in bf16, as
 training in bf16 needs it: torch's and DeepSpeed's updates do so by copies before and after. "beside" writes the new
@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from table import ratio, show
-from trial import Result, Trials, machine, options, parsed
 
+from benchmarks.table import ratio, show
+from benchmarks.trial import Result, Trials, machine, options, parsed
 from zeroshard.host.native import kernels
 from zeroshard.host.options import AdamOptions
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--numel", type=int, default=100_000_000, help="parameters: far more than caches hold")
     parser.add_argument("--repeats", type=int, default=9)
     chosen = parsed(parser, argv)
-    trials = Trials(__file__, chosen)
+    trials = Trials(__name__, chosen)
     peer = importlib.util.find_spec("deepspeed") is not None
     kinds = [kind for kind in chosen.kinds if peer or not kind.startswith("DeepSpeed")]
     numel, repeats = (10_000, 2) if chosen.tiny else (chosen.numel, chosen.repeats)
@@ -118,7 +118,3 @@ def main(argv: Sequence[str] | None = None) -> None:
                 [kind, threads, ns, KINDS[kind], ratio(KINDS[kind], ns), ratio(runs.get("torch fused, bf16"), ns)]
             )
     show(("AdamW", "threads", "ns a parameter", "bytes a parameter", "GB/s", "times torch fused, bf16"), table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """Reserved memory beside allocated memory in steady state, for zeroshard's stage 3 and FSDP2 (the paper's M_D).
 
-    python benchmarks/memory.py                       # four rows on a GPU
-    python benchmarks/memory.py --stress              # 200 steps of varying length with memory filled to 95 %
-    python benchmarks/memory.py --tiny --stress --steps 2 --device cpu
+    python -m benchmarks memory                       # four rows on a GPU
+    python -m benchmarks memory --stress              # 200 steps of varying length with memory filled to 95 %
+    python -m benchmarks memory --tiny --stress --steps 2 --device cpu
 
 Each run is a process of its own, as one rank of 64 on the fake backend, with the allocator's default settings. bf16
 over fp32 master weights, fused AdamW, every block's activations recomputed: by `zeroshard.checkpoint_activations` under
@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 
 import torch
-from rank import ROWS, Memory, Training, fsdp2_gpt, one_rank, shape_of, zeroshard_gpt
-from table import gigabytes, middle, ratio, show
-from trial import Result, Trials, guarded, machine, options, parsed
+
+from benchmarks.rank import ROWS, Memory, Training, fsdp2_gpt, one_rank, shape_of, zeroshard_gpt
+from benchmarks.table import gigabytes, middle, ratio, show
+from benchmarks.trial import Result, Trials, guarded, machine, options, parsed
 
 VARIANTS = ("fsdp2", "zeroshard")
 STRESSED = "1.4B, batch 16"  # the row with the largest activations
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--stress", action="store_true", help=f"sequences of varying length instead, at {STRESSED}")
     chosen = parsed(parser, argv)
-    trials = Trials(__file__, chosen)
+    trials = Trials(__name__, chosen)
     print(f"one rank of 64, {machine(chosen.device)}")
     if chosen.stress:
         row = "tiny" if chosen.tiny else (chosen.rows or [STRESSED])[0]
@@ -116,7 +117,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         rows = ["tiny"] if chosen.tiny else chosen.rows or [row for row in ROWS if row != "tiny"]
         steady(trials, rows, chosen.device, chosen.steps or 4, chosen.repeats)
-
-
-if __name__ == "__main__":
-    main()

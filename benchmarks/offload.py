@@ -1,8 +1,8 @@
 """States on the host and on disk: time of a step beside the peers, the largest model, and what a fraction costs.
 
-    python benchmarks/offload.py                                     # everything, on a GPU; mind --budget
-    python benchmarks/offload.py --only largest --width 6144
-    python benchmarks/offload.py --tiny --device cpu --steps 2 --repeats 1
+    python -m benchmarks offload                                     # everything, on a GPU; mind --budget
+    python -m benchmarks offload --only largest --width 6144
+    python -m benchmarks offload --tiny --device cpu --steps 2 --repeats 1
 
 One rank alone, on NCCL: no fake backend. bf16 over fp32 master weights, fused AdamW, sequences of 1024, every block
 recomputed: by `zeroshard.checkpoint_activations` under zeroshard, by torch's checkpointing elsewhere. Each run is a
@@ -29,14 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import host_adam
 import torch
-from deepest import HEADS, deepest, held_by, measure_depth, measure_space
-from peers import DeepSpeedTraining
-from rank import ROWS, Memory, Training, alone, fsdp2_gpt, shape_of, zeroshard_gpt
-from table import gigabytes, listed, middle, ratio, said, show, spread
-from trial import Result, Trials, machine, options, parsed
 
+from benchmarks import host_adam
+from benchmarks.deepest import HEADS, deepest, held_by, measure_depth, measure_space
+from benchmarks.peers import DeepSpeedTraining
+from benchmarks.rank import ROWS, Memory, Training, alone, fsdp2_gpt, shape_of, zeroshard_gpt
+from benchmarks.table import gigabytes, listed, middle, ratio, said, show, spread
+from benchmarks.trial import Result, Trials, machine, options, parsed
 from zeroshard.host.updates import default_threads
 from zeroshard.memory.host import host_memory_left
 from zeroshard.models import GPT
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--disk", type=float, help="GB of the disk that may be taken; without it, all but 4")
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk that states may rest on")
     chosen = parsed(parser, argv)
-    trials, row = Trials(__file__, chosen), "tiny" if chosen.tiny else chosen.row
+    trials, row = Trials(__name__, chosen), "tiny" if chosen.tiny else chosen.row
     print(f"one rank alone, {len(os.sched_getaffinity(0))} cores, {machine(chosen.device)}")
     run = {
         "step": lambda: steps_of(trials, row, chosen),
@@ -170,7 +170,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for section in chosen.only:
         run[section]()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Figures 6 and 7 of the paper: the largest model, and the memory cached, under the configurations C1 to C5.
 
-    python benchmarks/paper.py                        # on a GPU with over 100 GB: three runs of 32 GB at a time
-    python benchmarks/paper.py --tiny --device cpu
+    python -m benchmarks paper                        # on a GPU with over 100 GB: three runs of 32 GB at a time
+    python -m benchmarks paper --tiny --device cpu
 
 One rank of 400 on the fake backend, 25 data-parallel × 16 tensor-parallel, bf16 with fp32 master weights and Adam,
 sequences of 1024, every block recomputed, with 32 GB of memory: true memory and compute, no wire. Shapes and batches
@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import torch
-from rank import TINY, FrugalGPT, Memory, Training, one_rank, shape_of, zeroshard_gpt
-from search import Largest, largest
-from table import gigabytes, ratio, show
-from trial import Result, Trials, machine, options, parsed
 
 import zeroshard
+from benchmarks.rank import TINY, FrugalGPT, Memory, Training, one_rank, shape_of, zeroshard_gpt
+from benchmarks.search import Largest, largest
+from benchmarks.table import gigabytes, ratio, show
+from benchmarks.trial import Result, Trials, machine, options, parsed
 from zeroshard.presets import CONFIGURATIONS, Preset
 
 MESH = (25, 16)  # data × tensor: the paper's 400 GPUs
@@ -124,11 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--configurations", nargs="*", choices=names, default=names, help="of Figure 6")
     parser.add_argument("--parallel", type=int, default=3, help="runs at a time")
     chosen = parsed(parser, argv)
-    trials = Trials(__file__, chosen)
+    trials = Trials(__name__, chosen)
     print(f"one rank of {MESH[0]} × {MESH[1]}, {machine(chosen.device)}")
     for number in chosen.figures:
         {6: figure_6, 7: figure_7}[number](trials, chosen)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 import torch
-from rank import Memory, Training
 
+from benchmarks.rank import Memory, Training
 from zeroshard.models import GPT, GPTConfig
 
 

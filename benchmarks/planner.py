@@ -1,8 +1,8 @@
 """The planner beside what is measured: memory of the states, peak of memory, and time of a step.
 
-    python benchmarks/planner.py                               # on a GPU: calibrates it, then runs all cases
-    python benchmarks/planner.py --machine machine.json --cases "0.4B, fp32" "llama 1.1B"
-    python benchmarks/planner.py --tiny --device cpu
+    python -m benchmarks planner                               # on a GPU: calibrates it, then runs all cases
+    python -m benchmarks planner --machine machine.json --cases "0.4B, fp32" "llama 1.1B"
+    python -m benchmarks planner --tiny --device cpu
 
 Every case is a process of its own, which first plans, from shapes and the machine's rates alone, and then trains: AdamW
 (fused), sequences of 1024 or as the case says, steady steps after warm-up. *of N* is one rank of N on the fake backend:
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rank import Memory, alone, one_rank
-from table import gigabytes, ratio, said, show
 from torch import Tensor, nn
-from trial import Result, Trials, machine, options, parsed
 
 import zeroshard
+from benchmarks.rank import Memory, alone, one_rank
+from benchmarks.table import gigabytes, ratio, said, show
+from benchmarks.trial import Result, Trials, machine, options, parsed
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
 from zeroshard.planner.calibration.calibrate import calibrate
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", type=Path, help="a machine's JSON, instead of calibrating")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     chosen = parsed(parser, argv)
-    trials = Trials(__file__, chosen)
+    trials = Trials(__name__, chosen)
     with tempfile.TemporaryDirectory() as folder:
         path = chosen.machine or Path(folder, "machine.json")
         if chosen.machine is None:
@@ -357,7 +357,3 @@ def _cells(case: Case, result: Result) -> list[float | None]:
     )
     step = [result.get("predicted_ms"), result.get("ms")] if case.ranks == 1 else [None, None]
     return [*states, ratio(*states), *peak, ratio(*peak), gigabytes(result.get("reserved")), *step, ratio(*step)]
-
-
-if __name__ == "__main__":
-    main()

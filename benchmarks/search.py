@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trial import Result
+from benchmarks.trial import Result
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Step time and memory of stage 3 as one rank of many, beside FSDP2 and the bare forward and backward.
 
-    python benchmarks/stage3.py                       # the four rows on a GPU, three repeats, interleaved
-    python benchmarks/stage3.py --tiny --device cpu --steps 3 --repeats 1
+    python -m benchmarks stage3                       # the four rows on a GPU, three repeats, interleaved
+    python -m benchmarks stage3 --tiny --device cpu --steps 3 --repeats 1
 
 Each run is a process of its own on the fake backend: true memory, compute and host overhead of one rank of `--world`,
 no data on a wire. bf16 parameters with fp32 master weights, fused AdamW, torch's checkpointing of every block.
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from rank import ROWS, Memory, Training, fsdp2_gpt, one_rank, shape_of, zeroshard_gpt
-from table import gigabytes, middle, ratio, show, spread
-from trial import Result, Trials, machine, options, parsed
 
+from benchmarks.rank import ROWS, Memory, Training, fsdp2_gpt, one_rank, shape_of, zeroshard_gpt
+from benchmarks.table import gigabytes, middle, ratio, show, spread
+from benchmarks.trial import Result, Trials, machine, options, parsed
 from zeroshard.models import GPT
 
 VARIANTS = ("floor", "fsdp2", "zeroshard")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     chosen = parsed(parser, argv)
-    trials, table = Trials(__file__, chosen), []
+    trials, table = Trials(__name__, chosen), []
     for row in ["tiny"] if chosen.tiny else chosen.rows:
         for _ in range(chosen.repeats):
             for variant in chosen.variants:
@@ -58,7 +58,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"one rank of {chosen.world}, {machine(chosen.device)}")
     heads = ("GPT, batch", "", "ms a step", "spread", "of the floor", "of FSDP2", "host ms", "peak GB", "reserved GB")
     show(heads, table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What each stage holds: one rank of many, the same GPT, measured.
 
-    python benchmarks/stages.py                                        # GPT 1.4B on a GPU as 1 of 64
-    python benchmarks/stages.py --tiny --device cpu --batch 1
+    python -m benchmarks stages                                        # GPT 1.4B on a GPU as 1 of 64
+    python -m benchmarks stages --tiny --device cpu --batch 1
 
 Each stage is a process of its own on the fake backend: true memory and compute of one rank of `--world`, no data on a
 wire. bf16 with fp32 master weights, fused AdamW, torch's checkpointing of every block.
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
-from rank import TINY, Memory, Training, one_rank, precision, shape_of, zeroshard_gpt
-from table import gigabytes, show
-from trial import Result, Trials, machine, options, parsed
 
 import zeroshard
+from benchmarks.rank import TINY, Memory, Training, one_rank, precision, shape_of, zeroshard_gpt
+from benchmarks.table import gigabytes, show
+from benchmarks.trial import Result, Trials, machine, options, parsed
 from zeroshard.models import GPT
 from zeroshard.planner.memory import predict_memory
 from zeroshard.presets import PRESETS, Preset
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--world", type=int, default=64)
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank")
     chosen = parsed(parser, argv)
-    shape, trials = asdict(TINY if chosen.tiny else PRESETS[chosen.model]), Trials(__file__, chosen)
+    shape, trials = asdict(TINY if chosen.tiny else PRESETS[chosen.model]), Trials(__name__, chosen)
     fixed = {"shape": shape, "batch": chosen.batch, "world": chosen.world, "device": chosen.device}
     rows = [run for stage in STAGES if "states" in (run := trials.run(stage=stage, **fixed))]
     psi, element = Preset(**shape).parameters, 2 if precision(chosen.device) == "bf16" else 4
@@ -73,7 +73,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         table.append([row["stage"], states, share, predicted, peak, traffic, row["ms"]])
     heads = ("stage", "model states GB", "of stage 0", "predicted GB", "allocated at peak GB", "traffic a step")
     show((*heads, "ms a step"), table)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trial import Result
+from benchmarks.trial import Result
 
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -1,6 +1,6 @@
 """Trial: one measurement in a process of its own, so that nothing an earlier one left in memory, or broke, counts.
 
-    python benchmarks/trial.py MODULE '{"argument": 1}'     # prints what MODULE.measure(argument=1) returns, as JSON
+    python -m benchmarks.trial MODULE '{"argument": 1}'     # prints what MODULE.measure(argument=1) returns, as JSON
 
 A result is a plain dictionary: the arguments and what was measured. In place of the latter stands `out_of_memory`, with
 torch's words, where the device was too small, and `error` where something else went wrong.
@@ -23,6 +23,7 @@ from typing import Any
 
 Result = dict[str, Any]
 
+ROOT = Path(__file__).parents[1]  # where benchmarks is found
 ERROR_LENGTH = 3000  # characters of a failed process that are kept, its last ones
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # all is measured with the allocator's defaults
 
@@ -32,7 +33,7 @@ class Trials:
 
     def __init__(self, module: str, options: argparse.Namespace) -> None:
         self.results: list[Result] = []
-        self._module, self._out = Path(module).stem, options.out
+        self._module, self._out = module, options.out
         self._budget, self._timeout = options.budget, options.timeout
         self._end = time.monotonic() + options.budget
         self._lock = threading.Lock()
@@ -59,8 +60,9 @@ class Trials:
 
 
 def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
-    command = [sys.executable, __file__, module, json.dumps(arguments)]
+    command = [sys.executable, "-m", "benchmarks.trial", module, json.dumps(arguments)]
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     except subprocess.TimeoutExpired as expired:

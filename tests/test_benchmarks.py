@@ -19,13 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import activations, filling, memory, offload, paper, rank, search, stage3, stages, table, trial
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.presets import PRESETS
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # the scripts import each other by name
-NAMES = ("activations", "filling", "memory", "offload", "paper", "rank", "search", "stage3", "stages", "table", "trial")
-activations, filling, memory, offload, paper, rank, search, stage3, stages, table, trial = map(import_module, NAMES)
 
 
 @pytest.fixture
@@ -60,7 +56,7 @@ def trials(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **option
     (directory / "subject.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(directory))
     given = {"out": directory / "out.json", "budget": 60.0, "timeout": 30.0, **options}
-    return trial.Trials("subject.py", argparse.Namespace(**given))
+    return trial.Trials("subject", argparse.Namespace(**given))
 
 
 def test_a_trial_is_a_process_with_the_allocators_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +115,9 @@ def test_running_out_of_memory_is_a_result_also_behind_another_error() -> None:
 
 def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, str(BENCHMARKS / "buckets.py"), "--tiny", "--device", "cpu", "--out", str(out)]
-    done = subprocess.run([*command, "--stages", "2", "--powers", "14", "--steps", "1"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "buckets", "--tiny", "--device", "cpu", "--out", str(out)]
+    command += ["--stages", "2", "--powers", "14", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=trial.ROOT)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(out.read_text())
     assert result["bucket_size"] == 2**14 and result["allocated"] > 0, result
@@ -313,7 +310,7 @@ def test_the_papers_figures(
 
     def measured(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
         each = 0.6e9 - 0.1e9 * saves[arguments["configuration"]]
-        assert (module, arguments["limit"]) == ("paper", 32e9)
+        assert (module, arguments["limit"]) == ("benchmarks.paper", 32e9)
         held = each * arguments["shape"]["layers"]
         return {"out_of_memory": "full"} if held > 32e9 else {"allocated": held, "reserved": held}
 
@@ -359,7 +356,7 @@ def test_a_tier_is_not_overfilled() -> None:
 def test_the_largest_model_over_three_tiers(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_module("deepest"), "SHARES", (0.96, 0.98))
+    monkeypatch.setattr(import_module("benchmarks.deepest"), "SHARES", (0.96, 0.98))
     results = run(offload, tmp_path, "--only", "disk", "--directory", str(tmp_path))
     shown = [row for row in cells(capsys.readouterr().out) if row[0].isdigit()]
     trained = [result for result in results if result["what"] == "depth"]
@@ -373,7 +370,7 @@ def test_the_largest_model_over_three_tiers(
 
 
 def test_no_run_begins_for_which_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("deepest"), "host_memory_left", lambda: 10**9)
+    monkeypatch.setattr(import_module("benchmarks.deepest"), "host_memory_left", lambda: 10**9)
     needs = {"optimizer": {"host": 1.0}, "parameters": {}, "held": {"host": 2e9}}
     with pytest.raises(torch.OutOfMemoryError, match="2 GB of host memory are needed, 1 are left"):
         offload.measure("depth", shape={}, batch=1, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)

@@ -1,22 +1,18 @@
 """The planner beside real runs: one rank of several, on the fake backend, counted by torch's own allocator events.
 
-The cases are those of benchmarks/planner.py, which prints the same comparison as a table; here they are tiny.
+The cases are those of `python -m benchmarks planner`, which prints the same comparison as a table; here they are tiny.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-beside: Any = import_module("planner")
+from benchmarks import planner as beside
 
 GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}
 CASES = {
