@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.rank import ROWS, FrugalGPT, Memory, Trained, Training, one_rank, shape_of, zeroshard_gpt
+from benchmarks.record import described, machine
 from benchmarks.search import largest
-from benchmarks.table import gigabytes, middle, ratio, show, spread
-from benchmarks.trial import Result, Trials, guarded, machine, options, parsed
+from benchmarks.table import Result, gigabytes, middle, ratio, spread
+from benchmarks.trial import Trials, guarded, options, parsed
 from zeroshard.models import GPT
 
 MODES: dict[str, tuple[bool, dict[str, Any] | None]] = {  # name → (torch's own, options of checkpoint_activations)
@@ -93,7 +94,11 @@ def steps_of(trials: Trials, rows: Sequence[str], device: str, steps: int, repea
             runs = trials.of(row=row, mode=mode, steps=steps)
             time, peaks = middle(runs, "ms"), [gigabytes(middle(runs, key)) for key in ("allocated", "reserved")]
             table.append([row, mode, time, spread(runs, "ms"), ratio(time, plain), *peaks])
-    show(("GPT, batch", "recomputed by", "ms a step", "spread", "of torch's", "allocated GB", "reserved GB"), table)
+    trials.show(
+        "steps",
+        ("GPT, batch", "recomputed by", "ms a step", "spread", "of torch's", "allocated GB", "reserved GB"),
+        table,
+    )
 
 
 def largest_batches(
@@ -113,7 +118,9 @@ def largest_batches(
     room = f"{memory:g} GB" if memory is not None else f"{USABLE:.0%} of the device's memory"
     print(f"\nThe largest batch, to 5 %, in {room}; the loss {loss}. Left: what stayed of a")
     print("model after it was deleted, so that the next attempt had so much less.")
-    show(("GPT", "recomputed by", "fits", "does not", "of zeroshard's", "left GB", "ended early"), table)
+    trials.show(
+        "batches", ("GPT", "recomputed by", "fits", "does not", "of zeroshard's", "left GB", "ended early"), table
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -129,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, help="GB, for the largest batch: host memory limits it otherwise")
     chosen = parsed(parser, argv)
     trials, rows = Trials(__name__, chosen), ["tiny"] if chosen.tiny else chosen.rows
-    print(f"one rank of 64, {machine(chosen.device)}")
+    print(f"one rank of 64, {described(machine(chosen.device))}")
     if chosen.only != "batches":
         steps_of(trials, rows, chosen.device, chosen.steps, chosen.repeats)
     if chosen.only != "steps":

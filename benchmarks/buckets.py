@@ -15,8 +15,9 @@ import torch
 
 import zeroshard
 from benchmarks.rank import ROWS, Memory, Training, one_rank, shape_of, zeroshard_gpt
-from benchmarks.table import gigabytes, ratio, show
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, gigabytes, ratio
+from benchmarks.trial import Trials, options, parsed
 
 STAGES = (2, 3)
 POWERS = (20, 22, 24, 25, 26, 27, 28)
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5)
     chosen = parsed(parser, argv)
     trials, rows = Trials(__name__, chosen), ["tiny"] if chosen.tiny else chosen.rows
-    print(f"one rank of 64, {machine(chosen.device)}\n{NO_WIRE}")
+    print(f"one rank of 64, {described(machine(chosen.device))}\n{NO_WIRE}")
     table = []
     for row in rows:
         for stage in chosen.stages:
@@ -64,4 +65,4 @@ def main(argv: Sequence[str] | None = None) -> None:
                 held = [gigabytes(run.get("held", {}).get(kind)) for kind in BUFFERS]
                 table.append([row, stage, f"2^{power}", *times, *peaks, *held])
     heads = ("GPT, batch", "stage", "bucket_size", "ms a step", "of the least", "host ms", "collectives")
-    show((*heads, "allocated GB", "reserved GB", *(f"{kind} GB" for kind in BUFFERS)), table)
+    trials.show("buckets", (*heads, "allocated GB", "reserved GB", *(f"{kind} GB" for kind in BUFFERS)), table)

@@ -17,8 +17,8 @@ import zeroshard
 from benchmarks.filling import EACH, Filling, fill, taken_beside
 from benchmarks.rank import FrugalGPT, Memory, Training, alone, shape_of, zeroshard_gpt
 from benchmarks.search import Largest, largest
-from benchmarks.table import gigabytes, listed, ratio, said, show
-from benchmarks.trial import Result, Trials
+from benchmarks.table import Result, gigabytes, listed, ratio, said
+from benchmarks.trial import Trials
 from zeroshard.memory.host import host_memory_left
 from zeroshard.presets import Preset
 from zeroshard.train.flops import flops_per_token
@@ -112,10 +112,12 @@ def deepest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> None:
     search = largest(attempt, (first[0], max(first[1], first[0] + 1)), tiers["device"], 0.01, chosen.attempts)
     where = ", ".join(f"{tier} {nbytes / 1e9:.4g}" for tier, nbytes in tiers.items())
     print(f"\nThe largest GPT of width {shape.width}, batch {batch}. GB there are: {where}")
-    show_tried(search, shape, fillings, tiers)
+    show_tried(trials, search, shape, fillings, tiers)
 
 
-def show_tried(search: Largest, shape: Preset, fillings: dict[int, Filling], tiers: dict[str, float]) -> None:
+def show_tried(
+    trials: Trials, search: Largest, shape: Preset, fillings: dict[int, Filling], tiers: dict[str, float]
+) -> None:
     """Print every attempt, the shallowest first."""
     limit = sum(tiers.values()) / EACH / 1e9
     print(f"Limit: {limit:.4g} B. FSDP2's offload keeps all {EACH} bytes of a parameter on the host, where at most")
@@ -128,7 +130,7 @@ def show_tried(search: Largest, shape: Preset, fillings: dict[int, Filling], tie
         cells = [layers, billions, ratio(billions, limit), filling.share, rests, *peaks, result.get("ms")]
         table.append([*cells, result.get("tflops"), said(result)])
     heads = ("layers", "B", "of the limit", "filled", "optimizer on", "allocated GB", "reserved GB", "host GB")
-    show((*heads, "disk GB", "ms a step", "TFLOPS", ""), table)
+    trials.show("with disk" if "disk" in tiers else "largest", (*heads, "disk GB", "ms a step", "TFLOPS", ""), table)
     if search.error is not None:
         print(f"The search ended early: {search.error.splitlines()[-1]}")
 

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.table import ratio, show
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, ratio
+from benchmarks.trial import Trials, options, parsed
 from zeroshard.host.native import kernels
 from zeroshard.host.options import AdamOptions
 
@@ -109,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     peer = importlib.util.find_spec("deepspeed") is not None
     kinds = [kind for kind in chosen.kinds if peer or not kind.startswith("DeepSpeed")]
     numel, repeats = (10_000, 2) if chosen.tiny else (chosen.numel, chosen.repeats)
-    print(f"{numel:,} parameters, {cores} cores, {machine('cpu')}, {torch.backends.cpu.get_cpu_capability()}")
+    print(
+        f"{numel:,} parameters, {cores} cores, {described(machine('cpu'))}, {torch.backends.cpu.get_cpu_capability()}"
+    )
     table = []
     for threads in chosen.threads:
         runs = {kind: trials.run(kind=kind, numel=numel, threads=threads, repeats=repeats).get("ns") for kind in kinds}
@@ -117,4 +120,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             table.append(
                 [kind, threads, ns, KINDS[kind], ratio(KINDS[kind], ns), ratio(runs.get("torch fused, bf16"), ns)]
             )
-    show(("AdamW", "threads", "ns a parameter", "bytes a parameter", "GB/s", "times torch fused, bf16"), table)
+    trials.show(
+        "adam", ("AdamW", "threads", "ns a parameter", "bytes a parameter", "GB/s", "times torch fused, bf16"), table
+    )

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.rank import ROWS, Memory, Training, fsdp2_gpt, one_rank, shape_of, zeroshard_gpt
-from benchmarks.table import gigabytes, middle, ratio, show
-from benchmarks.trial import Result, Trials, guarded, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, gigabytes, middle, ratio
+from benchmarks.trial import Trials, guarded, options, parsed
 
 VARIANTS = ("fsdp2", "zeroshard")
 STRESSED = "1.4B, batch 16"  # the row with the largest activations
@@ -79,7 +80,11 @@ def steady(trials: Trials, rows: Sequence[str], device: str, steps: int, repeats
             allocated, reserved = middle(runs, "allocated"), middle(runs, "reserved")
             shares = ratio(reserved, allocated), ratio(reserved, theirs)
             table.append([row, variant, gigabytes(allocated), gigabytes(reserved), *shares, middle(runs, "ms")])
-    show(("GPT, batch", "", "allocated GB", "reserved GB", "of allocated", "of FSDP2's reserved", "ms a step"), table)
+    trials.show(
+        "steady",
+        ("GPT, batch", "", "allocated GB", "reserved GB", "of allocated", "of FSDP2's reserved", "ms a step"),
+        table,
+    )
 
 
 def stress(trials: Trials, row: str, device: str, steps: int) -> None:
@@ -98,7 +103,7 @@ def stress(trials: Trials, row: str, device: str, steps: int) -> None:
         table[-1] += [run.get("retries"), run.get("ooms"), run.get("s")]
     print(f"\n{row}: sequences of varying length; the longest allocate {FILLED:.0%} of the limit")
     heads = ("", "limit GB", "steps", "ended by", "allocated GB", "reserved GB", "retries", "out of memory", "s")
-    show(heads, table)
+    trials.show("stress", heads, table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -110,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--stress", action="store_true", help=f"sequences of varying length instead, at {STRESSED}")
     chosen = parsed(parser, argv)
     trials = Trials(__name__, chosen)
-    print(f"one rank of 64, {machine(chosen.device)}")
+    print(f"one rank of 64, {described(machine(chosen.device))}")
     if chosen.stress:
         row = "tiny" if chosen.tiny else (chosen.rows or [STRESSED])[0]
         stress(trials, row, chosen.device, chosen.steps or 200)

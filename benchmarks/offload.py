@@ -35,8 +35,9 @@ from benchmarks import host_adam
 from benchmarks.deepest import HEADS, deepest, held_by, measure_depth, measure_space
 from benchmarks.peers import DeepSpeedTraining
 from benchmarks.rank import ROWS, Memory, Training, alone, fsdp2_gpt, shape_of, zeroshard_gpt
-from benchmarks.table import gigabytes, listed, middle, ratio, said, show, spread
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, gigabytes, listed, middle, ratio, said, spread
+from benchmarks.trial import Trials, options, parsed
 from zeroshard.host.updates import default_threads
 from zeroshard.memory.host import host_memory_left
 from zeroshard.models import GPT
@@ -124,7 +125,7 @@ def steps_of(trials: Trials, row: str, chosen: argparse.Namespace) -> None:
     print(f"\nA step of GPT {row}, optimizer states on the host. Host floor by threads, ms: {listed(by_threads)}")
     print("Host GB: what zeroshard counts. Gone: by how much the machine's available memory fell.")
     heads = ("", "ms a step", "spread", "of the floor", "of the better peer", "allocated GB", "reserved GB")
-    show((*heads, "host GB", "gone GB", ""), table)
+    trials.show("step", (*heads, "host GB", "gone GB", ""), table)
 
 
 def fractions_of(trials: Trials, row: str, chosen: argparse.Namespace) -> None:
@@ -141,7 +142,7 @@ def fractions_of(trials: Trials, row: str, chosen: argparse.Namespace) -> None:
         table.append([fraction, ms, spread(runs, "ms"), ratio(ms, base), *peaks, said(runs[-1])])
     print(f"\nA step of GPT {row} by the fraction of optimizer states on the host")
     heads = ("on the host", "ms a step", "spread", "of none there", "allocated GB", "reserved GB", "host GB", "")
-    show(heads, table)
+    trials.show("fractions", heads, table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk that states may rest on")
     chosen = parsed(parser, argv)
     trials, row = Trials(__name__, chosen), "tiny" if chosen.tiny else chosen.row
-    print(f"one rank alone, {len(os.sched_getaffinity(0))} cores, {machine(chosen.device)}")
+    print(f"one rank alone, {described(machine(chosen.device))}")
     run = {
         "step": lambda: steps_of(trials, row, chosen),
         "fractions": lambda: fractions_of(trials, row, chosen),

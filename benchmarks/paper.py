@@ -23,9 +23,10 @@ import torch
 
 import zeroshard
 from benchmarks.rank import TINY, FrugalGPT, Memory, Training, one_rank, shape_of, zeroshard_gpt
+from benchmarks.record import described, machine
 from benchmarks.search import Largest, largest
-from benchmarks.table import gigabytes, ratio, show
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.table import Result, gigabytes, ratio
+from benchmarks.trial import Trials, options, parsed
 from zeroshard.presets import CONFIGURATIONS, Preset
 
 MESH = (25, 16)  # data × tensor: the paper's 400 GPUs
@@ -81,7 +82,7 @@ def figure_7(trials: Trials, chosen: argparse.Namespace) -> None:
         cells = [paper[name], ours, ratio(ours, paper[name]), gigabytes(result.get("allocated")), failed]
         table.append([model, batch, name, CONFIGURATIONS[name].letters, *cells])
     print("\nFigure 7: memory cached at peak, GB")
-    show(("model", "batch", "", "", "paper", "zeroshard", "of the paper's", "allocated", ""), table)
+    trials.show("figure 7", ("model", "batch", "", "", "paper", "zeroshard", "of the paper's", "allocated", ""), table)
 
 
 def figure_6(trials: Trials, chosen: argparse.Namespace) -> None:
@@ -105,7 +106,7 @@ def figure_6(trials: Trials, chosen: argparse.Namespace) -> None:
         table.append([name, CONFIGURATIONS[name].letters, paper, *cells, (result.error or "").partition("\n")[0]])
     print(f"\nFigure 6: the largest model in {limit / 1e9:g} GB, B of parameters; batch {batch}")
     heads = ("", "", "paper", "zeroshard", "of the paper's", "layers", "cached GB", "does not fit", "layers", "")
-    show(heads, table)
+    trials.show("figure 6", heads, table)
 
 
 def _reduced(shape: Preset) -> Preset:
@@ -125,6 +126,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parallel", type=int, default=3, help="runs at a time")
     chosen = parsed(parser, argv)
     trials = Trials(__name__, chosen)
-    print(f"one rank of {MESH[0]} × {MESH[1]}, {machine(chosen.device)}")
+    print(f"one rank of {MESH[0]} × {MESH[1]}, {described(machine(chosen.device))}")
     for number in chosen.figures:
         {6: figure_6, 7: figure_7}[number](trials, chosen)

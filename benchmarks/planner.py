@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 import zeroshard
 from benchmarks.rank import Memory, alone, one_rank
-from benchmarks.table import gigabytes, ratio, said, show
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, gigabytes, ratio, said
+from benchmarks.trial import Trials, options, parsed
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
 from zeroshard.planner.calibration.calibrate import calibrate
@@ -318,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = chosen.machine or Path(folder, "machine.json")
         if chosen.machine is None:
             path.write_text(_calibrated(trials, chosen))
-        print(f"{machine(chosen.device)}\n{path.read_text()}", flush=True)
+        print(f"{described(machine(chosen.device))}\n{path.read_text()}", flush=True)
         table = [_row(name, str(path), trials, chosen) for name in chosen.cases]
     print("\npredicted and measured; GB, ms")
     heads = (
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "step",
         "measured",
     )
-    show((*heads, "ratio", ""), table)
+    trials.show("beside", (*heads, "ratio", ""), table)
 
 
 def _row(name: str, path: str, trials: Trials, chosen: argparse.Namespace) -> list[Any]:

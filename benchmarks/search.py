@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.trial import Result
+from benchmarks.table import Result
 
 
 @dataclass

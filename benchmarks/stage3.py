@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.rank import ROWS, Memory, Training, fsdp2_gpt, one_rank, shape_of, zeroshard_gpt
-from benchmarks.table import gigabytes, middle, ratio, show, spread
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, gigabytes, middle, ratio, spread
+from benchmarks.trial import Trials, options, parsed
 from zeroshard.models import GPT
 
 VARIANTS = ("floor", "fsdp2", "zeroshard")
@@ -55,6 +56,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             ms, host = middle(runs, "ms"), middle(runs, "host_ms")
             peaks = [gigabytes(middle(runs, key)) for key in ("allocated", "reserved")]
             table.append([row, variant, ms, spread(runs, "ms"), ratio(ms, floor), ratio(ms, theirs), host, *peaks])
-    print(f"one rank of {chosen.world}, {machine(chosen.device)}")
+    print(f"one rank of {chosen.world}, {described(machine(chosen.device))}")
     heads = ("GPT, batch", "", "ms a step", "spread", "of the floor", "of FSDP2", "host ms", "peak GB", "reserved GB")
-    show(heads, table)
+    trials.show("stage 3", heads, table)

@@ -16,8 +16,9 @@ import torch
 
 import zeroshard
 from benchmarks.rank import TINY, Memory, Training, one_rank, precision, shape_of, zeroshard_gpt
-from benchmarks.table import gigabytes, show
-from benchmarks.trial import Result, Trials, machine, options, parsed
+from benchmarks.record import described, machine
+from benchmarks.table import Result, gigabytes
+from benchmarks.trial import Trials, options, parsed
 from zeroshard.models import GPT
 from zeroshard.planner.memory import predict_memory
 from zeroshard.presets import PRESETS, Preset
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     fixed = {"shape": shape, "batch": chosen.batch, "world": chosen.world, "device": chosen.device}
     rows = [run for stage in STAGES if "states" in (run := trials.run(stage=stage, **fixed))]
     psi, element = Preset(**shape).parameters, 2 if precision(chosen.device) == "bf16" else 4
-    print(f"{psi:,} parameters, 1 of {chosen.world} ranks, batch {chosen.batch}, {machine(chosen.device)}")
+    print(f"{psi:,} parameters, 1 of {chosen.world} ranks, batch {chosen.batch}, {described(machine(chosen.device))}")
     table = []
     for row in rows:
         share = f"1/{rows[0]['states'] / row['states']:.1f}"
@@ -72,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         traffic = f"{row['communicated'] / element / psi:.3f}Ψ"
         table.append([row["stage"], states, share, predicted, peak, traffic, row["ms"]])
     heads = ("stage", "model states GB", "of stage 0", "predicted GB", "allocated at peak GB", "traffic a step")
-    show((*heads, "ms a step"), table)
+    trials.show("stages", (*heads, "ms a step"), table)

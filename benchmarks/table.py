@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.trial import Result
+Result = dict[str, Any]  # what was measured, with the arguments
 
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -21,9 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-Result = dict[str, Any]
+from benchmarks.record import ROOT, Record
+from benchmarks.table import Result
 
-ROOT = Path(__file__).parents[1]  # where benchmarks is found
 ERROR_LENGTH = 3000  # characters of a failed process that are kept, its last ones
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # all is measured with the allocator's defaults
 
@@ -32,15 +32,15 @@ class Trials:
     """The trials of one script, within a budget of seconds. All results so far are in the file at any time."""
 
     def __init__(self, module: str, options: argparse.Namespace) -> None:
-        self.results: list[Result] = []
-        self._module, self._out = module, options.out
+        self._module, self._record = module, Record(module.rpartition(".")[2], options.device, options.out)
+        self.show = self._record.show
         self._budget, self._timeout = options.budget, options.timeout
         self._end = time.monotonic() + options.budget
         self._lock = threading.Lock()
 
     def of(self, **arguments: Any) -> list[Result]:
         """The results so far that these arguments belong to."""
-        return [result for result in self.results if arguments.items() <= result.items()]
+        return [result for result in self._record.results if arguments.items() <= result.items()]
 
     def run(self, **arguments: Any) -> Result:
         """Measure once. May be called from several threads."""
@@ -52,9 +52,7 @@ class Trials:
             measured = {"error": f"not run: the budget of {self._budget:.0f} s was spent (see --budget)"}
         result = {**arguments, **measured, "seconds": round(time.monotonic() - begin, 1)}
         with self._lock:
-            self.results.append(result)
-            if self._out is not None:
-                self._out.write_text(json.dumps(self.results, indent=1) + "\n")
+            self._record.add(result)
             print(f"{json.dumps(arguments)}: {_outcome(result)}, {result['seconds']} s", file=sys.stderr, flush=True)
         return result
 
@@ -114,13 +112,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     found = parser.parse_args(argv)
     found.device = found.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return found
-
-
-def machine(device: str) -> str:
-    """What the figures were taken on, in a line."""
-    import torch
-
-    return f"torch {torch.__version__}, {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}"
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(script: ModuleType, out: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a script on tiny shapes, and return its results."""
     script.main(["--tiny", "--device", "cpu", "--out", str(out / "out.json"), *arguments])
-    results = json.loads((out / "out.json").read_text())
+    results = json.loads((out / "out.json").read_text())["results"]
     assert not [result["error"] for result in results if "error" in result]
     return list(results)
 
@@ -55,7 +55,7 @@ def trials(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **option
     """Trials of a module with this code."""
     (directory / "subject.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(directory))
-    given = {"out": directory / "out.json", "budget": 60.0, "timeout": 30.0, **options}
+    given = {"device": "cpu", "out": directory / "out.json", "budget": 60.0, "timeout": 30.0, **options}
     return trial.Trials("subject", argparse.Namespace(**given))
 
 
@@ -70,7 +70,7 @@ def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTO
     assert first["pid"] != second["pid"]
     assert (first["twice"], second["twice"], first["allocator"]) == (2, 4, None)
     assert many.of(size=2) == [second]
-    assert json.loads((tmp_path / "out.json").read_text()) == [first, second]
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     command += ["--stages", "2", "--powers", "14", "--steps", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=trial.ROOT)
     assert done.returncode == 0, done.stderr
-    (result,) = json.loads(out.read_text())
+    (result,) = json.loads(out.read_text())["results"]
     assert result["bucket_size"] == 2**14 and result["allocated"] > 0, result
     assert "on a network is not in these figures" in done.stdout
     assert cells(done.stdout)[2][:3] == ["tiny", "2", "2^14"]
