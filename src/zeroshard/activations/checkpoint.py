@@ -1,13 +1,13 @@
 """checkpoint_activations: run a model's blocks again in backward, and keep only what that takes.
 
 [Note: the wrapped forward]
-A block's ``forward`` is replaced on the instance, so that names, ``state_dict``, classes and hooks stay. It calls
-torch's own checkpointing, without reentrance, which saves the inputs through autograd: hooks around it pack them
-(``call.py``). The block's module hooks, the engine's among them, are outside, so they run once, in forward; hooks of
-modules inside run again in backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.py``).
+A block's ``forward`` is replaced on the instance, so that names, ``state_dict``, classes and hooks stay. It keeps the
+inputs (``call.py``) and has autograd save nothing else ([Note: lean recomputation] in ``rerun.py``). The block's module
+hooks, the engine's among them, are outside, so they run once, in forward; hooks of modules inside run again in
+backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.py``).
 
-A block inside another is checkpointed plainly: what it saves is dropped by the outer checkpoint until that has been
-recomputed, which is the point of nesting them.
+Under a policy torch's own checkpointing does it, without reentrance. So it does for a block inside another: what it
+saves is dropped by the outer checkpoint until that has been recomputed, which is the point of nesting them.
 
 A compiler sees plain checkpointing: what a compiled block saves is the compiler's decision, and nothing is divided or
 offloaded there. A block that calls compiled code has both.
@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zeroshard.activations.blocks import Blocks, choose
 from zeroshard.activations.call import Call
 from zeroshard.activations.keeper import Keeper
+from zeroshard.activations.rerun import Rerun
 from zeroshard.comm import Axis
 from zeroshard.engine.hooks import tensors_in
 
@@ -170,8 +171,13 @@ class Recomputed:
         if self._verified != call.axis and call.verify(tensors):
             self._verified = call.axis
         versions = call.versions(tensors)
-        with saved_tensors_hooks(call.pack, call.unpack):
-            output = checkpoint(run, *tensors, **options)
+        if self._policy is None:
+            again = Rerun(self._name, run, tensors)
+            kept = [call.pack(tensor) for tensor in tensors]
+            output = again.forward(lambda: [call.unpack(packed) for packed in kept])
+        else:
+            with saved_tensors_hooks(call.pack, call.unpack):
+                output = checkpoint(run, *tensors, **options)
         call.check_unchanged(versions)
         return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -29,19 +30,19 @@ class Form:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
         """Describe a tensor."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+        return _known(tensor.shape, tensor.stride(), tensor.dtype)
 
-    @property
+    @cached_property
     def core(self) -> tuple[int, ...]:
         """The shape without what is repeated: a dimension that was expanded has one element."""
         return tuple(1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements that differ."""
         return math.prod(self.core)
 
-    @property
+    @cached_property
     def _extent(self) -> int | None:
         """Elements from the first to the last in memory; None where several indices mean one element."""
         extent = 1
@@ -53,7 +54,7 @@ class Form:
 
     def line(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in one dimension: the tensor's own memory where they fill it, else a copy."""
-        first = tensor[tuple(slice(0, size) for size in self.core)]
+        first = tensor if self.core == self.shape else tensor[tuple(slice(0, size) for size in self.core)]
         if self._extent == self.numel:
             return first.as_strided((self.numel,), (1,), tensor.storage_offset())
         return first.reshape(-1)
@@ -68,3 +69,6 @@ class Form:
             if extent is not None:  # there are gaps between its elements
                 first = line.new_empty(extent).as_strided(self.core, self.stride).copy_(first)
         return first.expand(self.shape)
+
+
+_known = lru_cache(maxsize=64)(Form)  # all blocks of a model have the same few

@@ -75,6 +75,8 @@ class Store:
 
     def only(self, wanted: Iterable[Kept]) -> None:
         """Leave on the device only these, of what is in host memory too."""
+        if not self._present:
+            return
         for kept in self._present.difference(wanted):
             kept.near = None
             self._present.discard(kept)

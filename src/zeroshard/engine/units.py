@@ -1,4 +1,11 @@
-"""Finding the units of a model: its repeated blocks, and the rest in between, without the user's help."""
+"""Finding the units of a model: its repeated blocks, and the rest in between, without the user's help.
+
+[Note: small blocks]
+A collective of few bytes takes as long as its latency, and the host as long to launch it as any other. So neighbouring
+blocks are gathered and reduced together while they have few parameters: at most ``GROUP`` elements, whose gather takes
+about as long as its latency on a fast network, and at most a sixteenth of all blocks, so that the two units that are in
+memory at a time stay a small part of them. Of up to 31 blocks each is a unit, however small.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,8 @@ from torch import nn
 from zeroshard.precision import matches
 
 TINY = 16  # a neighbour under 1/16 of the other is merged into it whatever the sum
+GROUP = 2**24  # elements that neighbouring blocks may have together
+PARTS = 16  # groups of blocks, at least
 
 
 @dataclass
@@ -22,9 +31,11 @@ class Plan:
     modules: list[str]
     numel: int
     is_block: bool
+    blocks: int = 1  # that it was made of, where it is one
 
     def absorb(self, other: Plan) -> None:
         """Make one unit of two neighbours."""
+        self.blocks += other.blocks
         self.name = f"{self.name}+{other.name}"
         self.parameters += other.parameters
         self.modules += other.modules
@@ -66,7 +77,7 @@ def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | N
                     home.modules.append(names[module])  # tied: this module needs that unit too
         if plan.parameters:
             plans.append(plan)
-    return _merged(plans, bucket_size)
+    return _merged(plans if patterns is not None else _grouped(plans), bucket_size)
 
 
 def repeated(model: nn.Module) -> Iterator[nn.Module]:
@@ -103,6 +114,24 @@ def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iter
         yield module, [module], is_block
     for child in module.children():
         yield from _rooms(child, blocks, root=False)
+
+
+def _grouped(plans: list[Plan]) -> list[Plan]:
+    """Merge neighbouring blocks of one container while they are small: see [Note: small blocks]."""
+    limit = min(GROUP, sum(plan.numel for plan in plans if plan.is_block) // PARTS)
+    grouped: list[Plan] = []
+    for plan in plans:
+        last = grouped[-1] if grouped else None
+        if last is not None and _of_one_container(last, plan) and last.numel + plan.numel <= limit:
+            last.absorb(plan)
+        else:
+            grouped.append(plan)
+    return grouped
+
+
+def _of_one_container(*plans: Plan) -> bool:
+    containers = {plan.modules[0].rpartition(".")[0] for plan in plans}
+    return len(containers) == 1 and all(plan.is_block for plan in plans)
 
 
 def _merged(plans: list[Plan], bucket_size: int) -> list[Plan]:

@@ -26,7 +26,7 @@ class Slot:
 
 
 class Desk:
-    """On a GPU a few pinned buffers and a stream; where the device is the host itself, nothing.
+    """On a GPU a few pinned buffers and two streams; where the device is the host itself, nothing.
 
     ``now`` is everywhere the moment of the step: before it, the device may still read the old parameters.
     """
@@ -34,7 +34,9 @@ class Desk:
     def __init__(self, device: torch.device, tiers: Tiers, granules: Iterable[Granule]) -> None:
         self._device, self._tiers = device, tiers
         self._on_gpu = device.type == "cuda"
-        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        # Two, since what is sent waits for the step on the device, and what is fetched before it must not.
+        self._sending = _stream(device)
+        self._fetching = _stream(device)
         found = list(granules)
         self._bytes = max((g.numel * g.flat.dtype.itemsize for g in found), default=0)
         self._numel = max((g.numel for g in found), default=0)
@@ -49,15 +51,15 @@ class Desk:
     def gradient(self, run: Run, gradients: Gradients) -> torch.Tensor:
         """The reduced gradient of a run in host memory; valid until the next is asked for. It has to be complete."""
         (found,) = run.reduced(gradients.of_flat)
-        if found.device.type == "cpu" or self._stream is None:
+        if found.device.type == "cpu" or self._fetching is None:
             return found
         if self._gradient is None or self._gradient.nbytes < found.nbytes:
             nbytes = self._numel * found.itemsize
             self._gradient = self._tiers.zeros("buckets", "host", nbytes, torch.uint8, pinned=True)
         there = self._gradient[: found.nbytes].view(found.dtype)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._fetching):
             there.copy_(found, non_blocking=True)
-            moment(self._stream).synchronize()
+            moment(self._fetching).synchronize()
         return there
 
     def direct(self, place: torch.Tensor, now: torch.cuda.Event | None) -> bool:
@@ -88,11 +90,15 @@ class Desk:
         """Copy new parameters to their place. Returns when the device will have them, where it copies by itself."""
         if values is None:
             raise ValueError("there are no new parameters to deliver: please report this")
-        if self.direct(place, now) or self._stream is None:
+        if self.direct(place, now) or self._sending is None:
             place.copy_(values)
             return None
         if now is not None:
-            self._stream.wait_event(now)
-        with torch.cuda.stream(self._stream):
+            self._sending.wait_event(now)
+        with torch.cuda.stream(self._sending):
             place.copy_(values, non_blocking=True)
-            return moment(self._stream)
+            return moment(self._sending)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

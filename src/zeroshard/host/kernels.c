@@ -1,13 +1,15 @@
 /* Optimizer updates on the host, one pass over memory: see native.py for what is equal to torch to the bit.
 
-   A stretch is cut over threads at multiples of CUT elements, and each thread goes through its part in blocks that stay
-   in its first-level cache: gradient to fp32, the update, the parameter's copy. Memory is touched once, and every loop
-   is short enough for the compiler to vectorise.
+   A stretch is cut into chunks, of which each thread takes the next when it is done with one: a thread that has to
+   give its processor away, to whoever launches the device's work, holds nobody up. It goes through a chunk in blocks
+   that stay in its first-level cache: gradient to fp32, the update, the parameter's copy. Memory is touched once, and
+   every loop is short enough for the compiler to vectorise.
 
    Compile with -ffp-contract=off -fno-math-errno: a rounding is fused away exactly where fmaf() is written. */
 
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -25,7 +27,8 @@
 #define EACH _Pragma("GCC ivdep")
 #endif
 
-enum { BLOCK = 1024, CUT = 64, LANES = 32 /* bytes of one streaming store */ };
+enum { BLOCK = 1024, LANES = 32 /* bytes of one streaming store */ };
+enum { CHUNK = 65536 /* elements: a few tenths of a millisecond, far longer than it takes to ask for the next */ };
 enum { LEAST = 8192 /* elements worth a thread: they take about as long as starting one */, MOST = 256 /* threads */ };
 enum dtype { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
@@ -54,10 +57,11 @@ struct update {
 
 typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
 
-struct part {
+struct work {
     const struct update *update;
     block_update *block;
-    int64_t begin, end;
+    int64_t chunk;         /* elements: CHUNK, or less where there would be none for some thread */
+    _Atomic int64_t taken; /* chunks so far */
 };
 
 static inline uint32_t bits_of(float value) {
@@ -210,19 +214,17 @@ static void settle(float *out, int64_t at, int n, const float *where, const floa
     if (where == buffer) stream(out + at, buffer, (size_t)n * sizeof *out);
 }
 
-static void *run_part(void *argument) {
-    const struct part *part = argument;
-    const struct update *u = part->update;
+static void run_chunk(const struct update *u, block_update *block, int64_t begin, int64_t end) {
     const size_t copied = u->copy_dtype == FP32 ? 4 : 2; /* bytes */
     _Alignas(64) float g[BLOCK], pb[BLOCK], mb[BLOCK], vb[BLOCK], cb[BLOCK];
-    for (int64_t at = part->begin, next; at < part->end; at = next) {
-        next = at + BLOCK < part->end ? at + BLOCK : part->end;
+    for (int64_t at = begin, next; at < end; at = next) {
+        next = at + BLOCK < end ? at + BLOCK : end;
         if (at < u->plain && u->plain < next) next = u->plain; /* a block is rounded one way */
         const int n = (int)(next - at);
         float *p = place(u->parameter, u->parameter_out, at, pb);
         float *m = place(u->first, u->first_out, at, mb), *v = place(u->second, u->second_out, at, vb);
         read_gradient(u, at, n, g);
-        part->block(u, at, n, g, p, m, v);
+        block(u, at, n, g, p, m, v);
         if (u->copy_dtype) {
             char *copy = (char *)u->copy + (size_t)at * copied;
             write_copy(u->copy_dtype, n, p, STREAMS ? (void *)cb : copy);
@@ -232,6 +234,15 @@ static void *run_part(void *argument) {
         settle(u->first_out, at, n, m, mb);
         settle(u->second_out, at, n, v, vb);
     }
+}
+
+static void *run_chunks(void *argument) {
+    struct work *work = argument;
+    const struct update *u = work->update;
+    for (int64_t begin; (begin = work->chunk * atomic_fetch_add(&work->taken, 1)) < u->numel;) {
+        const int64_t end = begin + work->chunk < u->numel ? begin + work->chunk : u->numel;
+        run_chunk(u, work->block, begin, end);
+    }
 #if defined(__AVX__)
     _mm_sfence(); /* streamed writes are seen by whoever joins this thread */
 #endif
@@ -240,17 +251,13 @@ static void *run_part(void *argument) {
 
 static void run(const struct update *u, block_update *block, int threads) {
     pthread_t started[MOST];
-    struct part parts[MOST];
-    int count = 0, running = 0;
+    int running = 0;
     if (threads > MOST) threads = MOST;
     if (threads > u->numel / LEAST + 1) threads = (int)(u->numel / LEAST + 1);
-    const int64_t each = (u->numel / CUT / threads + 1) * CUT;
-    for (int64_t begin = 0; begin < u->numel; begin += each) {
-        const int64_t end = begin + each < u->numel ? begin + each : u->numel;
-        parts[count++] = (struct part){u, block, begin, end};
-    }
-    while (running + 1 < count && !pthread_create(&started[running], NULL, run_part, &parts[running])) running++;
-    for (int i = running; i < count; i++) run_part(&parts[i]); /* the last, and those without a thread */
+    const int64_t even = (u->numel / BLOCK / threads + 1) * BLOCK;
+    struct work work = {u, block, even < CHUNK ? even : CHUNK, 0};
+    while (running + 1 < threads && !pthread_create(&started[running], NULL, run_chunks, &work)) running++;
+    run_chunks(&work); /* this thread too; without any other it does everything */
     for (int i = 0; i < running; i++) pthread_join(started[i], NULL);
 }
 

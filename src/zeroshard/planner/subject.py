@@ -59,7 +59,8 @@ class Subject:
         self.options, self._partition = options, partition
         self._config = Config(**options)
         self._units = plan_units(model, self._config.units, self._config.bucket_size)
-        stack = stack_of(model) if self._config.units is None else None
+        alone = all(plan.blocks == 1 for plan in self._units if plan.is_block)  # see [Note: small blocks]
+        stack = stack_of(model) if self._config.units is None and alone else None
         self._depth = len(stack) if stack is not None and len(stack) >= DEEP else 0  # 0: traced as it is
         self._short: list[nn.Module] = []
         self._straight = True  # whether other micro-batches are taken to lie on straight lines

@@ -1,0 +1,75 @@
+"""Which units a model falls into: small blocks go together, and that changes no number."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from ranks import run_threads
+from torch import nn
+
+import zeroshard
+from zeroshard.engine.units import plan_units
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.models.gpt import Block
+
+DEEP = GPTConfig(vocab_size=64, context=8, layers=33, heads=2, width=8)
+
+
+def units_of(model: nn.Module, units: Any = None) -> list[str]:
+    return [plan.name for plan in plan_units(model, units, 2**27)]
+
+
+def deep(layers: int, width: int = 8) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab_size=64, context=8, layers=layers, heads=2, width=width))
+
+
+def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> None:
+    assert units_of(deep(31))[1:32] == [f"blocks.{number}" for number in range(31)]
+    assert units_of(deep(33))[1:4] == ["blocks.0+blocks.1", "blocks.2+blocks.3", "blocks.4+blocks.5"]
+    assert units_of(deep(33))[17] == "blocks.32"  # none is left to go with it
+    assert len([name for name in units_of(deep(480)) if "blocks" in name]) == 16
+
+
+def test_blocks_with_many_parameters_stay_alone() -> None:
+    assert 12 * 1024**2 < 2**24 < 2 * 12 * 1024**2
+    assert units_of(deep(40, width=1024))[1:41] == [f"blocks.{number}" for number in range(40)]
+
+
+def test_blocks_of_two_containers_do_not_go_together() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = deep(33).blocks, deep(33).blocks
+
+    names = units_of(Two())
+    assert "left.32" in names and "right.0+right.1+right.2+right.3" in names
+    assert not any("left" in name and "right" in name for name in names)
+
+
+def test_units_that_are_asked_for_are_left_as_they_are() -> None:
+    assert units_of(deep(33), (Block,))[1:3] == ["blocks.0", "blocks.1"]
+
+
+def losses(rank: int, plain: GPT, units: Any) -> tuple[list[float], int]:
+    model: nn.Module = zeroshard.checkpoint_activations(copy.deepcopy(plain))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = zeroshard.shard(model, optimizer, stage=3, units=units)
+    tokens = torch.arange(16).view(2, 8) + rank
+    found = []
+    for _ in range(2):
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, zeroshard.report(model).collectives["all-gather"].count
+
+
+def test_blocks_that_go_together_give_the_same_numbers_with_fewer_collectives() -> None:
+    plain = GPT(DEEP)
+    together, alone = (run_threads(2, losses, plain, units) for units in (None, (Block,)))
+    assert [found for found, _ in together] == [found for found, _ in alone]
+    assert together[0][1] < 0.6 * alone[0][1]
