@@ -54,6 +54,7 @@ class Part:
     form: Form
     axis: Axis
     spread: Spread | None  # of a DTensor
+    whole: torch.Tensor | None = None  # the input itself, where all of it stays on the device
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class Call:
             if packed.version != _version(packed.tensor):
                 raise RuntimeError(f"{_changed(self._name)} before backward came to the block.")
             return packed.tensor
+        if packed.whole is not None:
+            return packed.whole.clone()
         near = list(self._near())
         packed.store.only(part.kept for part in near)
         for part in near:
@@ -147,6 +150,9 @@ class Call:
     def _keep(self, tensor: torch.Tensor) -> Part:
         local = _local(tensor).resolve_conj().resolve_neg()
         form, store = Form.of(local), self._keeper.store(local.device)
+        if self.axis.size == 1 and local is tensor and form.dense and not store.offload:
+            kept = store.keep_whole(local)  # few operations: most blocks are kept so
+            return Part(store, kept, form, self.axis, None, kept.whole)
         length = -(-form.numel // self.axis.size)
         values = form.line(local)[length * self.axis.rank : length * (self.axis.rank + 1)]
         store.only(part.kept for part in self._near())

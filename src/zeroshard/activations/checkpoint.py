@@ -38,6 +38,7 @@ from zeroshard.engine.hooks import tensors_in
 
 Policy = Callable[..., Any] | list[Any]
 
+PLAIN = (torch.Tensor, bool, int, float, str, type(None))  # arguments that hold no others
 _contexts: Callable[..., Any] = create_selective_checkpoint_contexts
 _place = threading.local()  # .inside: whether a checkpointed block is running on this thread
 
@@ -189,7 +190,7 @@ def flattened(
 
     torch's checkpointing packs only tensors that are arguments themselves, not those in containers and keywords.
     """
-    leaves, shape = tree_flatten((args, kwargs))
+    leaves, together = _leaves(args, kwargs)
     leaves = [None if _is_new_cache(leaf) else leaf for leaf in leaves]
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
@@ -198,7 +199,7 @@ def flattened(
 
     def run(*given: torch.Tensor) -> Any:
         filled = [given[place] if place >= 0 else leaf for leaf, place in zip(rest, places, strict=True)]
-        args, kwargs = tree_unflatten(filled, shape)
+        args, kwargs = together(filled)
         before, _place.inside = getattr(_place, "inside", False), True
         try:
             return forward(*args, **kwargs)
@@ -208,8 +209,19 @@ def flattened(
     return tensors, run
 
 
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arguments without the containers they come in, and what puts them back."""
+    leaves, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
+    if all(isinstance(leaf, PLAIN) for leaf in leaves):  # as for most blocks
+        return leaves, lambda filled: (filled[:count], dict(zip(names, filled[count:], strict=True)))
+    leaves, shape = tree_flatten((args, kwargs))
+    return leaves, lambda filled: tree_unflatten(filled, shape)
+
+
 def _is_cache(value: Any) -> bool:
-    return not isinstance(value, nn.Module) and hasattr(value, "update") and hasattr(value, "get_seq_length")
+    if isinstance(value, (*PLAIN, nn.Module)):
+        return False
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")
 
 
 def _is_new_cache(value: Any) -> bool:

@@ -52,6 +52,11 @@ class Form:
             extent += (size - 1) * step
         return extent
 
+    @cached_property
+    def dense(self) -> bool:
+        """Whether its elements fill the memory from the first to the last, each once."""
+        return self.core == self.shape and self._extent == self.numel
+
     def line(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements in one dimension: the tensor's own memory where they fill it, else a copy."""
         first = tensor if self.core == self.shape else tensor[tuple(slice(0, size) for size in self.core)]

@@ -29,6 +29,7 @@ class Keeper:
         self._stores: dict[torch.device, Store] = {}
         self._ledger: Ledger | None = None
         self._known: Any = WeakIdKeyDictionary()  # tensor → (its version, what is kept of it, weakly)
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Parameter]] = weakref.WeakKeyDictionary()
         self.last: weakref.ref[Call] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keeper:
@@ -46,7 +47,7 @@ class Keeper:
 
     def look_up(self, block: nn.Module) -> tuple[Communicator | None, Axis]:
         """How a block's model communicates now, and the axis its inputs are divided over."""
-        parameter = next(block.parameters(), None)
+        parameter = self._first_of(block)
         card = card_of(parameter) if parameter is not None else None
         engine = card.engine if card is not None else None
         ledger = engine.ledger if engine is not None else None
@@ -56,6 +57,16 @@ class Keeper:
                 store.charge(ledger)
         comm = engine.comm if engine is not None else None
         return comm, self._axis(comm)
+
+    def _first_of(self, block: nn.Module) -> nn.Parameter | None:
+        """Any parameter of a block: looking for one takes longer than all else here."""
+        known = self._parameters.get(block)
+        parameter = known() if known is not None else None
+        if parameter is None:
+            parameter = next(block.parameters(), None)
+            if parameter is not None:
+                self._parameters[block] = weakref.ref(parameter)
+        return parameter
 
     def _axis(self, comm: Communicator | None) -> Axis:
         if self._mesh_axis is not None:

@@ -32,6 +32,7 @@ class Kept:
         self.near: Slot | None = None
         self.far: Slot | None = None
         self.arrives: Event = None  # when what was far is near
+        self.whole: torch.Tensor | None = None  # the tensor as it lies in ``near``, where it never goes far
 
 
 class Store:
@@ -71,6 +72,14 @@ class Store:
             with self._lane:
                 kept.far.bytes.copy_(kept.near.bytes, non_blocking=True)
             self._note_use(kept)
+        return kept
+
+    def keep_whole(self, tensor: torch.Tensor) -> Kept:
+        """Keep a copy of a tensor whose elements fill its memory, on the device."""
+        kept = Kept(tensor.nbytes)
+        kept.near = self.near.push(tensor.nbytes)
+        kept.whole = kept.near.bytes.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        kept.whole.copy_(tensor)
         return kept
 
     def only(self, wanted: Iterable[Kept]) -> None:

@@ -24,6 +24,7 @@ from zeroshard.planner.memory import Holdings
 from zeroshard.planner.traces.trace import Op, Span, Trace, spans_of
 
 STEPS = 3  # replayed, of which the last counts
+SLOW = 0.5  # of the fastest precision's rate
 BACKWARDS = 3  # of a step that are replayed at most: each further one takes as long as the last of these
 
 
@@ -108,15 +109,17 @@ class Work:
 
 def seconds_of(op: Op, machine: Machine) -> float:
     """How long an operation keeps the device busy."""
-    busy = op.moved / machine.bandwidth
+    moving, computing = op.moved / machine.bandwidth, 0.0
     precision = op.dtype if op.dtype in machine.flops else "fp32"
     if op.kind == "product" and op.flops:
-        busy = max(busy, machine.product_seconds(op.flops, precision))
+        computing = machine.product_seconds(op.flops, precision)
     elif op.kind == "attention":
-        busy = max(busy, machine.attention_seconds(op.flops, precision))
+        computing = machine.attention_seconds(op.flops, precision)
     elif op.kind == "convolution":
-        busy = max(busy, machine.convolution_seconds(op.flops, precision))
-    return busy / machine.sustained + machine.gap
+        computing = machine.convolution_seconds(op.flops, precision)
+    if computing > moving and machine.peak(precision) < SLOW * max(machine.flops.values()):
+        return computing + machine.gap  # a device that computes far below its best keeps its clocks up
+    return max(moving, computing) / machine.sustained + machine.gap
 
 
 def pace(
@@ -346,7 +349,7 @@ class _Clock:
                 begin = max(begin, self.compute)
             free = begin + sum(sizes.far.values()) * self._here / machine.host_update
             if "disk" in sizes.far:
-                states = sizes.far["disk"] * (held.updated - 4) / 2
+                states = sizes.far["disk"] * held.kept
                 free += states * self._here * (1 / machine.disk_read + 1 / machine.disk_write)
                 self._count("disk", 2 * states)
             self._up = max(self._up, free, self.compute) + sizes.shard / machine.pcie
