@@ -611,7 +611,8 @@ def on_a_gpu(rank: int, precision: str, whole: bool) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
-    assert zeroshard.report(model).memory["step", "device"].peak == 4 * 1024 or whole
+    taken = zeroshard.report(model).memory["step", "device"].peak
+    assert taken == (0 if optimizer._update._one_pass is not None else 4 * 1024) or whole
     return {name: value.cpu() for name, value in held(optimizer).items()}
 
 

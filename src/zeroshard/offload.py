@@ -39,8 +39,8 @@ class Offload:
     {"host": 0.5, "disk": 0.5}. What rests outside the device is updated by the host's processors."""
 
     gradients: Any = None
-    """Reduced gradients, where they are partitioned (stages 2 and 3, or one rank). None: on the host where the
-    optimizer's states are not on the device, since they go there in any case; else on the device."""
+    """Reduced gradients, where they are partitioned (stages 2 and 3, or one rank). None: on the host where none
+    of the optimizer's states are on the device, since they go there in any case; else on the device."""
 
     parameters: Any = "device"
     """This rank's part of the parameters, in stage 3: brought to the device for each use."""

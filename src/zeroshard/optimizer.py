@@ -128,8 +128,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_partial()
             self._find_unused()
             self._engine.settle()
-            if self._update.run([run for run in self._all_runs() if self._has_gradient(run)], backwards):
-                self._engine.copy_masters(near=True)
+            changed = self._update.run([run for run in self._all_runs() if self._has_gradient(run)], backwards)
+            if changed is not None:
+                self._engine.copy_masters(changed, near=True)
                 self._engine.refresh_parameters()
             self._engine.gradients.coefficient = None
         self._engine.drop_pins()

@@ -142,10 +142,14 @@ def _place_optimizer(bodies: Sequence[Body], rests: list[Rest], fractions: Mappi
 
 
 def _follow(bodies: Sequence[Body], rests: list[Rest], room: _Room) -> None:
-    """Let gradients rest on the host where optimizer states are away: they are needed there."""
+    """Let gradients rest on the host where optimizer states are away: they are needed there.
+
+    Those of a flat whose states are partly near stay near: the device would have to wait for them to come back.
+    """
     for body, rest in reversed(list(zip(bodies, rests, strict=True))):
         nbytes = body.numel * body.gradient_bytes
-        if rest.far and nbytes and room.most("host", nbytes) != 0:
+        away = rest.far and all(tier != "device" for _, tier in rest.optimizer)
+        if away and nbytes and room.most("host", nbytes) != 0:
             rest.gradients = "host"
             room.take("host", nbytes)
 

@@ -13,6 +13,8 @@ to the bit. That holds for torch's own elementwise optimizers. One that is not t
 hook on the step, or a step that was replaced, is to see all gradients and one call: there the batch is everything.
 
 Under fp16 nothing may be updated when one gradient overflowed on any rank, so that is looked for first, in 16 bits.
+
+On a GPU fused Adam and AdamW need no copy, and no batches: see [Note: one pass]. What follows here is for the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zeroshard.device.one_pass import OnePass, kernel_for
+from zeroshard.device.strip import Factors
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import norms_of
 from zeroshard.host.updates import HostUpdates
 from zeroshard.host.verdict import Verdict
@@ -78,6 +83,8 @@ class Update:
         self._inner: Any = inner
         self._engine, self._scale, self._host = engine, scale, host
         self._most = longest_run(engine.config.bucket_size)  # elements of a batch
+        kernel = kernel_for(inner, engine.comm.device)
+        self._one_pass = None if kernel is None else OnePass(inner, engine, kernel)
 
     @property
     def longest(self) -> int | None:
@@ -98,38 +105,72 @@ class Update:
         )
         return any(hooks) or not (replaced is None or noted)
 
-    def run(self, runs: list[Run], backwards: int) -> bool:
-        """Update the runs, which all have a gradient. False: one overflowed on some rank, and nothing was updated.
+    def run(self, runs: list[Run], backwards: int) -> list[Flat] | None:
+        """Update the runs, which all have a gradient. None: one overflowed on some rank, and nothing was updated.
 
-        What rests outside the device is only started: see [Note: just in time].
+        Returned are the flats whose new values are in the master alone. What rests outside the device is only started:
+        see [Note: just in time].
         """
         gradients = self._engine.gradients
         apart = self._host is not None and not self._in_one_call()
         if self._host is not None and not apart:
             self._host.wait()
-        due = [Due(run, run.reduced(gradients.of_flat)) for run in runs if not (apart and run.stretch is not None)]
+        ours, theirs = self._sorted([run for run in runs if not (apart and run.stretch is not None)])
+        due = [Due(run, run.reduced(gradients.of_flat)) for run in theirs]
+        uncopied = list(dict.fromkeys(part.flat for run in theirs for part in run.parts)) if ours else self._flats()
         if self._scale is None:
+            self._step_at_once(ours, Factors(coefficient=gradients.coefficient))
             self._step(due)
+            self._owe(ours, theirs)
             self._step_far(runs, apart, backwards, Verdict(coefficient=gradients.coefficient))
-            return True
+            return uncopied
         self._scale.look(*self._to_look_at(runs))
         what = "look for overflow"
         self._engine.order.check(what)
         self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
         verdict = Verdict(self._scale.inverse, gradients.coefficient, self._scale.overflow)
-        updated = True
-        if self._skips_on_device():  # the kernel itself leaves everything as it is: no host sync
-            self._inner.found_inf, self._inner.grad_scale = self._scale.overflow, None
-            self._step(due)
-            del self._inner.found_inf, self._inner.grad_scale
-        elif (due or self._host is None) and bool(self._scale.overflow):
-            # A rank that has nothing near need not look: where there may be such, all go on as it does.
-            updated = self._host is not None
-        else:
-            self._step(due)
+        self._step_at_once(ours, Factors(self._scale.inverse, gradients.coefficient, self._scale.overflow))
+        updated = self._step_unless_overflow(due, self._scale)
+        self._owe(ours, theirs)
         self._step_far(runs, apart, backwards, verdict)
         self._scale.update()
-        return updated
+        return uncopied if updated else None
+
+    def _step_unless_overflow(self, due: list[Due], scale: LossScale) -> bool:
+        """Step torch's way; False: all ranks have seen an overflow, and nothing has changed on any."""
+        if self._skips_on_device():  # the kernel itself leaves everything as it is: no host sync
+            self._inner.found_inf, self._inner.grad_scale = scale.overflow, None
+            self._step(due)
+            del self._inner.found_inf, self._inner.grad_scale
+            return True
+        # A rank that has nothing to step here need not look: where there may be such, all go on as it does.
+        some_need_not = self._host is not None or any(group.get("fused") for group in self._inner.param_groups)
+        if (due or not some_need_not) and bool(scale.overflow):
+            return some_need_not
+        self._step(due)
+        return True
+
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self._engine.units for flat in unit.flats]
+
+    def _sorted(self, runs: list[Run]) -> tuple[list[Run], list[Run]]:
+        """The runs that are updated in one pass, and those that the optimizer itself is to step."""
+        if self._one_pass is None or self._in_one_call():
+            return [], runs
+        return self._one_pass.sorted(runs)
+
+    def _step_at_once(self, runs: list[Run], factors: Factors) -> None:
+        if self._one_pass is not None and runs:
+            self._one_pass.step(runs, factors)
+
+    def _owe(self, ours: list[Run], theirs: list[Run]) -> None:
+        """Note that gradients were clipped on their way only: a loop may go on without zero_grad()."""
+        gradients = self._engine.gradients
+        if gradients.coefficient is None or not ours:
+            return
+        alone = not theirs and self._host is None
+        views = gradients.shards() if alone else [v for run in ours for v in run.reduced(gradients.of_flat)]
+        gradients.owed = (views, gradients.coefficient)
 
     def _step_far(self, runs: list[Run], apart: bool, backwards: int, verdict: Verdict) -> None:
         if self._host is None:
@@ -140,8 +181,9 @@ class Update:
         self._host.step(runs, verdict, backwards)
         gradients = self._engine.gradients
         if gradients.coefficient is not None:
+            near = [] if gradients.owed is None else gradients.owed[0]
             far = [view for run in runs if run.stretch is not None for view in run.reduced(gradients.of_flat)]
-            gradients.owed = (far, gradients.coefficient)
+            gradients.owed = ([*near, *far], gradients.coefficient)
 
     def _to_look_at(self, runs: list[Run]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The runs' gradients on the device, and the largest magnitudes of those measured on their way out of it."""
@@ -159,7 +201,8 @@ class Update:
         return near, magnitudes
 
     def _skips_on_device(self) -> bool:
-        if not (getattr(self._inner, "_step_supports_amp_scaling", False) and self._inner.defaults.get("fused")):
+        fused = all(group.get("fused") for group in self._inner.param_groups)
+        if not (getattr(self._inner, "_step_supports_amp_scaling", False) and fused):
             return False
         if not isinstance(self._inner, torch.optim.SGD):
             return True

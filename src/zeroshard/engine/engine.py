@@ -37,6 +37,7 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
+from zeroshard.engine.flat import Flat
 from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
@@ -580,9 +581,9 @@ class Engine:
             self._complete(unit)
             unit.wait()
 
-    def copy_masters(self, near: bool = False) -> None:
-        """Copy the master's values, or those on the device, into this rank's part of the parameters in computation."""
-        pairs = [flat.update_from_master(near) for unit in self.units for flat in unit.flats]
+    def copy_masters(self, flats: Iterable[Flat], near: bool = False) -> None:
+        """Copy the masters' values, or those on the device, into this rank's part of the parameters in computation."""
+        pairs = [flat.update_from_master(near) for flat in flats]
         places = [place for owned, _ in pairs for place in owned]
         if places:
             torch._foreach_copy_(places, [source for _, master in pairs for source in master], non_blocking=True)
@@ -592,7 +593,7 @@ class Engine:
         self.order.begin("take in new values")
         self.finish_updates()
         self.doubt()
-        self.copy_masters()
+        self.copy_masters(flat for unit in self.units for flat in unit.flats)
         self.drop_pins()
         for unit in self.resident if self.comm.shard.size > 1 else ():
             self.order.check(unit.gather_event)

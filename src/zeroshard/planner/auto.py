@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroshard.activations.checkpoint import checkpoint_activations
 from zeroshard.agreement import Agreement
+from zeroshard.device.strip import serves
 from zeroshard.engine.alike import open_agreement
 from zeroshard.engine.hooks import tensors_in
 from zeroshard.memory.report import size
@@ -253,6 +254,7 @@ def choose(
         loss=_Loop(told.loss),
         clip=told.clip,
         optimizer_states=states_of_an_element(optimizer) // 4,
+        one_pass=serves(optimizer),
         scratch=_scratch(optimizer),
         **{"stage": 3, "precision": None, **options},
     )

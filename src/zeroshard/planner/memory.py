@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from zeroshard.config import Config
+from zeroshard.device.strip import PASSED
+from zeroshard.device.strip import STATES as STATES_OF_ADAM
 from zeroshard.engine.units import Plan, plan_units
 from zeroshard.layout import FlatLayout, Range, shared_rooms
 from zeroshard.memory.ledger import STATES
@@ -82,6 +84,7 @@ class UnitBytes:
     parameters: str  # the tier that its shard rests in
     shard: int  # bytes of its shard
     sent: int  # bytes of its gradient that leave the device
+    blocks: int = 1  # that it was made of: see [Note: small blocks]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class Holdings:
     landings: int  # bytes of the same where whole gradients are reduced at the step
     step: int  # bytes of the buffer that the update takes
     travel: int  # bytes of host memory that far states travel through
-    updated: int  # bytes of one element's states, gradient and parameter: what an update reads and writes
+    updated: int  # bytes that an update reads and writes for one element: states, gradient, parameter, their copies
+    kept: int  # bytes of one element's master and states
 
 
 def holdings(
@@ -108,9 +112,13 @@ def holdings(
     tensor: int = 1,
     optimizer_states: int = 2,
     on_gpu: bool = True,
+    one_pass: bool = False,
     plans: list[Plan] | None = None,
 ) -> Holdings:
-    """Work out what :func:`zeroshard.shard` would hold on the first of ``ranks``; ``plans`` are its units, if known."""
+    """Work out what :func:`zeroshard.shard` would hold on the first of ``ranks``; ``plans`` are its units, if known.
+
+    ``one_pass``: the optimizer is one that a GPU updates so, see [Note: one pass].
+    """
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
     data_ranks = ranks // tensor
@@ -128,11 +136,12 @@ def holdings(
             longest = max((bucket.numel for bucket in flat.layout.buckets), default=0) * flat.reduced.itemsize
             buckets[flat.reduced] = max(buckets.get(flat.reduced, 0), longest)
     ring = config.ring * sum(buckets.values())
-    copies = [flat for flat in every if flat.trained and not flat.dtype == flat.reduced == flat.updated]
+    at_once = one_pass and on_gpu and optimizer_states == len(STATES_OF_ADAM)
+    copies = [flat for flat in every if flat.trained and flat.is_copied(at_once)]
     copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
     rooms, numbered = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
     units = [
-        _unit(plan.name, unit, [next(rooms) for _ in unit], [next(numbered) for _ in unit])
+        _unit(plan, unit, [next(rooms) for _ in unit], [next(numbered) for _ in unit])
         for plan, unit in zip(plans, flats, strict=True)
     ]
     return Holdings(
@@ -145,7 +154,8 @@ def holdings(
         landings=ring // parts if parts > 1 else 0,
         step=min(copied, longest_run(config.bucket_size)) * widest,
         travel=travel,
-        updated=max((flat.update_bytes(optimizer_states) for flat in every if flat.trained), default=0),
+        updated=max((flat.update_bytes(optimizer_states, at_once) for flat in every if flat.trained), default=0),
+        kept=max(((1 + optimizer_states) * flat.updated.itemsize for flat in every if flat.trained), default=0),
     )
 
 
@@ -170,10 +180,22 @@ class _Flat:
         state_bytes = (1 + optimizer_states) * self.updated.itemsize
         return Body(homes, self.trained, self.dtype.itemsize, self.reduced.itemsize, state_bytes)
 
-    def update_bytes(self, optimizer_states: int) -> int:
-        """Read and written for one element in an update: states and master twice, gradient and parameter once."""
-        copies = 0 if self.dtype == self.updated else self.dtype.itemsize
-        return 2 * (1 + optimizer_states) * self.updated.itemsize + self.reduced.itemsize + copies
+    def is_copied(self, one_pass: bool) -> bool:
+        """Whether an update takes a copy of the gradient in the master's dtype."""
+        if one_pass and self.updated == torch.float32 and self.reduced in PASSED:
+            return False
+        return not self.dtype == self.reduced == self.updated
+
+    def update_bytes(self, optimizer_states: int, one_pass: bool) -> int:
+        """Read and written for one element in an update: states and master twice, gradient and parameter once.
+
+        With a copy of the gradient, that is written and read, and the master read once more for the parameter.
+        """
+        parameter = 0 if self.dtype == self.updated else self.dtype.itemsize
+        moved = 2 * (1 + optimizer_states) * self.updated.itemsize + self.reduced.itemsize + parameter
+        if self.is_copied(one_pass):
+            moved += (2 + bool(parameter)) * self.updated.itemsize
+        return moved
 
 
 def _flats(
@@ -191,7 +213,7 @@ def _flats(
     return flats
 
 
-def _unit(name: str, flats: list[_Flat], rooms: list[int], rests: list[Rest]) -> UnitBytes:
+def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest]) -> UnitBytes:
     trained = [(flat, rest) for flat, rest in zip(flats, rests, strict=True) if flat.trained]
     far: dict[str, int] = {}
     for _, rest in trained:
@@ -200,7 +222,7 @@ def _unit(name: str, flats: list[_Flat], rooms: list[int], rests: list[Rest]) ->
                 far[tier] = far.get(tier, 0) + span.numel
     tiers = [rest.parameters for rest in rests if rest.parameters != "device"]
     return UnitBytes(
-        name,
+        plan.name,
         whole=sum(flat.nbytes for flat in flats),
         room=sum(rooms),
         gradient=sum(sum(flat.layout.numels) * flat.dtype.itemsize for flat, _ in trained),
@@ -212,6 +234,7 @@ def _unit(name: str, flats: list[_Flat], rooms: list[int], rests: list[Rest]) ->
         sent=sum(
             f.layout.shard_numel * f.reduced.itemsize for f, rest in trained if rest.far or rest.gradients != "device"
         ),
+        blocks=plan.blocks if plan.is_block else 1,
     )
 
 

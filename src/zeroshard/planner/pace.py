@@ -24,6 +24,7 @@ from zeroshard.planner.memory import Holdings
 from zeroshard.planner.traces.trace import Op, Span, Trace, spans_of
 
 STEPS = 3  # replayed, of which the last counts
+TRAVEL, PASSED = 4, 28  # bytes a parameter: 16 bits that come and go by themselves, and what an update of Adam moves
 SLOW = 0.5  # of the fastest precision's rate
 BACKWARDS = 3  # of a step that are replayed at most: each further one takes as long as the last of these
 
@@ -163,6 +164,7 @@ class _Clock:
         self._here = min(ranks, machine.devices)  # ranks that share a node's host and disk
         self._orders = brought_in(work.spans)
         self._on_cpu = machine.kind == "cpu"
+        self._crowded = 1.0 if self._on_cpu else 1 + TRAVEL / PASSED  # gradients and parameters pass its memory too
         self.waits = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self.traffic: dict[str, float] = {}
         self._seconds: dict[tuple[str, float], float] = {}  # of collectives over the data axis
@@ -248,7 +250,7 @@ class _Clock:
         self.traffic[kind] = self.traffic.get(kind, 0.0) + nbytes
 
     def _bring(self, unit: int, backward: bool) -> None:
-        self.host += self._machine.unit
+        self.host += self._attended(unit)
         if unit in self._new:  # updated by the last step: the host waits for it, and then the device
             ready = self._new.pop(unit)
             if self._held.units[unit].far:
@@ -262,6 +264,11 @@ class _Clock:
         order = self._orders[backward]
         if self._prefetch and self._at < len(order):
             self._gather(order[self._at])
+
+    def _attended(self, unit: int) -> float:
+        """Seconds of the host: half of them for a collective, half for the hooks of each module that makes it run."""
+        collective = 1 if self._data > 1 else 0
+        return self._machine.unit * (self._held.units[unit].blocks + collective) / 2
 
     def _gather(self, unit: int) -> None:
         if unit in self._coming:
@@ -299,7 +306,7 @@ class _Clock:
 
     def _finish(self, unit: int) -> None:
         """A unit's gradients are complete: they are packed and reduced beside what comes, or added to the sum."""
-        self.host += self._machine.unit
+        self.host += self._attended(unit)
         sizes = self._held.units[unit]
         if not self._held.placement.gradients:
             self.compute += 2 * sizes.gradient / self._machine.bandwidth
@@ -347,7 +354,7 @@ class _Clock:
             begin = max(free, due.pop(unit))
             if self._clipped or "disk" in sizes.far:  # not before the step
                 begin = max(begin, self.compute)
-            free = begin + sum(sizes.far.values()) * self._here / machine.host_update
+            free = begin + sum(sizes.far.values()) * self._here * self._crowded / machine.host_update
             if "disk" in sizes.far:
                 states = sizes.far["disk"] * held.kept
                 free += states * self._here * (1 / machine.disk_read + 1 / machine.disk_write)

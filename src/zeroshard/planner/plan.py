@@ -145,6 +145,7 @@ def plan(
     checkpoint: Checkpoint | Sequence[Checkpoint] = CHECKPOINTS,
     offload: Any = "every",
     optimizer_states: int = 2,
+    one_pass: bool = True,
     scratch: float = 0.0,
     clip: bool = True,
     **options: Any,
@@ -159,8 +160,9 @@ def plan(
 
     ``batch`` is that of a step over all devices; without it, each plan has the micro-batch that is fastest.
     ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` narrow the choice where they are given, as
-    one value or several. ``optimizer_states`` are the optimizer's values for each element (2 for Adam), ``scratch`` the
-    bytes its kernels take for each. ``options`` are those of :func:`zeroshard.shard`.
+    one value or several. ``optimizer_states`` are the optimizer's values for each element (2 for Adam); ``one_pass``:
+    with 2 of them, it is torch's fused Adam or AdamW, which a GPU updates in one pass over memory; ``scratch`` are the
+    bytes its kernels take for each element. ``options`` are those of :func:`zeroshard.shard`.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -185,6 +187,7 @@ def plan(
         loss=loss,
         sequence=sequence,
         optimizer_states=optimizer_states,
+        one_pass=one_pass,
         scratch=scratch,
         clipped=clip,
         **options,

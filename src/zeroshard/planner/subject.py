@@ -49,6 +49,7 @@ class Subject:
         loss: Loss = None,
         sequence: int | None = None,
         optimizer_states: int = 2,
+        one_pass: bool = True,
         scratch: float = 0.0,
         clipped: bool = False,
         partition: bool = True,
@@ -56,6 +57,7 @@ class Subject:
     ) -> None:
         self.model, self._inputs, self._loss, self._sequence = model, inputs, loss, sequence
         self.optimizer_states, self._scratch, self.clipped = optimizer_states, scratch, clipped
+        self.one_pass = one_pass
         self.options, self._partition = options, partition
         self._config = Config(**options)
         self._units = plan_units(model, self._config.units, self._config.bucket_size)
@@ -158,6 +160,7 @@ class Subject:
                 tensor=choice.tensor,
                 optimizer_states=self.optimizer_states,
                 on_gpu=on_gpu,
+                one_pass=self.one_pass,
                 plans=self._units,
             )
         return self._holdings[key]

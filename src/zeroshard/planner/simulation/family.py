@@ -119,7 +119,8 @@ class Deep(Subject):
 
     def _held(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
         if choice.offload is not None:  # its fractions are of all blocks together
-            whole = Subject(self.family(self.layers), optimizer_states=self.optimizer_states, **self.options)
+            model, states = self.family(self.layers), self.optimizer_states
+            whole = Subject(model, optimizer_states=states, one_pass=self.one_pass, **self.options)
             return whole.holdings(choice, ranks, on_gpu)
         found = [member.holdings(choice, ranks, on_gpu) for member in self._members]
         if len(found) == 1:

@@ -1,0 +1,1 @@
+"""Updates of what rests on the device, in one pass over its memory."""

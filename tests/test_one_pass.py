@@ -1,0 +1,491 @@
+"""The update in one pass: which runs it takes, what it is told of them, and that nothing else changes.
+
+The kernel itself needs a GPU (test_one_pass_gpu.py). In its place stands one of torch's own operations (one_pass.py),
+so that a run in one pass equals torch's way to the bit here, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from one_pass import TorchKernel, in_one_pass
+from plain import Block, assert_equal, batches, full_parameters, make_net, net_loss, split
+from ranks import run_threads
+from torch import nn
+
+import zeroshard
+from zeroshard.device import kernel, one_pass
+from zeroshard.device.strip import Strip, numbers_of
+from zeroshard.device.table import ROW, tables_of
+
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+NET = make_net(blocks=2)  # not in a rank: threads draw from one generator
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def fused(model: nn.Module, **chosen: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{"lr": 0.01, "weight_decay": 0.1, "fused": True, **chosen})
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights decay, the rest does not; and betas differ."""
+    flat = [p for p in model.parameters() if p.dim() < 2]
+    rest = [p for p in model.parameters() if p.dim() >= 2]
+    groups = [{"params": rest}, {"params": flat, "weight_decay": 0.0, "betas": (0.8, 0.95), "lr": 0.02}]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
+
+
+def held(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Parameters as they compute and as they are updated, states, and gradients."""
+    found = full_parameters(model)
+    for name in list(found):
+        found[f"{name} exact"] = zeroshard.full_parameter(model, name)
+        gradient = zeroshard.full_gradient(model, name)
+        if gradient is not None:
+            found[f"{name} gradient"] = gradient
+        for key, value in zeroshard.full_state(optimizer, name).items():
+            found[f"{name} {key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def train(
+    rank: int,
+    world: int,
+    make: Make = fused,
+    *,
+    steps: int = 3,
+    clip: float | None = None,
+    accumulate: int = 1,
+    clear: bool = True,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(NET)
+    options = {"precision": "bf16", "bucket_size": 200, "loss_scale": 64.0, **options}
+    model, optimizer = zeroshard.shard(model, make(model), **options)
+    for batch in batches(steps):
+        for part in split(batch, rank, world).chunk(accumulate):
+            optimizer.scale(net_loss(model, part)).backward()
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        if clear:
+            optimizer.zero_grad()
+    return held(model, optimizer)
+
+
+def assert_same_in_one_pass(world: int, body: Callable[..., Any] = train, **options: Any) -> list[TorchKernel]:
+    """Both ways end with the same bits; the kernels of the ranks are returned."""
+    run = functools.partial(body, world=world, **options)
+    wanted = run_threads(world, run)
+    with in_one_pass() as kernels:
+        ours = run_threads(world, run)
+    for mine, its in zip(ours, wanted, strict=True):
+        assert_equal(mine, its)
+    assert len(kernels) == world and all(one.runs for one in kernels)
+    return kernels
+
+
+# ------------------------------------------------------------------------------------------------ the same numbers
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16": {"precision": "fp16"},
+    "fp32": {"precision": None, "clip": 0.1},
+    "clipped": {"clip": 0.1},
+    "fp16 clipped": {"precision": "fp16", "clip": 0.1},
+    "summed": {"accumulate": 2},
+    "clipped, and no zero_grad": {"clip": 0.1, "clear": False},
+    "reduced in fp32": {"reduce_dtype": "fp32", "clip": 0.1},
+    "reduced in fp64": {"reduce_dtype": torch.float64},
+    "norms in fp32": {"keep_fp32": (nn.LayerNorm,), "clip": 0.1},
+    "two groups": {"make": two_groups},
+    "maximised": {"make": functools.partial(fused, maximize=True)},
+    "lr in a tensor": {"make": functools.partial(fused, lr=torch.tensor(0.01))},
+    "one bucket": {"bucket_size": 2**20},
+    "no decay": {"make": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True)},
+}
+
+
+@pytest.mark.parametrize(("stage", "case"), [(2 * (n % 2) + s, case) for n, case in enumerate(CASES) for s in (0, 1)])
+def test_two_ranks_update_as_torch_does(stage: int, case: str) -> None:
+    if case == "reduced in fp64":
+        with pytest.raises(AssertionError, match="all\\(<generator"):  # not one run is taken
+            assert_same_in_one_pass(2, stage=stage, **CASES[case])
+        return
+    assert_same_in_one_pass(2, stage=stage, **CASES[case])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@every_stage
+def test_one_and_three_ranks_update_as_torch_does(stage: int, world: int) -> None:
+    assert_same_in_one_pass(world, stage=stage, clip=0.1, precision="bf16" if world == 3 else "fp16")
+
+
+@every_stage
+def test_every_element_is_updated_once_and_written_where_it_computes(stage: int) -> None:
+    def body(rank: int) -> tuple[int, float]:
+        model = copy.deepcopy(NET)
+        model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
+        net_loss(model, split(batches(1)[0], rank, 2)).backward()
+        copied: list[int] = []
+        optimizer._engine.copy_masters = lambda flats, near: copied.extend(flats)
+        optimizer.step()
+        masters = zeroshard.report(model).memory["master weights", "device"].now // 4
+        assert not copied and zeroshard.report(model).memory["step", "device"].peak == 0
+        return masters, sum(run.parameter.numel() for run in optimizer._all_runs())
+
+    with in_one_pass() as kernels:
+        found = run_threads(2, body)
+    for masters, runs in found:
+        assert masters == runs
+    assert sorted(sum(s.master.numel() for s in one.laid[0]) for one in kernels) == sorted(n for n, _ in found)
+    assert all(
+        strip.copy is not None and strip.copy.dtype == torch.bfloat16 for one in kernels for strip in one.laid[0]
+    )
+
+
+class Skips(nn.Module):
+    """A layer of three that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if use or number != 1 else x
+        return x
+
+
+SKIPS = Skips()
+
+
+@every_stage
+def test_unused_parameters_are_left_alone(stage: int) -> None:
+    def body(rank: int, world: int) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(SKIPS)
+        model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
+        for number in range(6):
+            data = torch.full((2, 16), 0.1 * number + rank)
+            model(data, number in (1, 4)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return held(model, optimizer)
+
+    assert_same_in_one_pass(2, body)
+    wanted = run_threads(2, functools.partial(body, world=2))[0]
+    assert wanted["layers.1.weight step"].item() == 2 and wanted["layers.0.weight step"].item() == 6
+
+
+def overflows(rank: int, world: int, stage: int, make: Make = fused) -> dict[str, torch.Tensor]:
+    """Five steps, of which the second and the fourth overflow on one rank."""
+    model = copy.deepcopy(NET)
+    options = {"stage": stage, "precision": "fp16", "bucket_size": 200, "loss_scale": 64.0}
+    model, optimizer = zeroshard.shard(model, make(model), **options)
+    for number, batch in enumerate(batches(5)):
+        loss = optimizer.scale(net_loss(model, split(batch, rank, world)))
+        (loss * (1e30 if number % 2 and rank == 1 else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.loss_scale.item() == 16.0
+    return held(model, optimizer)
+
+
+@every_stage
+def test_after_an_overflow_nothing_changes_and_no_step_is_counted(stage: int) -> None:
+    assert_same_in_one_pass(2, overflows, stage=stage)
+    with in_one_pass():
+        assert run_threads(2, overflows, 2, stage)[0]["head.weight step"].item() == 3
+
+
+# ---------------------------------------------------------------------------------------------- beside torch's way
+
+
+def half_fused(model: nn.Module) -> torch.optim.Optimizer:
+    """Some groups in one pass, and some not: by their options alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": parameters[0::3]},
+        {"params": parameters[1::3], "amsgrad": True},
+        {"params": parameters[2::3], "fused": False},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@every_stage
+def test_groups_that_torch_has_to_update_are_left_to_it(stage: int, precision: str) -> None:
+    assert_same_in_one_pass(2, stage=stage, make=half_fused, precision=precision, clip=0.1, clear=False)
+
+
+def one_not_fused(model: Any) -> torch.optim.Optimizer:
+    """Fused but for one parameter of one element, which one rank has: it alone reads the overflow."""
+    rest = [p for p in model.parameters() if p is not model.temperature]
+    optimizer = torch.optim.AdamW([{"params": rest}, {"params": [model.temperature]}], lr=0.01)
+    optimizer.param_groups[0]["fused"] = True
+    return optimizer
+
+
+def test_ranks_agree_on_an_overflow_that_not_all_read() -> None:
+    assert_same_in_one_pass(2, overflows, stage=2, make=one_not_fused)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("tiers", [{"optimizer": ("host", 0.5)}, {"optimizer": ("host", 0.5), "parameters": "host"}])
+def test_what_rests_on_the_device_beside_other_tiers(tiers: Any, clip: float | None) -> None:
+    def body(rank: int, world: int, clear: bool) -> dict[str, torch.Tensor]:
+        found = train(rank, world, offload=tiers, bucket_size=2048, clip=clip, clear=clear)
+        return {name: value.clone() for name, value in found.items()}
+
+    run = functools.partial(body, world=2, clear=clip is None)
+    wanted = run_threads(2, run)
+    with in_one_pass() as kernels:
+        for mine, its in zip(run_threads(2, run), wanted, strict=True):
+            assert_equal(mine, its)
+    assert any(one.runs for one in kernels) == ("parameters" not in tiers)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1, fused=True),
+        functools.partial(fused, amsgrad=True),
+        functools.partial(fused, fused=False),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01, fused=True),
+        functools.partial(fused, betas=(torch.tensor(0.9), torch.tensor(0.99)), fused=True),
+    ],
+)
+def test_what_is_not_known_to_the_bit_goes_torchs_way(make: Make) -> None:
+    model = nn.Linear(3, 3)
+    inner = make(model)
+    assert numbers_of(type(inner), inner.param_groups[0], torch.device("cpu")) is None
+
+
+def test_a_learning_rate_on_a_device_stays_there_and_one_on_the_host_is_read() -> None:
+    group = torch.optim.AdamW([torch.zeros(1)], lr=torch.tensor(0.5), fused=True).param_groups[0]
+    found = numbers_of(torch.optim.AdamW, group, torch.device("cpu"))
+    assert found is not None and found.lr == 0.5
+    elsewhere = torch.zeros((), device="meta")
+    for value, kept in ((elsewhere, True), (elsewhere.double(), False), (elsewhere.expand(2), False)):
+        found = numbers_of(torch.optim.AdamW, {**group, "lr": value}, torch.device("meta"))
+        assert (found is not None and found.lr is value) == kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inner: inner.register_step_pre_hook(lambda *_: None),
+        lambda inner: setattr(inner, "step", functools.partial(inner.step)),
+    ],
+)
+def test_who_wants_to_see_the_call_sees_it(change: Callable[[Any], Any]) -> None:
+    with in_one_pass() as kernels:
+        model = copy.deepcopy(NET)
+        inner = fused(model)
+        change(inner)
+        model, optimizer = zeroshard.shard(model, inner, precision="bf16")
+        net_loss(model, batches(1)[0]).backward()
+        optimizer.step()
+    assert not kernels[0].runs
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("on_inner", [True, False])
+def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
+    def body(rank: int, world: int) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(NET)
+        model, optimizer = zeroshard.shard(model, fused(model), precision="bf16")
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.inner if on_inner else optimizer, 0.5)
+        for batch in batches(3):
+            net_loss(model, batch).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return held(model, optimizer)
+
+    (one,) = assert_same_in_one_pass(1, body)
+    assert len(one.laid) == 1  # a new rate needs no new table
+
+
+# ---------------------------------------------------------------------------------------------- states, and where
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path: Path) -> None:
+    def body(rank: int, load: Path | None, save: Path) -> dict[str, torch.Tensor]:
+        model = copy.deepcopy(NET)
+        model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
+        if load is not None:
+            zeroshard.load(load, model, optimizer)
+        for batch in batches(2):
+            net_loss(model, split(batch, rank, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zeroshard.save(save, model, optimizer)
+        return held(model, optimizer)
+
+    run_threads(2, body, None, tmp_path / "torch")
+    wanted = run_threads(2, body, tmp_path / "torch", tmp_path / "torch further")[0]
+    with in_one_pass():
+        run_threads(2, body, None, tmp_path / "ours")
+        assert_equal(run_threads(2, body, tmp_path / "torch", tmp_path / "ours further")[0], wanted)
+    assert_equal(run_threads(2, body, tmp_path / "ours", tmp_path / "torch further 2")[0], wanted)
+
+
+def test_what_is_noted_holds_until_something_moves() -> None:
+    with in_one_pass() as kernels:
+        model = copy.deepcopy(NET)
+        model, optimizer = zeroshard.shard(model, fused(model), precision="bf16", bucket_size=200)
+
+        def step() -> int:
+            net_loss(model, batches(1)[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return len(kernels[0].laid)
+
+        assert (step(), step(), step()) == (1, 1, 1)
+        for run in optimizer._all_runs()[:1]:
+            state = optimizer.state[run.parameter]
+            state["exp_avg"] = state["exp_avg"].clone()
+        assert (step(), step()) == (2, 2)
+        flat = next(iter(optimizer._engine.gradients.of_flat))
+        flat.owned = [owned.clone() for owned in flat.owned]
+        assert (step(), step()) == (3, 3)
+        optimizer.load_state_dict(optimizer.state_dict())
+        step()
+        strips = kernels[0].laid[-1]
+        moments = {
+            optimizer.state[run.parameter]["exp_avg"].untyped_storage().data_ptr() for run in optimizer._all_runs()
+        }
+        assert {strip.exp_avg.untyped_storage().data_ptr() for strip in strips} == moments - {0}
+
+
+def test_states_of_another_optimizer_are_not_touched() -> None:
+    """Loaded from one with amsgrad: torch decides what becomes of them."""
+    with in_one_pass() as kernels:
+        model = copy.deepcopy(NET)
+        plain = copy.deepcopy(NET)
+        other = fused(plain, amsgrad=True)
+        net_loss(plain, batches(1)[0]).backward()
+        other.step()
+        model, optimizer = zeroshard.shard(model, fused(model), precision="bf16")
+        loaded = other.state_dict()
+        loaded["param_groups"][0]["amsgrad"] = False
+        optimizer.load_state_dict(loaded)
+        net_loss(model, batches(1)[0]).backward()
+        optimizer.step()
+    assert not kernels[0].runs
+
+
+def test_without_triton_there_is_one_warning_and_torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "triton", None)
+    device = torch.device("cuda", 7)
+    with pytest.warns(RuntimeWarning, match=r"torch's own slower one runs on cuda:7: ImportError"):
+        assert one_pass._kernel_on(device) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert one_pass._kernel_on(device) is None
+
+
+def test_a_kernel_that_does_something_else_is_not_used() -> None:
+    class Wrong(TorchKernel):
+        def run(self, laid: Any, steps: Any, numbers: Any, factors: Any) -> None:
+            super().run(laid, steps, numbers, factors)
+            laid[0].exp_avg_sq[3] *= 1.001
+
+    one_pass._try(TorchKernel(), torch.device("cpu"))
+    with pytest.raises(AssertionError, match="item \\[2\\]"):
+        one_pass._try(Wrong(), torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------- tables
+
+
+@given(
+    numels=st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    gaps=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    runs=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    block=st.sampled_from([1, 16, 64]),
+    narrow=st.booleans(),
+)
+def test_a_table_has_every_element_once(
+    numels: list[int], gaps: list[int], runs: list[int], block: int, narrow: bool
+) -> None:
+    dtype = torch.bfloat16 if narrow else torch.float32
+    lines = [torch.zeros(1000, dtype=dtype if i in (0, 4) else torch.float32) for i in range(5)]
+    strips, at = [], 0
+    for numel, gap, run in zip(numels, gaps, sorted(runs), strict=False):
+        views = [line[at : at + numel] for line in lines]
+        strips.append(Strip(run, *views[:4], views[4] if narrow else None))
+        at += numel + gap
+    seen: dict[tuple[int, ...], int] = {}  # addresses of an element → its run
+    for table in tables_of(strips, block, torch.device("cpu")):
+        assert table.rows.shape[1] == ROW and table.rows.dtype == torch.int64
+        sizes = [table.way.gradient.itemsize, 4, 4, 4, table.way.copy.itemsize if table.way.copy else 0]
+        for program, row in enumerate(table.blocks.tolist()):
+            *addresses, numel, run, first = table.rows[row].tolist()
+            if table.way.even:
+                assert numel % 4 == 0 and not any(a % (4 * s) for a, s in zip(addresses, sizes, strict=True) if s)
+            begin = (program - first) * block
+            assert 0 <= begin < numel
+            for element in range(begin, min(begin + block, numel)):
+                place = tuple(a + element * s for a, s in zip(addresses, sizes, strict=True))
+                assert place not in seen
+                seen[place] = run
+    wanted = {}
+    for strip in strips:
+        tensors = [strip.gradient, strip.master, strip.exp_avg, strip.exp_avg_sq]
+        for element in range(strip.master.numel()):
+            place = tuple(t.data_ptr() + element * t.element_size() for t in tensors)
+            copied = 0 if strip.copy is None else strip.copy.data_ptr() + 2 * element
+            wanted[*place, copied] = strip.run
+    assert seen == wanted
+
+
+def test_strips_that_adjoin_everywhere_become_one_row() -> None:
+    lines = [torch.zeros(1024) for _ in range(4)]
+    copied = torch.zeros(2048, dtype=torch.bfloat16)
+
+    def strips(apart: int, runs: int) -> list[Strip]:
+        return [
+            Strip(i % runs, *(line[256 * i : 256 * i + 256] for line in lines), copied[i * apart : i * apart + 256])
+            for i in range(4)
+        ]
+
+    def rows(found: list[Strip]) -> int:
+        (table,) = tables_of(found, 128, torch.device("cpu"))
+        assert table.way.even and table.blocks.numel() == math.ceil(1024 / 128)
+        return len(table.rows)
+
+    assert (rows(strips(256, 1)), rows(strips(512, 1)), rows(strips(256, 4))) == (1, 4, 4)
+    assert not tables_of([Strip(0, *(line[:0] for line in lines), None)], 128, torch.device("cpu"))
+
+
+BLOCKS = nn.Sequential(*[Block(8) for _ in range(5)])
+
+
+def test_units_of_stage_3_lie_in_one_row() -> None:
+    """Shards of all units lie side by side, for gradients as for parameters: a row for each run."""
+
+    def body(rank: int) -> int:
+        model = copy.deepcopy(BLOCKS)
+        model, optimizer = zeroshard.shard(model, fused(model), stage=3, precision="bf16")
+        model(torch.ones(1, 8)).float().sum().backward()
+        optimizer.step()
+        return len(optimizer._all_runs())
+
+    with in_one_pass() as kernels:
+        assert run_threads(2, body) == [1, 1]
+    for one in kernels:
+        (table,) = tables_of(one.laid[0], 64, torch.device("cpu"))
+        assert len(one.laid[0]) == 5 and len(table.rows) == 1

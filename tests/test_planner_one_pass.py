@@ -1,0 +1,102 @@
+"""What the planner knows of the update in one pass: no buffer, and fewer bytes, where a GPU and fused Adam are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from one_pass import in_one_pass
+from torch import nn
+
+import zeroshard
+from zeroshard.config import Config
+from zeroshard.device.strip import serves
+from zeroshard.planner.auto import Site, decide
+from zeroshard.planner.choice import Choice
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.memory import Holdings, holdings
+from zeroshard.planner.subject import Subject
+from zeroshard.runs import longest_run
+
+MODEL = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+PSI = 4 * 64 * 64
+
+
+def held(one_pass: bool = True, on_gpu: bool = True, optimizer_states: int = 2, **options: Any) -> Holdings:
+    config = Config(**{"precision": "bf16", "bucket_size": 1024, **options})
+    return holdings(MODEL, config, ranks=2, optimizer_states=optimizer_states, on_gpu=on_gpu, one_pass=one_pass)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "step", "updated"),
+    [
+        ({}, 0, 28),
+        ({"one_pass": False}, 4 * 1024, 40),  # gradient to the buffer and from it, the master once more
+        ({"on_gpu": False}, 4 * 1024, 40),
+        ({"optimizer_states": 1}, 4 * 1024, 32),
+        ({"precision": "fp16"}, 0, 28),
+        ({"precision": None}, 0, 28),
+        ({"precision": None, "one_pass": False}, 0, 28),
+        ({"reduce_dtype": "fp32"}, 0, 30),
+        ({"reduce_dtype": "fp32", "one_pass": False}, 4 * 1024, 42),
+        ({"reduce_dtype": torch.float64}, 4 * 1024, 46),
+    ],
+    ids=str,
+)
+def test_an_updates_buffer_and_bytes(chosen: dict[str, Any], step: int, updated: int) -> None:
+    found = held(**chosen)
+    assert (found.step, found.updated) == (step, updated)
+    assert found.kept == 4 * (1 + chosen.get("optimizer_states", 2))
+    assert found.states == held(**{**chosen, "one_pass": False}).states
+
+
+def test_the_buffer_is_the_one_a_step_takes() -> None:
+    def peak() -> int:
+        model = copy.deepcopy(MODEL)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = zeroshard.shard(model, optimizer, precision="bf16", bucket_size=1024)
+        model(torch.ones(1, 64)).float().sum().backward()
+        optimizer.step()
+        return zeroshard.report(model).memory["step", "device"].peak
+
+    with in_one_pass():
+        assert peak() == held(one_pass=True).step
+    assert peak() == held(one_pass=False).step == 4 * longest_run(1024)
+
+
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+def test_memory_and_time_of_a_plan(machine: str) -> None:
+    found = Machine.of(machine)
+    subjects = [Subject(MODEL, torch.ones(1, 64), one_pass=flag, precision="bf16") for flag in (True, False)]
+    choice, gained = Choice(stage=2), found.kind == "cuda"
+    ours, theirs = (subject.footprint(choice, 1, found, timeline=True).timeline[-1] for subject in subjects)
+    assert ours.what == "step"
+    assert theirs.held["step"] - ours.held["step"] == (4 * PSI if gained else 0)
+    fast, slow = (subject.pace(choice, 1, found).update for subject in subjects)
+    assert slow - fast == pytest.approx(12 * PSI / found.bandwidth if gained else 0.0)
+
+
+def test_plans_follow_the_optimizer_they_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    class Noted(Subject):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            asked.append(self.one_pass)
+
+    monkeypatch.setattr("zeroshard.planner.plan.Subject", Noted)
+    site = Site(torch.device("cpu"), 1)
+    for flag in (True, False):
+        decide(MODEL, torch.ones(1, 64), site, batch=1, micro_batch=1, stage="auto", one_pass=flag)
+    assert asked == [True, False]
+    parameters = list(MODEL.parameters())
+    for kind, chosen, served in (
+        (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.1)}, True),
+        (torch.optim.AdamW, {}, False),
+        (torch.optim.Adam, {"fused": True, "weight_decay": 0.1}, False),
+        (torch.optim.SGD, {"fused": True}, False),
+    ):
+        assert serves(kind(parameters, **chosen)) == served
+    assert not serves(None)
