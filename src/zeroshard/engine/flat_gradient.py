@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import has_autograd_gradient, take_autograd_gradient
+from zeroshard.engine.parameter import have_autograd_gradients, take_autograd_gradients
 from zeroshard.layout import Range
 
 
@@ -44,13 +44,13 @@ class FlatGradient:
 
     def take(self) -> list[torch.Tensor | None]:
         """Take what autograd has put into the parameters' ``grad``."""
-        taken = [take_autograd_gradient(parameter) for parameter in self.flat.parameters]
+        taken = take_autograd_gradients(self.flat.parameters)
         self.used = [before or now is not None for before, now in zip(self.used, taken, strict=True)]
         return taken
 
     def pending(self) -> bool:
         """Whether autograd has left gradients here."""
-        return any(has_autograd_gradient(parameter) for parameter in self.flat.parameters)
+        return have_autograd_gradients(self.flat.parameters)
 
     def forget_norms(self) -> None:
         """The gradient changes where it rests: what was measured on its way there does not hold any more."""

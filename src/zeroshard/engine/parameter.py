@@ -20,7 +20,7 @@ it, and with it what autograd knows of the parameter, stays. A class of its own 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,10 +37,9 @@ if TYPE_CHECKING:
 class Card:
     """What a managed parameter knows about itself. It keeps nothing alive: parameter → card → unit would be a cycle."""
 
-    def __init__(self, name: str, unit: Unit, flat: Flat, index: int, original_class: type[nn.Parameter]) -> None:
+    def __init__(self, name: str, unit: Unit, flat: Flat, index: int) -> None:
         self.name = name
         self.index = index  # in the flat
-        self.original_class = original_class
         self.unit = weakref.ref(unit)
         self.flat = weakref.ref(flat)
 
@@ -65,22 +64,26 @@ def card_of(parameter: torch.Tensor) -> Card | None:
 _autograd_gradient: Any = torch.Tensor.grad
 
 
-def has_autograd_gradient(parameter: nn.Parameter) -> bool:
-    """Whether autograd has put a gradient into the parameter."""
+def have_autograd_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether autograd has put a gradient into any of the parameters."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _autograd_gradient.__get__(parameter) is not None
+        return any(_autograd_gradient.__get__(parameter) is not None for parameter in parameters)
 
 
-def take_autograd_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Take, densely, the gradient autograd has put into the parameter."""
+def take_autograd_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Take, densely, the gradients autograd has put into the parameters."""
+    taken: list[torch.Tensor | None] = []
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _autograd_gradient.__get__(parameter)
-        if gradient is None:
-            return None
-        _autograd_gradient.__set__(parameter, None)
-        if isinstance(gradient, DTensor):
-            gradient = _local_gradient(gradient, parameter)
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+        for parameter in parameters:
+            gradient: torch.Tensor | None = _autograd_gradient.__get__(parameter)
+            if gradient is not None:
+                _autograd_gradient.__set__(parameter, None)
+                if isinstance(gradient, DTensor):
+                    gradient = _local_gradient(gradient, parameter)
+                if gradient.layout is not torch.strided:
+                    gradient = gradient.to_dense()
+            taken.append(gradient)
+    return taken
 
 
 @torch.no_grad()
@@ -239,12 +242,15 @@ def _brought(parameter: AbsentDTensor, func: Callable[..., Any]) -> DTensor:
     return parameter  # a plain DTensor by now
 
 
-def dress(parameter: nn.Parameter, absent: bool) -> None:
-    """Make the parameter an absent one, or else a resting one."""
-    kind: Any = (AbsentParameter, RestingParameter)
-    if isinstance(parameter, DTensor):
-        kind = (AbsentDTensor, RestingDTensor)
-    parameter.__class__ = kind[0 if absent else 1]
+class Wardrobe:
+    """The classes that a parameter changes between, looked up once: it changes them several times a step."""
+
+    def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
+        divided = isinstance(parameter, DTensor)
+        self.parameter: Any = parameter
+        self.original = original
+        self.absent: type = AbsentDTensor if divided else AbsentParameter
+        self.resting: type = RestingDTensor if divided else RestingParameter
 
 
 def _twin(parameter: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import Card, card_of, dress, point, values_of
+from zeroshard.engine.parameter import Card, Wardrobe, point, values_of
 from zeroshard.layout import Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -58,6 +58,7 @@ class Unit:
         self._lane = lane  # that gathers run on
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
+        self._wardrobes: list[Wardrobe] = []  # of all parameters
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -78,9 +79,10 @@ class Unit:
         """Point every parameter at its place in the flat, and give it its card."""
         for flat in self.flats:
             for index, parameter in enumerate(flat.parameters):
+                original = original_classes[id(parameter)]
                 point(parameter, flat.views[index])
-                card = Card(flat.names[index], self, flat, index, original_classes[id(parameter)])
-                parameter._zeroshard = card  # type: ignore[attr-defined]
+                parameter._zeroshard = Card(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
+                self._wardrobes.append(Wardrobe(parameter, original))
 
     def start_released(self) -> None:
         """A partitioned unit begins its life with only its shard in memory."""
@@ -149,7 +151,8 @@ class Unit:
         if not self.partitioned or self.state is State.RELEASED:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
-        self._dress(absent=True)
+        if not self.veiled:  # else they are dressed so already
+            self._dress(absent=True)
         for flat in self.flats:
             flat.full.untyped_storage().resize_(0)
         self._ledger.add("gathered", -self.full_bytes)
@@ -188,13 +191,16 @@ class Unit:
     def gather_copy(self) -> None:
         """Give the parameters full values in fresh memory, which stays valid for whoever keeps it."""
         self.copied = True
+        copies = []
         for flat in self.flats:
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             flat.arrive()
             for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True):
                 self._gather_whole(fresh[bucket.start : bucket.end], owned)
+            copies.append(fresh)
+        self._undress()
+        for flat, fresh in zip(self.flats, copies, strict=True):
             for index, parameter in enumerate(flat.parameters):
-                parameter.__class__ = _original(parameter)
                 point(parameter, flat.view(fresh, index))
 
     def drop_copy(self) -> None:
@@ -219,6 +225,7 @@ class Unit:
     def dissolve(self) -> None:
         """Make the parameters plain again: own memory, first dtype, the master's values where there is one."""
         self.wait()
+        self._undress()
         for flat in self.flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
             whole = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
@@ -226,7 +233,6 @@ class Unit:
                 mine = owned if flat.master is None else flat.master.read(home, flat.device)
                 self._gather_whole(whole[bucket.start : bucket.end], mine)
             for index, parameter in enumerate(flat.parameters):
-                parameter.__class__ = _original(parameter)
                 view = flat.view(whole, index)
                 plain = torch.empty_strided(
                     view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
@@ -292,12 +298,12 @@ class Unit:
             whole.copy_(part)
 
     def _dress(self, absent: bool) -> None:
-        for parameter in self.parameters:
-            dress(parameter, absent)
+        for wardrobe in self._wardrobes:
+            wardrobe.parameter.__class__ = wardrobe.absent if absent else wardrobe.resting
 
     def _undress(self) -> None:
-        for parameter in self.parameters:
-            parameter.__class__ = _original(parameter)
+        for wardrobe in self._wardrobes:
+            wardrobe.parameter.__class__ = wardrobe.original
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
@@ -305,8 +311,3 @@ def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | Non
     if divided is not None:
         parameter.data = divided.wrap(values)
     point(parameter, values)
-
-
-def _original(parameter: nn.Parameter) -> type[nn.Parameter]:
-    card = card_of(parameter)
-    return card.original_class if card is not None else nn.Parameter
