@@ -12,7 +12,6 @@ with the write beside it, is given too.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -32,10 +31,13 @@ from torch import nn
 
 import zeroshard
 from benchmarks.rank import fsdp2_gpt, zeroshard_gpt
+from benchmarks.record import Record, described, machine
+from benchmarks.table import ratio
 from zeroshard.checkpoint.snapshot import Snapshot
 from zeroshard.models import GPTConfig
 
 Times = dict[str, list[float]]
+VARIANTS = ("raw", "zeroshard", "fsdp2")
 
 
 class Bench:
@@ -220,29 +222,34 @@ def run(rank: int, options: argparse.Namespace, port: int, directory: str, resul
     dist.destroy_process_group()
 
 
-def show(nbytes: int, times: Times, options: argparse.Namespace) -> None:
-    """Print a table."""
+def show(nbytes: int, times: Times, record: Record) -> None:
+    """Print tables: saving and loading, and saving beside training."""
     middle = {name: statistics.median(found) for name, found in times.items()}
     spread = {name: max(found) - min(found) for name, found in times.items()}
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"{options.ranks} ranks, {nbytes / 1e9:.2f} GB in all, torch {torch.__version__}, {machine}")
-    for kind in ("save", "load"):
-        for variant in ("raw", "zeroshard", "fsdp2"):
-            name = f"{variant} {kind}"
-            rate, ratio = nbytes / middle[name] / 1e9, middle[name] / middle[f"raw {kind}"]
-            print(f"{name:<16}{middle[name]:>8.2f} s (spread {spread[name]:.2f}){rate:>8.2f} GB/s{ratio:>8.2f} × raw")
-    print(f"{'host copy':<16}{1e3 * middle['host copy']:>8.0f} ms, of the shards of a rank")
-    for variant in ("zeroshard", "fsdp2"):
-        pause, step, beside = (middle[f"{variant} {what}"] for what in ("pause", "step", "step beside"))
-        print(
-            f"{variant:<10}pause{1e3 * pause:>9.0f} ms (spread {1e3 * spread[f'{variant} pause']:.0f}), "
-            f"{pause / middle['host copy']:.2f} × host copy; "
-            f"a step {1e3 * step:.0f} ms, beside the write {1e3 * beside:.0f}"
-        )
+    table = []
+    for variant in VARIANTS:
+        row: list[object] = [variant]
+        for kind in ("save", "load"):
+            seconds = middle[f"{variant} {kind}"]
+            row += [seconds, spread[f"{variant} {kind}"], nbytes / seconds / 1e9]
+            row.append(ratio(seconds, middle[f"raw {kind}"]))
+        table.append(row)
+    saves = ("save s", "spread of saves s", "saved GB/s", "of the raw write")
+    loads = ("load s", "spread of loads s", "loaded GB/s", "of the raw read")
+    record.show("saving", ("", *saves, *loads), table)
+    copy = 1e3 * middle["host copy"]
+    table = [["host copy", copy, 1e3 * spread["host copy"], None, None, None, None]]
+    for variant in VARIANTS[1:]:
+        pause, step, beside = (1e3 * middle[f"{variant} {what}"] for what in ("pause", "step", "step beside"))
+        first, apart = 1e3 * times[f"{variant} pause"][0], 1e3 * spread[f"{variant} pause"]
+        table.append([variant, pause, apart, ratio(pause, copy), first, step, beside])
+    print("\nSaving beside training; the host copy is of the shards of one rank")
+    heads = ("", "pause ms", "spread", "of a host copy", "first pause ms", "a step ms", "a step beside it ms")
+    record.show("beside", heads, table)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run everything and print a table."""
+    """Run everything and print tables."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
@@ -255,8 +262,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", type=Path, help="where to write; a temporary directory by default")
-    parser.add_argument("--output", type=Path, help="write all times as JSON")
+    parser.add_argument("--out", type=Path, help="write all results as JSON")
     options = parser.parse_args(argv)
+    record = Record("checkpoint", options.device, options.out)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -264,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         mp.spawn(run, (options, port, directory, results), nprocs=options.ranks)
     nbytes, times = results.get()
-    if options.output:
-        options.output.write_text(json.dumps({"bytes": nbytes, "seconds": times}))
-    show(nbytes, times, options)
+    given = {name: value for name, value in vars(options).items() if name not in ("directory", "out")}
+    record.add({**given, "bytes": nbytes, "seconds": times})
+    print(f"{options.ranks} ranks, {nbytes / 1e9:.2f} GB in all, {described(machine(options.device))}")
+    show(nbytes, times, record)

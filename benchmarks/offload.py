@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import host_adam
 from benchmarks.deepest import HEADS, deepest, held_by, measure_depth, measure_space
-from benchmarks.peers import DeepSpeedTraining
+from benchmarks.deepspeed_peer import DeepSpeedTraining
 from benchmarks.rank import ROWS, Memory, Training, alone, fsdp2_gpt, shape_of, zeroshard_gpt
 from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes, listed, middle, ratio, said, spread

@@ -1,54 +1,203 @@
-"""DeepSpeed's ZeRO-2 with optimizer states on the host, trained as its documentation says."""
+"""zeroshard beside its peers and the floor: rows of work, each by every library that can do it.
+
+    python -m benchmarks peers                                                     # all rows, on a GPU; mind --budget
+    python -m benchmarks peers --rows "1.4B, batch 2" --variants FSDP2 "zeroshard 3" --repeats 5
+    python -m benchmarks peers --device cpu --ranks 2                              # real ranks over gloo
+    python -m benchmarks peers --tiny --device cpu --repeats 1
+
+Every trial is a process of its own; repeats are interleaved. `variants.py` says what each library is asked to do,
+`rows.py` what the rows are. One rank of many: the others do not exist, nothing passes a wire; memory, computation and
+the work of the host are true. torch's fake backend makes its all-gather of one copy for each rank, which costs more
+than a collective does; with `--backend fake_echo` it is one copy.
+
+*Floor* is forward and backward alone, of the unsharded bf16 model; ratios are to it and to the best peer, the fastest
+of plain PyTorch, DDP, FSDP2 and DeepSpeed in the row. Tokens and TFLOPS are one rank's, the latter the model's, without
+recomputation; MFU is their share of what the device's data sheet promises. *Host* is the processor time that this
+process spent until a step returned, *returned* the time until then, the device not waited for. *Sent* counts an
+all-gather by its output, a reduce-scatter by its input and an all-reduce twice, in elements as a multiple of all
+parameters, and in GB.
+"""
 
 from __future__ import annotations
 
-import os
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.rank import Memory, Training
-from zeroshard.models import GPT, GPTConfig
+from benchmarks import echo, ranks
+from benchmarks.rank import alone, one_rank, precision
+from benchmarks.record import described, machine
+from benchmarks.rows import ON_CPU, ON_GPU, ROWS, Row
+from benchmarks.steady import communicated, steady
+from benchmarks.table import Result, gigabytes, middle, ratio, said, spread
+from benchmarks.trial import Trials, options, parsed
+from benchmarks.variants import PEERS, VARIANTS, Job
+from zeroshard.train.flops import peak_flops
 
-
-class DeepSpeedTraining(Training):
-    """Steps of one model under DeepSpeed, whose engine wants ``backward`` and ``step`` of its own to be called."""
-
-    def __init__(self, config: GPTConfig, batch: int, memory: Memory) -> None:
-        import deepspeed
-
-        device = "cuda" if memory.on_gpu else "cpu"
-        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-            os.environ.setdefault(name, value)
-        with torch.device(device):
-            model = GPT(config)
-        self.adam, optimizer = host_adam(model)
-        zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
-        settings = {
-            "train_micro_batch_size_per_gpu": batch,
-            "bf16": {"enabled": True},
-            "zero_optimization": zero,
-            "gradient_clipping": 0.0,  # without this key some versions clip
-            "zero_force_ds_cpu_optimizer": False,  # torch's is taken where its own cannot be built
-        }
-        self.engine: Any = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=settings, dist_init_required=False
-        )[0]
-        super().__init__((model, None), batch, memory)
-
-    def step(self, length: int | None = None) -> None:
-        """Train on the first ``length`` tokens of every sequence; without it, on all."""
-        tokens = self.tokens[:, :length]
-        self.engine.backward(self.engine(tokens, tokens))
-        self.engine.step()
+UNSENT = ("floor", "plain")  # they communicate nothing
+NOT_NCCL = """\
+Real ranks, over gloo, on one machine: times here are not NCCL's. What carries over is memory, what is communicated, and
+the work of the host. Memory is that of the rank that has most. What is communicated is counted as one of as many ranks
+that do not exist, since zeroshard makes a reduce-scatter over gloo of an all-reduce, as gloo itself does inside."""
 
 
-def host_adam(model: torch.nn.Module) -> tuple[str, torch.optim.Optimizer]:
-    """DeepSpeed's own Adam on the host, or torch's where it cannot be compiled here; and what it is."""
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+def chosen_row(name: str, tiny: bool, over: int) -> Row:
+    """A row as it is to run: small, or by real ranks."""
+    row = ROWS[name].tiny if tiny else ROWS[name]
+    return row.over(over) if over > 1 else row
 
-        return "its own CPU Adam", DeepSpeedCPUAdam(model.parameters(), lr=1e-4, adamw_mode=True)
-    except Exception as error:  # a compiler, a header or a toolkit may be missing, each with an exception of its own
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"torch's fused AdamW ({why})", torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+def measure(
+    row: str, variant: str, device: str, steps: int, tiny: bool = False, over: int = 0, backend: str = "fake"
+) -> Result:
+    """Run one variant of one row, in this process or, ``over`` several ranks, in theirs."""
+    chosen = chosen_row(row, tiny, over)
+    if chosen.place == "ranks":
+        found = ranks.run(__name__, "measure_rank", over, row=row, variant=variant, steps=steps, tiny=tiny)
+        return found if variant in UNSENT else {**found, **_counted(chosen, variant, device)}
+    with _place(chosen, device, backend) as mesh:
+        return steady(Job(chosen, device, mesh), variant, steps)
+
+
+def measure_rank(row: str, variant: str, steps: int, tiny: bool) -> Result:
+    """Run one variant of one row as one of the real ranks that there are."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    chosen = chosen_row(row, tiny, mesh.size())
+    return steady(Job(chosen, "cpu", mesh), variant, steps, counted=False)
+
+
+def _counted(row: Row, variant: str, device: str) -> Result:
+    with one_rank(device, (row.ranks,), backend=echo.NAME) as mesh:
+        training = VARIANTS[variant](Job(replace(row, place="one of many"), device, mesh))
+        for _ in range(2):
+            training.step()
+        return communicated(training)
+
+
+def _place(row: Row, device: str, backend: str) -> AbstractContextManager[DeviceMesh]:
+    return alone(device) if row.place == "alone" else one_rank(device, (row.ranks,), backend=backend)
+
+
+class Compared:
+    """A row's results, by variant."""
+
+    def __init__(self, name: str, row: Row, found: dict[str, list[Result]], absent: dict[str, str], peak: float | None):
+        self.name, self.row, self.found, self.absent = name, row, found, absent
+        self._peak = peak  # FLOP/s of the device
+        floor = found.get("floor", [])
+        self.flops, self.parameters = (middle(floor, key) for key in ("flops", "parameters"))
+        self.ms = {variant: middle(runs, "ms") for variant, runs in found.items()}
+        self.allocated = {variant: middle(runs, "allocated") for variant, runs in found.items()}
+
+    def best(self, figures: dict[str, float | None]) -> tuple[str, float | None]:
+        """The peer with the least, and how much that is."""
+        known = {name: value for name in PEERS if (value := figures.get(name)) is not None}
+        return min(known.items(), key=lambda item: item[1], default=("", None))
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Of the table."""
+        times = ("ms a step", "spread", "of the floor", "of the best peer", f"{self.row.item}/s", "TFLOPS", "MFU")
+        memory = ("allocated GB", "of the least peer", "reserved GB", "of allocated")
+        return ("variant", *times, "host ms", "returned ms", *memory, "sent Ψ", "sent GB", "collectives", "note")
+
+    def cells(self, variant: str) -> list[Any]:
+        """A row of the table."""
+        runs, ms = self.found[variant], self.ms[variant]
+        host, returned, reserved, elements, sent, collectives = (
+            middle(runs, key) for key in ("host_ms", "returned_ms", "reserved", "elements", "bytes", "collectives")
+        )
+        rate, teraflops = (
+            None if ms is None else value / ms for value in (1e3 * self.row.items, 1e-9 * (self.flops or 0))
+        )
+        allocated = self.allocated[variant]
+        times = [ms, spread(runs, "ms"), ratio(ms, self.ms["floor"]), ratio(ms, self.best(self.ms)[1])]
+        work = [rate, teraflops or None, ratio(1e12 * (teraflops or 0) or None, self._peak), host, returned]
+        memory = [gigabytes(allocated), ratio(allocated, self.best(self.allocated)[1]), gigabytes(reserved)]
+        wire = [ratio(elements, self.parameters), gigabytes(sent), collectives and int(collectives)]
+        note = self.absent.get(variant) or next((why for run in runs if (why := said(run))), "")
+        return [variant, *times, *work, *memory, ratio(reserved, allocated), *wire, note]
+
+    def summary(self) -> list[Any]:
+        """The floor, the best peer, and the fastest of zeroshard, beside one another."""
+        mine = {name: ms for name, ms in self.ms.items() if name.startswith("zeroshard") and ms is not None}
+        ours = min(mine, key=mine.__getitem__, default="")
+        peer, theirs = self.best(self.ms)
+        least, held = self.best(self.allocated)
+        runs = self.found.get(ours, [])
+        times = [ratio(self.ms.get(ours), self.ms["floor"]), ratio(self.ms.get(ours), theirs)]
+        memory = [gigabytes(self.allocated.get(ours)), least, ratio(self.allocated.get(ours), held)]
+        crowded = ratio(middle(runs, "reserved"), self.allocated.get(ours))
+        return [self.name, self.ms["floor"], peer, theirs, ours, self.ms.get(ours), *times, *memory, crowded]
+
+
+SUMMARY = (
+    "row",
+    "floor ms",
+    "best peer",
+    "its ms",
+    "zeroshard",
+    "ms a step",
+    "of the floor",
+    "of the best peer",
+    "allocated GB",
+    "least peer",
+    "of the least peer",
+    "reserved of allocated",
+)
+
+
+def run_row(name: str, trials: Trials, chosen: argparse.Namespace) -> Compared:
+    """All variants of a row in turn, as often as is wanted. What has failed is not tried again."""
+    row = chosen_row(name, chosen.tiny, chosen.ranks)
+    wanted = [variant for variant in row.variants if variant in chosen.variants or variant == "floor"]
+    absent = {}
+    if importlib.util.find_spec("deepspeed") is None:
+        absent = {variant: "not installed" for variant in wanted if variant.startswith("DeepSpeed")}
+    fixed = {"device": chosen.device, "steps": chosen.steps, "tiny": chosen.tiny, "over": chosen.ranks}
+    fixed["backend"] = chosen.backend
+    for _ in range(chosen.repeats):
+        for variant in wanted:
+            if variant not in absent and (why := said(trials.run(row=name, variant=variant, **fixed))):
+                absent[variant] = why
+    found = {variant: trials.of(row=name, variant=variant) for variant in wanted}
+    return Compared(name, row, found, absent, peak_flops(machine(chosen.device)["device"], precision(chosen.device)))
+
+
+def show(compared: Compared, trials: Trials) -> None:
+    """A row's table."""
+    size = f"{compared.parameters:,.0f} parameters" if compared.parameters else "size unknown"
+    print(f"\n{compared.name}: {size}, {compared.row}")
+    trials.show(compared.name, compared.heads, [compared.cells(variant) for variant in compared.found])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all variants of all rows, interleaved, and print tables."""
+    parser = options(__doc__)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="without it, those for the device")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="and the floor")
+    parser.add_argument("--steps", type=int, default=10, help="timed in a trial, after warm-up")
+    parser.add_argument("--repeats", type=int, default=3, help="of every trial, interleaved")
+    parser.add_argument("--ranks", type=int, default=0, help="real processes over gloo, on a CPU")
+    parser.add_argument("--backend", choices=("fake", echo.NAME), default="fake", help="of one rank of many")
+    chosen = parsed(parser, argv)
+    if chosen.ranks > 1 and chosen.device != "cpu":
+        parser.error(f"--ranks {chosen.ranks} run over gloo on a CPU: give --device cpu")
+    trials = Trials(__name__, chosen)
+    rows = chosen.rows or (["tiny"] if chosen.tiny else ON_GPU if chosen.device == "cuda" else ON_CPU)
+    print(described(machine(chosen.device)))
+    if chosen.ranks > 1:
+        print(NOT_NCCL)
+    summary = []
+    for name in rows:
+        compared = run_row(name, trials, chosen)
+        show(compared, trials)
+        summary.append(compared.summary())
+    print("\nThe fastest of zeroshard beside the floor, the fastest peer and the one that takes least memory")
+    trials.show("summary", SUMMARY, summary)

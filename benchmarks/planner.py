@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard
+from benchmarks.models import ConvNet, ExpertsModel
 from benchmarks.rank import Memory, alone, one_rank
 from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes, ratio, said
@@ -119,74 +119,6 @@ CASES = {
         "gpt", layers=40, heads=40, width=5120, batch=6, ranks=32, stage=3, checkpoint="recompute"
     ),
 }
-
-
-class Residual(nn.Module):
-    """Two convolutions with norms, added to what they read."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm = nn.GroupNorm(8, width)
-        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.relu(self.norm(self.first(x))))
-
-
-class ConvNet(nn.Module):
-    """Residual blocks between a first convolution and a linear layer."""
-
-    def __init__(self, layers: int, width: int, classes: int = 1000) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 7, stride=4, padding=3)
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(layers))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        x = self.stem(images)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels)
-
-
-class Experts(nn.Module):
-    """A block whose tokens go to the best two of eight experts, each of which takes an even share of them."""
-
-    def __init__(self, width: int, experts: int = 8) -> None:
-        super().__init__()
-        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts, bias=False)
-        self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
-        self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
-
-    def reset_parameters(self) -> None:
-        """Draw the experts anew."""
-        for matrix in (self.up, self.down):
-            nn.init.normal_(matrix, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.norm(x).flatten(0, 1)
-        scores = self.router(tokens).softmax(-1)
-        share = -(-2 * tokens.shape[0] // scores.shape[1])
-        weights, chosen = scores.t().topk(share)  # (experts, share): the tokens that want an expert most
-        taken = torch.bmm(F.gelu(torch.bmm(tokens[chosen], self.up)), self.down) * weights.unsqueeze(-1)
-        return x + torch.zeros_like(tokens).index_add(0, chosen.flatten(), taken.flatten(0, 1)).view_as(x)
-
-
-class ExpertsModel(nn.Module):
-    """Blocks of experts between an embedding and a head."""
-
-    def __init__(self, layers: int, width: int, vocabulary: int = 32000) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Experts(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
 
 
 def build(case: Case) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:

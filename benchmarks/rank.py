@@ -1,4 +1,4 @@
-"""One rank of many on the fake backend: true memory, compute and work of the host, no data on a wire.
+"""One rank of many whose others do not exist: true memory, compute and work of the host, no data on a wire.
 
 The reference GPT as zeroshard and as FSDP2 train it, and what a step of it takes.
 """
@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from benchmarks import echo
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.presets import PRESETS, Preset
 
@@ -36,11 +37,15 @@ Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 @contextmanager
-def one_rank(device: str, shape: Sequence[int] = (64,), names: Sequence[str] = ("shard",)) -> Iterator[DeviceMesh]:
-    """Be the first rank of a mesh whose other ranks do not exist."""
+def one_rank(
+    device: str, shape: Sequence[int] = (64,), names: Sequence[str] = ("shard",), backend: str = "fake"
+) -> Iterator[DeviceMesh]:
+    """Be the first rank of a mesh whose other ranks do not exist, on torch's "fake" backend or on echo's."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
+    if backend == echo.NAME:
+        echo.register()
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=math.prod(shape))
     try:
         yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     finally:
@@ -114,7 +119,14 @@ def zeroshard_gpt(
 
 
 def fsdp2_gpt(config: GPTConfig, mesh: DeviceMesh, mixed: bool | None = None, offload: bool = False) -> Trained:
-    """The model as FSDP2's documentation shards it: every block, then the root. ``mixed``: bf16 over fp32 masters.
+    """The reference GPT as :func:`fsdp2` shards it, never whole in memory."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return fsdp2(model, mesh, mixed, offload)
+
+
+def fsdp2(model: nn.Module, mesh: DeviceMesh, mixed: bool | None = None, offload: bool = False) -> Trained:
+    """A model as FSDP2's documentation shards it: every block, then the root. ``mixed``: bf16 over fp32 masters.
 
     ``offload``: parameters, gradients and optimizer states rest on the host, and are updated there.
     """
@@ -123,18 +135,20 @@ def fsdp2_gpt(config: GPTConfig, mesh: DeviceMesh, mixed: bool | None = None, of
     mixed = precision(mesh.device_type) == "bf16" if mixed is None else mixed
     dtype = torch.bfloat16 if mixed else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    with torch.device("meta"):
-        model = GPT(config)
-    on_gpu = mesh.device_type == "cuda"
-    resting = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=resting)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=resting)
-    model.to_empty(device="cpu" if offload else mesh.device_type)
-    for parameter in model.parameters():
-        local = parameter.to_local()  # type: ignore[attr-defined]
-        local.data.copy_(torch.empty_like(local, device=mesh.device_type).normal_(std=0.02))  # a CPU draws slowly
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    resting = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    for part in (*model.blocks, model):  # type: ignore[misc]
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=resting)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu" if offload else mesh.device_type)
+        for parameter in model.parameters():
+            local = parameter.to_local()  # type: ignore[attr-defined]
+            local.data.copy_(torch.empty_like(local, device=mesh.device_type).normal_(std=0.02))  # a CPU draws slowly
+    return model, adamw(model)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all variants, for what is to be trained."""
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4, fused=True)
 
 
 class Memory:

@@ -11,9 +11,9 @@ Result = dict[str, Any]  # what was measured, with the arguments
 
 def show(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table. None leaves a cell empty."""
-    cells = [list(heads), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(heads), *([cell(value) for value in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
-    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines = [" | ".join(f"{words:<{width}}" for words, width in zip(row, widths, strict=True)) for row in cells]
     rule = "|".join("-" * (width + 2) for width in widths)
     print(f"| {lines[0]} |\n|{rule}|", *(f"| {line} |" for line in lines[1:]), sep="\n")
 
@@ -51,7 +51,15 @@ def said(result: Result) -> str:
     return str(words.splitlines()[-1]) if words else ""
 
 
-def _cell(value: object) -> str:
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table as a page has it."""
+    lines = [heads, *([cell(value) for value in row] for row in rows)]
+    first, *rest = ("| " + " | ".join(_in_a_line(words) for words in line) + " |" for line in lines)
+    return "\n".join([first, "|" + "---|" * len(heads), *rest])
+
+
+def cell(value: object) -> str:
+    """A number as all tables and pages write it: three figures or four. Text stays as it is, None is empty."""
     if isinstance(value, float):
         return (
             f"{value:.2g}"
@@ -63,3 +71,7 @@ def _cell(value: object) -> str:
             else f"{value:.0f}"
         )
     return "" if value is None else str(value)
+
+
+def _in_a_line(words: str) -> str:
+    return " ".join(words.split()).replace("|", "\\|")

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import activations, filling, memory, offload, paper, rank, search, stage3, stages, table, trial
+from benchmarks import activations, filling, memory, offload, paper, rank, search, stages, table, trial
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.presets import PRESETS
 
@@ -283,12 +283,6 @@ def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = cells(capsys.readouterr().out)[2:]
     assert [row[1] == row[3] for row in rows] == [True] * 4  # as predicted
     assert [float(row[5].rstrip("Ψ")) for row in rows] == pytest.approx([2, 2, 2, 3], rel=0.01)
-
-
-def test_stage_3_beside_the_floor(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = run(stage3, tmp_path, "--steps", "1", "--repeats", "1", "--variants", "floor", "zeroshard")
-    assert all(result["ms"] > 0 and result["host_ms"] > 0 for result in results)
-    assert cells(capsys.readouterr().out)[2][4] == "1.00"
 
 
 @pytest.mark.parametrize(("name", "parts"), [("C1", 1), ("C5", 25)])

@@ -1,0 +1,93 @@
+"""Steady: what a step takes once training runs steadily: time, work of the host, memory, and what is communicated."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+import zeroshard
+from benchmarks.rank import Memory
+from benchmarks.rows import Row
+from benchmarks.table import Result
+from benchmarks.traffic import Traffic
+from benchmarks.variants import VARIANTS, Job, Trained
+
+WARMUP = {"cuda": 6, "cpu": 3}  # steps: on a GPU, zeroshard finds the best order of segments in the first few
+
+
+def steady(job: Job, variant: str, steps: int, counted: bool = True) -> Result:
+    """Train a row by a variant within the process group that there is.
+
+    On a CPU memory is looked at in steps of its own, before those that are timed, for that takes time there.
+    ``counted``: also count collectives, in a step of its own at the end.
+    """
+    with Memory(job.device) as memory:
+        training = VARIANTS[variant](job)
+        for _ in range(WARMUP[job.device]):
+            training.step()
+        memory.restart()
+        training.step()  # zeroshard makes its segments anew, which for a moment counts as allocated
+        memory.restart(empty=False)
+        training.step()
+        peak = memory.peak()
+    measured = timed(training, steps, job.device)
+    if job.device == "cuda":
+        peak = memory.peak()
+    if job.row.place == "ranks":
+        peak = _largest(peak)
+    loss = {} if training.loss is None else {"loss": training.loss.item()}
+    found = _model_of(job.row) if variant == "floor" else {}
+    return {**measured, **peak, **loss, **found, **(communicated(training) if counted else {})}
+
+
+def timed(training: Trained, steps: int, device: str) -> Result:
+    """Times of single steps, in ms: whole, until the call returned, and what this process worked in that call."""
+    whole, returned, busy = [], [], []
+    for _ in range(steps):
+        begin, worked = time.perf_counter(), time.process_time()
+        training.step()
+        busy.append(1e3 * (time.process_time() - worked))
+        returned.append(1e3 * (time.perf_counter() - begin))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        whole.append(1e3 * (time.perf_counter() - begin))
+    middle = {"ms": whole, "returned_ms": returned, "host_ms": busy}
+    return {**{name: statistics.median(times) for name, times in middle.items()}, "all_ms": whole, "steps": steps}
+
+
+def communicated(training: Trained) -> Result:
+    """Collectives of one step, as :class:`Traffic` sees them; of zeroshard, also as it counts them itself."""
+    with Traffic() as traffic:
+        training.step()
+    found: Result = {**traffic.total, "kinds": traffic.kinds}
+    try:
+        kinds = zeroshard.report(training.model).collectives
+    except ValueError:  # another library's model
+        return found
+    return {**found, "own_bytes": sum(kind.bytes for kind in kinds.values())}
+
+
+def _model_of(row: Row) -> Result:
+    """Parameters, and the operations of a step without recomputation, of one rank."""
+    with torch.device("meta"):
+        model, inputs = row.build(recomputed=False), row.inputs("meta")
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).backward()
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "tensors": len(parameters),
+        "flops": counter.get_total_flops() * row.accumulate,
+    }
+
+
+def _largest(peak: dict[str, int]) -> dict[str, int]:
+    """The peak of the rank that has most."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, peak)
+    return {kind: max(each[kind] for each in everyone) for kind in peak}

@@ -1,0 +1,258 @@
+"""The benchmarks against the peers: that all train the same, that what is sent is counted alike, and how it is told.
+
+Trials run in this process but for those of real ranks, which are processes whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import peers, ranks, rows, scaling, steady, trial, variants
+from benchmarks.models import adapted, divided
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.train.flops import flops_per_token
+
+SMALL = rows.Row(layers=3, heads=2, width=32, batch=2, sequence=8, vocabulary=32, ranks=4)
+ALONE = replace(SMALL, place="alone", ranks=1)
+DEEPSPEED = [name for name in variants.VARIANTS if name.startswith("DeepSpeed")]
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(steady.WARMUP, "cpu", 1)
+
+
+def measured(row: rows.Row, variant: str, backend: str = "fake_echo") -> dict[str, Any]:
+    with peers._place(row, "cpu", backend) as mesh:
+        return steady.steady(variants.Job(row, "cpu", mesh), variant, steps=1)
+
+
+# ------------------------------------------------------------------------------------------------ the same work
+
+
+@pytest.mark.parametrize("kind", ["gpt", "lora", "experts", "convolutions", "accumulated"])
+def test_all_variants_train_alike(kind: str) -> None:
+    row = replace(ALONE, accumulate=2) if kind == "accumulated" else replace(ALONE, model=kind)
+    row = replace(row, recomputed=kind in ("gpt", "lora"))
+    more = {"gpt": ["DDP", "zeroshard 0", rows.OWN], "accumulated": ["DDP", *rows.ACCUMULATED]}
+    names = ["FSDP2", "zeroshard 3", *more.get(kind, [])]
+    want = measured(row, "plain")["loss"]
+    for name in names:
+        assert measured(row, name)["loss"] == pytest.approx(want, rel=1e-4), name
+    assert measured(row, "floor")["loss"] != pytest.approx(want, rel=1e-4)  # it does not learn
+
+
+def test_every_row_can_be_built_and_has_its_variants() -> None:
+    for name, row in rows.ROWS.items():
+        assert row.variants[0] == "floor" and set(row.variants) <= set(variants.VARIANTS), name
+        loss = row.tiny.build()(*row.tiny.inputs("cpu"))
+        assert loss.ndim == 0 and loss.requires_grad, name
+    assert set(rows.ON_CPU) | set(rows.ON_GPU) | {"tiny"} == set(rows.ROWS)
+
+
+def test_operations_are_those_of_the_model_without_recomputation() -> None:
+    row = replace(SMALL, accumulate=2)
+    found = measured(row, "floor")
+    matrices = sum(p.numel() for name, p in row.build().named_parameters() if p.ndim == 2 and "blocks" in name)
+    each = flops_per_token(matrices + row.vocabulary * row.width, 0, row.layers, row.width, row.sequence)
+    assert found["flops"] == each * row.items
+    assert found["parameters"] == sum(parameter.numel() for parameter in row.build().parameters())
+
+
+def test_adapters_begin_at_nothing_and_are_all_that_is_trained() -> None:
+    config = GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=8)
+    model, tokens = GPT(config), torch.randint(32, (2, 8))
+    want = model(tokens)
+    names = {name.rpartition(".")[2] for name, p in adapted(model).named_parameters() if p.requires_grad}
+    assert names == {"down", "up"}
+    torch.testing.assert_close(model(tokens), want)
+
+
+def test_a_divided_model_is_the_same_in_more_parameters() -> None:
+    config = GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=8)
+    model, tokens = GPT(config), torch.randint(32, (2, 8))
+    before, want, total = len(list(model.parameters())), model(tokens), config.parameters
+    torch.testing.assert_close(divided(model, 4)(tokens), want)
+    assert len(list(model.parameters())) == before + 3 * scaling.LAYERS * config.layers
+    assert sum(parameter.numel() for parameter in model.parameters()) == total
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+
+
+@pytest.mark.parametrize(
+    ("variant", "volume"),
+    [("DDP", 2), ("FSDP2", 3), ("zeroshard 0", 2), ("zeroshard 1", 2), ("zeroshard 2", 2), ("zeroshard 3", 3)],
+)
+def test_what_is_sent_is_counted_alike(variant: str, volume: int) -> None:
+    """FSDP2's root is gathered once, so it sends a little less; shards of a small model are partly alignment."""
+    psi = sum(parameter.numel() for parameter in SMALL.build().parameters())
+    found = measured(SMALL, variant)
+    assert found["elements"] == pytest.approx(volume * psi, rel=0.08)
+    assert found["bytes"] == 4 * found["elements"]
+    assert found["bytes"] == found.get("own_bytes", found["bytes"])
+    if volume == 3:  # DDP's reducer wants of a collective what the fake backend does not give
+        fake = measured(SMALL, variant, backend="fake")
+        assert (fake["kinds"], fake["bytes"]) == (found["kinds"], found["bytes"])
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    found = measured(ALONE, "DDP")
+    assert (found["collectives"], found["bytes"]) == (1, 0)
+
+
+# ------------------------------------------------------------------------------------------------ how it is told
+
+
+def cells(output: str, head: str) -> dict[str, dict[str, str]]:
+    """The table under a line that begins so: by the first cell, cells by their heads."""
+    lines = output[output.index(f"\n{head}") + 1 :].splitlines()[1:]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    end = next((at for at, line in enumerate(lines) if not line), len(lines))
+    return {row[0]: dict(zip(table[0], row, strict=True)) for row in table[2:end]}
+
+
+def test_every_figure_stands_beside_the_floor_and_the_best_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ms = {"floor": 100.0, "plain": 180.0, "FSDP2": 150.0, "zeroshard 2": 120.0, "zeroshard 3": 130.0}
+    tried: list[str] = []
+
+    def known(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        tried.append(variant := arguments["variant"])
+        if variant == "DDP":
+            return {"error": "a stack\nRuntimeError: no such thing"}
+        size = {"parameters": 1e9, "flops": 5e13} if variant == "floor" else {"elements": 2e9, "bytes": 4e9}
+        each = ms[variant] + 2 * tried.count(variant) - 2
+        memory = {"allocated": each * 1e8, "reserved": each * 1.1e8}
+        return {"ms": each, "host_ms": 5.0, "returned_ms": 6.0, "collectives": 3, **size, **memory}
+
+    monkeypatch.setattr(trial, "_measured", known)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers, "peak_flops", lambda *_: 1e15)
+    chosen = [*ms, "DDP", *DEEPSPEED]
+    row = "1.4B, batch 16, alone"
+    peers.main(["--device", "cpu", "--rows", row, "--variants", *chosen, "--out", str(tmp_path / "out.json")])
+    output = capsys.readouterr().out
+    shown = cells(output, row)
+    assert tried.count("DDP") == 1 and tried[:3] == ["floor", "plain", "DDP"]  # interleaved; a failure not repeated
+    assert tried.count("zeroshard 2") == 3 and tried[-1] == "zeroshard 3"
+    ours = shown["zeroshard 2"]
+    assert (ours["ms a step"], ours["spread"], ours["of the floor"], ours["of the best peer"]) == (
+        "122", "4.00", "1.20", "0.803",
+    )  # fmt: skip
+    assert (ours["tokens/s"], ours["TFLOPS"], ours["MFU"]) == (f"{16 * 1024 / 0.122:.0f}", "410", "0.410")
+    assert (ours["of the least peer"], ours["of allocated"], ours["sent Ψ"]) == ("0.803", "1.10", "2.00")
+    assert shown["DDP"]["note"] == "RuntimeError: no such thing" and shown["DDP"]["ms a step"] == ""
+    assert {shown[name]["note"] for name in DEEPSPEED} == {"not installed"}
+    told = cells(output, "The fastest of zeroshard")[row]
+    assert (told["best peer"], told["zeroshard"], told["of the best peer"]) == ("FSDP2", "zeroshard 2", "0.803")
+
+
+def test_slopes_are_those_of_units_and_of_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = {"floor": (0.1, 0.001), "FSDP2": (0.4, 0.03), "zeroshard 3": (0.2, 0.001)}  # ms a block, a parameter
+
+    def known(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        row = scaling.row_of(arguments["axis"], arguments["size"], "cpu")
+        block, parameter = costs[arguments["variant"]]
+        host = 5 + block * row.layers + parameter * scaling.counted("parameters", row)
+        return {"host_ms": host, "ms": 2 * host}
+
+    monkeypatch.setattr(trial, "_measured", known)
+    scaling.main(["--device", "cpu", "--out", str(tmp_path / "out.json")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| a ")]
+    found = {tuple(cell.strip() for cell in line.split("|")[1:3]): line.split("|")[3:6] for line in lines}
+    per = {key: [float(cell) for cell in row] for key, row in found.items()}
+    assert per["a parameter", "FSDP2"] == pytest.approx([30, 29, 60])
+    assert per["a parameter", "zeroshard 3"] == pytest.approx([1, 0, 2], abs=1e-9)
+    assert per["a block", "zeroshard 3"] == pytest.approx([204, 100, 408])
+    assert per["a rank", "FSDP2"] == pytest.approx([0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize(("axis", "tensors"), [("ranks", 0), ("depth", 12), ("parameters", 1)])  # of one more
+def test_points_are_measured(axis: str, tensors: int) -> None:
+    points = [scaling.row_of(axis, size, "cpu", tiny=True) for size in scaling.TINY[axis]]
+    more = scaling.counted(axis, points[1]) - scaling.counted(axis, points[0])
+    held = [len(list(row.build().parameters())) for row in points]
+    assert more > 0 and held[1] - held[0] == tensors * more
+    found = scaling.measure(axis, scaling.TINY[axis][1], "zeroshard 3", "cpu", steps=2, tiny=True)
+    assert len(found["all_ms"]) == 2 and found["host_ms"] > 0 and found["allocated"] > 0
+
+
+# ------------------------------------------------------------------------------------------------ real ranks
+
+
+def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(trial.ROOT))
+    found = peers.measure("tiny", "zeroshard 3", "cpu", steps=1, tiny=True, over=2)
+    psi = sum(parameter.numel() for parameter in rows.ROWS["tiny"].tiny.build().parameters())
+    assert found["elements"] == pytest.approx(3 * psi, rel=0.08)
+    assert found["allocated"] > 2 * 4 * psi  # half of four fp32 states, and more
+    assert found["host_ms"] > 0 and not torch.distributed.is_initialized()
+
+
+def subject(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    (directory / "subject.py").write_text(f"import os, torch.distributed as dist\ndef act(**given):\n    {body}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(trial.ROOT), str(directory))))
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject(tmp_path, monkeypatch, "assert dist.get_rank() == 0, 'rank one is ill'; dist.barrier()")
+    with pytest.raises(RuntimeError, match="rank 1 ended with status 1") as failure:
+        ranks.run("subject", "act", 2)
+    assert str(failure.value).endswith("AssertionError: rank one is ill")  # the first to fail, last
+
+
+def test_ranks_end_with_whoever_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when that is killed while they wait for each other for ever."""
+    body = (
+        f"open(f'{tmp_path}/{{os.getpid()}}.pid', 'w'); dist.get_rank() or dist.barrier(); __import__('time').sleep(99)"
+    )
+    subject(tmp_path, monkeypatch, body)
+    code = "from benchmarks import ranks; ranks.run('subject', 'act', 2)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    pids: list[int] = []
+    try:
+        end = time.monotonic() + 60
+        while len(pids) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+            pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+        assert len(pids) == 2
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        end = time.monotonic() + 20
+        while any(map(alive, pids)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not any(map(alive, pids))
+    finally:
+        parent.kill()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only nobody has asked for its status does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_are_refused_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--device", "cuda", "--ranks", "2"])
+    assert "--ranks 2 run over gloo on a CPU: give --device cpu" in capsys.readouterr().err
