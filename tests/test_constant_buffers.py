@@ -42,8 +42,12 @@ every_way_to_grow = pytest.mark.parametrize(
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+class Layer(nn.Sequential):
+    """A block. It is named as a unit below: many small ones would be gathered together."""
+
+
 def stack(layers: int, width: int) -> nn.Module:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width, bias=False)) for _ in range(layers)])
+    return nn.Sequential(*[Layer(nn.Linear(width, width, bias=False)) for _ in range(layers)])
 
 
 # ------------------------------------------------------------------------------------- 1, 4 and 16 times the model
@@ -58,7 +62,7 @@ def measured(rank: int, stage: int, precision: str, sizes: dict[int, tuple[int, 
 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    options = {"stage": stage, "precision": precision, "bucket_size": BUCKET, "loss_scale": 1.0}
+    options = {"stage": stage, "precision": precision, "bucket_size": BUCKET, "loss_scale": 1.0, "units": (Layer,)}
     return {times: measured_once(*size, **options) for times, size in sizes.items()}
 
 

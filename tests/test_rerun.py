@@ -118,6 +118,37 @@ def test_a_graph_of_the_gradients_is_that_of_the_plain_run() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+class Peculiar(Block):
+    """Does inside what a block seldom does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "draws and puts back":
+            with torch.random.fork_rng():
+                return x + self.second(torch.dropout(torch.tanh(self.first(x)), 0.5, True))
+        if self.how == "computes gradients":
+            inner = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(self.first(inner)).sum(), inner, create_graph=True)
+            return x + self.second(torch.tanh(self.first(slope)))
+        try:  # falls back on whatever happens
+            return torch.tanh(x + self.second(self.first(x)))
+        except Exception:
+            return x
+
+
+@pytest.mark.parametrize("how", ["draws and puts back", "computes gradients", "falls back"])
+def test_what_blocks_seldom_do_changes_no_bit(how: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        made: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*[Peculiar(how) for _ in range(3)]))
+        found.append(gradients(zeroshard.checkpoint_activations(made) if recomputed else made))
+    assert len(found[0]) == 14 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 class Fickle(Block):
     """Computes something else when it runs again."""
 

@@ -73,3 +73,41 @@ def test_blocks_that_go_together_give_the_same_numbers_with_fewer_collectives() 
     together, alone = (run_threads(2, losses, plain, units) for units in (None, (Block,)))
     assert [found for found, _ in together] == [found for found, _ in alone]
     assert together[0][1] < 0.6 * alone[0][1]
+
+
+class Borrowing(nn.Module):
+    """A block that uses a weight which its parent has from another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(nn.functional.linear(x, weight)) + self.second(torch.tanh(self.first(x)))
+
+
+class Lending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lent = nn.Linear(8, 8, bias=False)
+        self.blocks = nn.ModuleList(Borrowing() for _ in range(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lent(x)
+        for block in self.blocks:
+            x = block(x, self.lent.weight)
+        return x.square().mean()
+
+
+def test_a_weight_that_all_blocks_borrow_is_there_for_each_of_them() -> None:
+    plain = Lending()
+    plain(torch.ones(2, 8)).backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    def body(rank: int) -> None:
+        model, _ = zeroshard.shard(copy.deepcopy(plain), stage=3)
+        model(torch.ones(2, 8)).backward()
+        for name in ("lent.weight", "blocks.0.first.weight", "blocks.63.second.bias"):
+            torch.testing.assert_close(zeroshard.full_gradient(model, name), wanted[name])
+
+    run_threads(2, body)

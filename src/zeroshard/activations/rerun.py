@@ -25,8 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 Form = tuple[torch.Size, torch.dtype]
 
 
-class _Enough(Exception):
-    """Everything that backward will ask for is there."""
+class _Enough(BaseException):
+    """Everything that backward will ask for is there. No block's own ``except Exception`` is meant to hear of it."""
 
 
 class Rerun:
@@ -53,7 +53,7 @@ class Rerun:
         given, self._given = self._given, ()
         with saved_tensors_hooks(self._number, self._answer):
             output = self._run(*given)
-        self._surroundings.settle()
+        self._again = []  # where the block has computed gradients inside
         return output
 
     def _number(self, tensor: torch.Tensor) -> int:
@@ -63,7 +63,7 @@ class Rerun:
 
     def _answer(self, number: int) -> torch.Tensor:
         again = self._again
-        tensor = again[number] if again else None
+        tensor = again[number] if number < len(again) else None
         if tensor is None:
             again = self._run_again()
             tensor = again[number]
@@ -75,18 +75,22 @@ class Rerun:
         again: list[torch.Tensor | None] = []
         saved = self._saved
 
-        def keep(tensor: torch.Tensor) -> None:
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if len(again) == len(saved):  # somebody has caught it
+                raise _Enough
             if (tensor.shape, tensor.dtype) != saved[len(again)]:
                 self._refuse(f"{_form(saved[len(again)])}, and now {_form((tensor.shape, tensor.dtype))}", len(again))
-            again.append(tensor.detach())
+            kept = tensor.detach()
+            again.append(kept)
             if len(again) == len(saved):
                 raise _Enough
+            return kept  # a block may compute gradients inside
 
         given = [
             tensor.detach().requires_grad_(differentiable)
             for tensor, differentiable in zip(self._inputs(), self._differentiable, strict=True)
         ]
-        hooks = saved_tensors_hooks(keep, _never)
+        hooks = saved_tensors_hooks(keep, lambda kept: kept)
         with torch.enable_grad(), self._surroundings.restored(), hooks, contextlib.suppress(_Enough):
             self._run(*given)
         if len(again) < len(saved):
@@ -100,10 +104,6 @@ class Rerun:
             f"its tensor number {number} one of {differs}. A block has to compute the same from the same inputs: see "
             "whether it looks at something that changes in between, or leave it out of checkpoint_activations()"
         )
-
-
-def _never(packed: object) -> torch.Tensor:
-    raise RuntimeError("a graph that nobody keeps was asked for a tensor: please report this")
 
 
 def _form(form: Form) -> str:
@@ -139,15 +139,6 @@ class Surroundings:
         self._casts = [Autocast.now(kind) for kind in ("cpu", *dict.fromkeys(device.type for device in devices))]
         self._states = [generator.get_state() for generator in self._generators]
 
-    def settle(self) -> None:
-        """The run is over: forget random states that it has not drawn from."""
-        drawn = [
-            (generator, state)
-            for generator, state in zip(self._generators, self._states, strict=True)
-            if not torch.equal(state, generator.get_state())
-        ]
-        self._generators, self._states = [pair[0] for pair in drawn], [pair[1] for pair in drawn]
-
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have inside what there was."""
@@ -156,8 +147,9 @@ class Surroundings:
                 if cast.enabled or torch.is_autocast_enabled(cast.kind):
                     stack.enter_context(cast.entered())
             present = [generator.get_state() for generator in self._generators]
-            for generator, state in zip(self._generators, self._states, strict=True):
-                generator.set_state(state)
+            for generator, state, now in zip(self._generators, self._states, present, strict=True):
+                if not torch.equal(state, now):
+                    generator.set_state(state)
             try:
                 yield
             finally:

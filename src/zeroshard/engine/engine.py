@@ -153,13 +153,15 @@ class Engine:
         if self._frames and outermost:  # an earlier forward was left by an exception no hook could see
             self._abort_forward()
         self._moment += 1
-        frame = Frame(list(units), self._moment)
+        frame = Frame(list(units), self._moment, name=name)
         self._frames.append(frame)  # first: whatever is raised below, fail() takes it back
         if len(self._frames) == 1:
             self._begin_forward(name)
         frame.loose, self._loose = self._loose, []
         if any(unit not in self._brought for unit in units):  # execution moves on to another unit
             self._release_idle()
+        else:
+            self._veil_idle()
         for unit in units:
             self._bring(unit)
 
@@ -195,7 +197,7 @@ class Engine:
             self._pinned.update(unit for unit in frame.units if hides or unit.trainable)
         for unit in frame.units:
             if not self._in_use(unit):
-                unit.veil()
+                unit.veil(frame.name)
         if not self._frames:
             self._end_forward()
 
@@ -359,6 +361,12 @@ class Engine:
         for unit in tuple(self._live):
             if not self._in_use(unit):
                 self._release(unit)
+
+    def _veil_idle(self) -> None:
+        """Have the next use of units noticed that no running module belongs to: it belongs to another frame."""
+        for unit in self._live:
+            if not self._in_use(unit):
+                unit.veil()
 
     # -- backward -----------------------------------------------------------------------------------------------
 

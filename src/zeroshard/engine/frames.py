@@ -28,6 +28,7 @@ class Frame:
     units: list[Unit]
     entered: int
     left: int = -1
+    name: str = ""  # of the module
     hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
     loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
     reached_in: int = -1  # the backward that has come to it

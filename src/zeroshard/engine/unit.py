@@ -48,7 +48,7 @@ class Unit:
         self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
-        self.veiled = False  # READY, but a use is to be noticed
+        self._veiled: list[Wardrobe] = []  # READY, but a use of these parameters is to be noticed
         self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
@@ -59,6 +59,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
         self._wardrobes: list[Wardrobe] = []  # of all parameters
+        self._by_module: dict[str, list[Wardrobe]] = {}
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -136,27 +137,32 @@ class Unit:
             self._finish()
             self.state = State.READY
             self._dress(absent=False) if self._resting else self._undress()
-        elif self.veiled:
-            self._undress()
-        self.veiled = False
+        else:
+            for wardrobe in self._veiled:
+                wardrobe.parameter.__class__ = wardrobe.original
+        self._veiled = []
 
-    def veil(self) -> None:
-        """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular."""
+    def veil(self, module: str | None = None) -> None:
+        """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular.
+
+        Of the parameters of one module, where it is named and has some: others of its unit are noticed already.
+        """
         if self.partitioned and self.state is State.READY:
-            self._dress(absent=True)
-            self.veiled = True
+            self._veiled = self._wardrobes_of(module)
+            for wardrobe in self._veiled:
+                wardrobe.parameter.__class__ = wardrobe.absent
 
     def release(self) -> None:
         """Free the full parameters of a partitioned unit."""
         if not self.partitioned or self.state is State.RELEASED:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
-        if not self.veiled:  # else they are dressed so already
+        if len(self._veiled) < len(self._wardrobes):  # else they are dressed so already
             self._dress(absent=True)
         for flat in self.flats:
             flat.full.untyped_storage().resize_(0)
         self._ledger.add("gathered", -self.full_bytes)
-        self.state, self.veiled = State.RELEASED, False
+        self.state, self._veiled = State.RELEASED, []
 
     def _finish(self) -> None:
         for pending in self._pending:
@@ -296,6 +302,15 @@ class Unit:
             self._comm.all_gather(whole, part, self.gather_event).wait()
         else:
             whole.copy_(part)
+
+    def _wardrobes_of(self, module: str | None) -> list[Wardrobe]:
+        if module is None:
+            return self._wardrobes
+        if module not in self._by_module:
+            names = [name for flat in self.flats for name in flat.names]
+            inside = [w for w, name in zip(self._wardrobes, names, strict=True) if name.startswith(f"{module}.")]
+            self._by_module[module] = inside or self._wardrobes  # none: it uses those of another module
+        return self._by_module[module]
 
     def _dress(self, absent: bool) -> None:
         for wardrobe in self._wardrobes:

@@ -4,7 +4,7 @@
 A collective of few bytes takes as long as its latency, and the host as long to launch it as any other. So neighbouring
 blocks are gathered and reduced together while they have few parameters: at most ``GROUP`` elements, whose gather takes
 about as long as its latency on a fast network, and at most a sixteenth of all blocks, so that the two units that are in
-memory at a time stay a small part of them. Of up to 31 blocks each is a unit, however small.
+memory at a time stay a small part of them. Of up to 31 blocks of one size each is a unit, however small.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ class Plan:
         self.numel += other.numel
 
 
-def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | None, bucket_size: int) -> list[Plan]:
+def plan_units(
+    model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | None, bucket_size: int, together: bool = True
+) -> list[Plan]:
     """Divide the model's parameters into units, in the order the model defines them.
+
+    ``together``: small blocks may go together, where no units are asked for.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -77,7 +81,7 @@ def plan_units(model: nn.Module, patterns: tuple[str | type[nn.Module], ...] | N
                     home.modules.append(names[module])  # tied: this module needs that unit too
         if plan.parameters:
             plans.append(plan)
-    return _merged(plans if patterns is not None else _grouped(plans), bucket_size)
+    return _merged(_grouped(plans) if together and patterns is None else plans, bucket_size)
 
 
 def repeated(model: nn.Module) -> Iterator[nn.Module]:
@@ -118,7 +122,7 @@ def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iter
 
 def _grouped(plans: list[Plan]) -> list[Plan]:
     """Merge neighbouring blocks of one container while they are small: see [Note: small blocks]."""
-    limit = min(GROUP, sum(plan.numel for plan in plans if plan.is_block) // PARTS)
+    limit = _most_together(sum(plan.numel for plan in plans if plan.is_block))
     grouped: list[Plan] = []
     for plan in plans:
         last = grouped[-1] if grouped else None
@@ -127,6 +131,20 @@ def _grouped(plans: list[Plan]) -> list[Plan]:
         else:
             grouped.append(plan)
     return grouped
+
+
+def blocks_together(numel: int, blocks: int) -> int:
+    """How many of so many blocks, of ``numel`` elements each, go together: see [Note: small blocks].
+
+    >>> blocks_together(1000, 31), blocks_together(1000, 48), blocks_together(2**23, 1000)
+    (1, 3, 2)
+    """
+    return max(1, _most_together(blocks * numel) // max(1, numel))
+
+
+def _most_together(all_blocks: int) -> int:
+    """Elements that a group may have, of the elements of all blocks."""
+    return min(GROUP, all_blocks // PARTS)
 
 
 def _of_one_container(*plans: Plan) -> bool:

@@ -39,6 +39,7 @@ class Subject:
     """A model, how it is called, and what :func:`zeroshard.shard` is told beside a choice.
 
     ``partition``: whether each tensor rank keeps its part of a recomputed block's input (P_a), or all of it.
+    ``together``: whether small blocks make units together, as they do ([Note: small blocks]).
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Subject:
         scratch: float = 0.0,
         clipped: bool = False,
         partition: bool = True,
+        together: bool = True,
         **options: Any,
     ) -> None:
         self.model, self._inputs, self._loss, self._sequence = model, inputs, loss, sequence
@@ -60,7 +62,7 @@ class Subject:
         self.one_pass = one_pass
         self.options, self._partition = options, partition
         self._config = Config(**options)
-        self._units = plan_units(model, self._config.units, self._config.bucket_size)
+        self._units = plan_units(model, self._config.units, self._config.bucket_size, together)
         alone = all(plan.blocks == 1 for plan in self._units if plan.is_block)  # see [Note: small blocks]
         stack = stack_of(model) if self._config.units is None and alone else None
         self._depth = len(stack) if stack is not None and len(stack) >= DEEP else 0  # 0: traced as it is

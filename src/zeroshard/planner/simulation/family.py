@@ -1,6 +1,7 @@
 """Family: models that differ in depth alone, and one of them as the subject of plans, however deep.
 
-Only two shallow members are ever traced: see [Note: straight lines in depth] in ``deepened.py``.
+Only two shallow members are traced: see [Note: straight lines in depth] in ``deepened.py``. One with so many and so
+small blocks that several make a unit ([Note: small blocks]) is traced as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.config import Config
+from zeroshard.engine.units import blocks_together
 from zeroshard.models.gpt import GPT
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.deepened import deepened, deepened_holdings
@@ -83,9 +85,10 @@ class Deep(Subject):
     ) -> None:
         if layers < 1:
             raise ValueError(f"layers is a whole number from 1 up, got {layers}")
-        depths = (SHALLOW, SHALLOW + 1) if layers > SHALLOW else (layers,)
-        self._members = members or tuple(Subject(family(depth), inputs, **given) for depth in depths)
         self.family, self.layers, self._given = family, layers, given
+        shared = layers > SHALLOW and self._blocks_together(layers) == 1
+        depths = (SHALLOW, SHALLOW + 1) if shared else (layers,)
+        self._members = members or tuple(Subject(family(depth), inputs, **given) for depth in depths)
         super().__init__(self._members[0].model, inputs, **given)
         self._deep_holdings: dict[Any, Holdings] = {}
 
@@ -96,15 +99,23 @@ class Deep(Subject):
         return counts[0] if len(counts) == 1 else counts[0] + (self.layers - SHALLOW) * (counts[1] - counts[0])
 
     def at(self, layers: int) -> Deep:
-        """The member of another depth, which needs no trace of its own.
+        """The member of another depth, which needs no trace of its own: each of its blocks is taken to be a unit.
 
         >>> from zeroshard.models import GPTConfig
         >>> Deep(gpt_family(GPTConfig(heads=64, width=8192)), 3).at(125).layers
         125
         """
-        if len(self._members) == 1 or layers <= SHALLOW:
+        if self.layers <= SHALLOW or layers <= SHALLOW:
             raise ValueError(f"depths from {SHALLOW + 1} up share their traces, got {self.layers} and {layers}")
-        return Deep(self.family, layers, self._inputs, members=self._members, **self._given)
+        members = self._members if len(self._members) > 1 else None
+        return Deep(self.family, layers, self._inputs, members=members, **self._given)
+
+    def _blocks_together(self, layers: int) -> int:
+        """How many blocks of the member with so many layers make a unit."""
+        if self._given.get("units") is not None:
+            return 1
+        counts = [sum(parameter.numel() for parameter in self.family(depth).parameters()) for depth in (1, 2)]
+        return blocks_together(counts[1] - counts[0], layers)
 
     def _trace(self, tensor: int, checkpoint: Checkpoint, kind: str, micro_batch: int) -> Trace:
         found = [member._trace(tensor, checkpoint, kind, micro_batch) for member in self._members]
@@ -120,7 +131,8 @@ class Deep(Subject):
     def _held(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
         if choice.offload is not None:  # its fractions are of all blocks together
             model, states = self.family(self.layers), self.optimizer_states
-            whole = Subject(model, optimizer_states=states, one_pass=self.one_pass, **self.options)
+            together = len(self._members) == 1
+            whole = Subject(model, optimizer_states=states, one_pass=self.one_pass, together=together, **self.options)
             return whole.holdings(choice, ranks, on_gpu)
         found = [member.holdings(choice, ranks, on_gpu) for member in self._members]
         if len(found) == 1:
