@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_threads
 from torch import nn
@@ -87,27 +88,28 @@ class Borrowing(nn.Module):
 
 
 class Lending(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int, as_view: bool) -> None:
         super().__init__()
-        self.lent = nn.Linear(8, 8, bias=False)
-        self.blocks = nn.ModuleList(Borrowing() for _ in range(64))
+        self.lent, self.as_view = nn.Linear(8, 8, bias=False), as_view
+        self.blocks = nn.ModuleList(Borrowing() for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.lent(x)
+        x, view = self.lent(x), self.lent.weight.t() if self.as_view else None
         for block in self.blocks:
-            x = block(x, self.lent.weight)
+            x = block(x, self.lent.weight if view is None else view)
         return x.square().mean()
 
 
-def test_a_weight_that_all_blocks_borrow_is_there_for_each_of_them() -> None:
-    plain = Lending()
+@pytest.mark.parametrize(("blocks", "as_view"), [(64, False), (3, True), (64, True)])
+def test_a_weight_that_all_blocks_borrow_is_there_for_each_of_them(blocks: int, as_view: bool) -> None:
+    plain = Lending(blocks, as_view)
     plain(torch.ones(2, 8)).backward()
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
 
     def body(rank: int) -> None:
         model, _ = zeroshard.shard(copy.deepcopy(plain), stage=3)
         model(torch.ones(2, 8)).backward()
-        for name in ("lent.weight", "blocks.0.first.weight", "blocks.63.second.bias"):
+        for name in ("lent.weight", "blocks.0.first.weight", f"blocks.{blocks - 1}.second.bias"):
             torch.testing.assert_close(zeroshard.full_gradient(model, name), wanted[name])
 
     run_threads(2, body)

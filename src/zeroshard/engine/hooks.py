@@ -62,9 +62,22 @@ class _Before:
 
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = list(tensors_in((args, kwargs)))
         if self._outermost:
-            self._engine.about_to_run(tensors_in((args, kwargs)))
-        self._engine.enter(self._units, self._name, self._outermost)
+            self._engine.about_to_run(given)
+        self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
+
+
+def lenders(given: list[torch.Tensor], known: tuple[Unit, ...]) -> list[Unit]:
+    """The units, beside the known ones, that a module is given views of: it reads their parameters' own memory."""
+    found: list[Unit] = []
+    for tensor in given:
+        base = tensor._base if type(tensor) is torch.Tensor and tensor._is_view() else None
+        card = card_of(base) if isinstance(base, nn.Parameter) else None
+        unit = card.unit() if card is not None else None
+        if unit is not None and unit.partitioned and unit not in known and unit not in found:
+            found.append(unit)
+    return found
 
 
 class _After:

@@ -33,7 +33,7 @@ class Job:
     """Something to be done when some moments of the device are over."""
 
     order: tuple[int, int]  # the smallest is done first
-    moments: Sequence[torch.cuda.Event | None]
+    moments: Sequence[torch.cuda.Event | None]  # that are not known to be over
     work: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
 
@@ -41,9 +41,11 @@ class Job:
     def ready(self) -> bool:
         """Whether it can be done, or the device has failed, which :meth:`wait` tells."""
         try:
-            return all(moment is None or bool(moment.query()) for moment in self.moments)  # type: ignore[no-untyped-call]
+            while self.moments and (self.moments[-1] is None or self.moments[-1].query()):  # type: ignore[no-untyped-call]
+                self.moments = self.moments[:-1]  # what is over stays over: it is not asked again
         except RuntimeError:
             return True
+        return not self.moments
 
     def wait(self) -> None:
         """Return when it can be done."""
