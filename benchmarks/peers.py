@@ -10,12 +10,12 @@ Every trial is a process of its own; repeats are interleaved. `variants.py` says
 the work of the host are true. torch's fake backend makes its all-gather of one copy for each rank, which costs more
 than a collective does; with `--backend fake_echo` it is one copy.
 
-*Floor* is forward and backward alone, of the unsharded bf16 model; ratios are to it and to the best peer, the fastest
-of plain PyTorch, DDP, FSDP2 and DeepSpeed in the row. Tokens and TFLOPS are one rank's, the latter the model's, without
-recomputation; MFU is their share of what the device's data sheet promises. *Host* is the processor time that this
-process spent until a step returned, *returned* the time until then, the device not waited for. *Sent* counts an
-all-gather by its output, a reduce-scatter by its input and an all-reduce twice, in elements as a multiple of all
-parameters, and in GB.
+*Floor* is forward and backward alone, of the unsharded bf16 model, recomputed by torch or, where that is compared too,
+by zeroshard; ratios are to the faster of these and to the best peer, the fastest of plain PyTorch, DDP, FSDP2 and
+DeepSpeed in the row. Tokens and TFLOPS are one rank's, the latter the model's, without recomputation; MFU is their
+share of what the device's data sheet promises. *Host* is the processor time that this process spent until a step
+returned, *returned* the time until then, the device not waited for. *Sent* counts an all-gather by its output, a
+reduce-scatter by its input and an all-reduce twice, in elements as a multiple of all parameters, and in GB.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import echo, ranks
 from benchmarks.rank import alone, one_rank, precision
 from benchmarks.record import described, machine
-from benchmarks.rows import ON_CPU, ON_GPU, ROWS, Row
+from benchmarks.rows import FLOORS, ON_CPU, ON_GPU, ROWS, Row
 from benchmarks.steady import communicated, steady
 from benchmarks.table import Result, gigabytes, middle, ratio, said, spread
 from benchmarks.trial import Trials, options, parsed
 from benchmarks.variants import PEERS, VARIANTS, Job
 from zeroshard.train.flops import peak_flops
 
-UNSENT = ("floor", "plain")  # they communicate nothing
+UNSENT = (*FLOORS, "plain")  # they communicate nothing
 NOT_NCCL = """\
 Real ranks, over gloo, on one machine: times here are not NCCL's. What carries over is memory, what is communicated, and
 the work of the host. Memory is that of the rank that has most. What is communicated is counted as one of as many ranks
@@ -57,6 +58,7 @@ def measure(
     row: str, variant: str, device: str, steps: int, tiny: bool = False, over: int = 0, backend: str = "fake"
 ) -> Result:
     """Run one variant of one row, in this process or, ``over`` several ranks, in theirs."""
+    _settle(device)
     chosen = chosen_row(row, tiny, over)
     if chosen.place == "ranks":
         found = ranks.run(__name__, "measure_rank", over, row=row, variant=variant, steps=steps, tiny=tiny)
@@ -67,9 +69,15 @@ def measure(
 
 def measure_rank(row: str, variant: str, steps: int, tiny: bool) -> Result:
     """Run one variant of one row as one of the real ranks that there are."""
+    _settle("cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     chosen = chosen_row(row, tiny, mesh.size())
     return steady(Job(chosen, "cpu", mesh), variant, steps, counted=False)
+
+
+def _settle(device: str) -> None:
+    if device == "cpu":  # the host's work is measured there, and threads that wait for each other would count as work
+        torch.set_num_threads(1)
 
 
 def _counted(row: Row, variant: str, device: str) -> Result:
@@ -90,9 +98,10 @@ class Compared:
     def __init__(self, name: str, row: Row, found: dict[str, list[Result]], absent: dict[str, str], peak: float | None):
         self.name, self.row, self.found, self.absent = name, row, found, absent
         self._peak = peak  # FLOP/s of the device
-        floor = found.get("floor", [])
+        floor = found.get(FLOORS[0], [])
         self.flops, self.parameters = (middle(floor, key) for key in ("flops", "parameters"))
         self.ms = {variant: middle(runs, "ms") for variant, runs in found.items()}
+        self.floor = min((ms for name in FLOORS if (ms := self.ms.get(name)) is not None), default=None)
         self.allocated = {variant: middle(runs, "allocated") for variant, runs in found.items()}
 
     def best(self, figures: dict[str, float | None]) -> tuple[str, float | None]:
@@ -117,7 +126,7 @@ class Compared:
             None if ms is None else value / ms for value in (1e3 * self.row.items, 1e-9 * (self.flops or 0))
         )
         allocated = self.allocated[variant]
-        times = [ms, spread(runs, "ms"), ratio(ms, self.ms["floor"]), ratio(ms, self.best(self.ms)[1])]
+        times = [ms, spread(runs, "ms"), ratio(ms, self.floor), ratio(ms, self.best(self.ms)[1])]
         work = [rate, teraflops or None, ratio(1e12 * (teraflops or 0) or None, self._peak), host, returned]
         memory = [gigabytes(allocated), ratio(allocated, self.best(self.allocated)[1]), gigabytes(reserved)]
         wire = [ratio(elements, self.parameters), gigabytes(sent), collectives and int(collectives)]
@@ -131,10 +140,10 @@ class Compared:
         peer, theirs = self.best(self.ms)
         least, held = self.best(self.allocated)
         runs = self.found.get(ours, [])
-        times = [ratio(self.ms.get(ours), self.ms["floor"]), ratio(self.ms.get(ours), theirs)]
+        times = [ratio(self.ms.get(ours), self.floor), ratio(self.ms.get(ours), theirs)]
         memory = [gigabytes(self.allocated.get(ours)), least, ratio(self.allocated.get(ours), held)]
         crowded = ratio(middle(runs, "reserved"), self.allocated.get(ours))
-        return [self.name, self.ms["floor"], peer, theirs, ours, self.ms.get(ours), *times, *memory, crowded]
+        return [self.name, self.floor, peer, theirs, ours, self.ms.get(ours), *times, *memory, crowded]
 
 
 SUMMARY = (
@@ -156,7 +165,7 @@ SUMMARY = (
 def run_row(name: str, trials: Trials, chosen: argparse.Namespace) -> Compared:
     """All variants of a row in turn, as often as is wanted. What has failed is not tried again."""
     row = chosen_row(name, chosen.tiny, chosen.ranks)
-    wanted = [variant for variant in row.variants if variant in chosen.variants or variant == "floor"]
+    wanted = [variant for variant in row.variants if variant in chosen.variants or variant == FLOORS[0]]
     absent = {}
     if importlib.util.find_spec("deepspeed") is None:
         absent = {variant: "not installed" for variant in wanted if variant.startswith("DeepSpeed")}

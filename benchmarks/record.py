@@ -76,7 +76,7 @@ def _given(benchmark: str) -> list[str]:
     if "--out" in given:
         at = given.index("--out")
         del given[at : at + 2]
-    return given
+    return [word for word in given if not word.startswith("--out=")]
 
 
 def _commit() -> str | None:

@@ -25,9 +25,9 @@ def middle(results: Sequence[Result], key: str) -> float | None:
 
 
 def spread(results: Sequence[Result], key: str) -> float | None:
-    """The largest value of a measurement less the smallest."""
+    """The largest value of a measurement less the smallest; None where there are not several."""
     values = [result[key] for result in results if key in result]
-    return max(values) - min(values) if values else None
+    return max(values) - min(values) if len(values) > 1 else None
 
 
 def ratio(value: float | None, base: float | None) -> float | None:

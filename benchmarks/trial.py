@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.record import ROOT, Record
 from benchmarks.table import Result
 
+LATE = "no result after"
 ERROR_LENGTH = 3000  # characters of a failed process that are kept, its last ones
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # all is measured with the allocator's defaults
 
@@ -48,6 +49,8 @@ class Trials:
         seconds = min(self._timeout, self._end - begin)
         if seconds > 0:
             measured = _measured(self._module, arguments, seconds)
+            if seconds < self._timeout and "error" in measured and measured["error"].startswith(LATE):
+                measured["error"] += f"\nthe budget of {self._budget:.0f} s was spent by then (see --budget)"
         else:
             measured = {"error": f"not run: the budget of {self._budget:.0f} s was spent (see --budget)"}
         result = {**arguments, **measured, "seconds": round(time.monotonic() - begin, 1)}
@@ -65,7 +68,7 @@ def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     except subprocess.TimeoutExpired as expired:
         said = (expired.stderr or b"").decode(errors="replace")
-        return {"error": f"no result after {seconds:.0f} s\n{said[-ERROR_LENGTH:]}".strip()}
+        return {"error": f"{LATE} {seconds:.0f} s\n{said[-ERROR_LENGTH:]}".strip()}
     with contextlib.suppress(ValueError, IndexError):
         if done.returncode == 0:
             return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from benchmarks.deepspeed_peer import DeepSpeedLoop, initialize
 from benchmarks.rank import adamw, fsdp2, precision
-from benchmarks.rows import ACCUMULATED, OWN, Row
+from benchmarks.rows import ACCUMULATED, FLOORS, OWN, Row
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,11 @@ class Loop:
         (self.optimizer or self.model).zero_grad()
 
 
-def floor(job: Job) -> Trained:
-    """What cannot be undercut: see the table above."""
-    model = job.model()
+def floor(job: Job, own: bool = False) -> Trained:
+    """What cannot be undercut: see the table above. ``own``: recomputed by `zeroshard.checkpoint_activations`."""
+    model = job.model(recomputed=job.row.recomputed and not own)
+    if own:
+        zeroshard.checkpoint_activations(model)
     return Loop(job, model.bfloat16() if job.mixed else model, cast=True)
 
 
@@ -128,7 +130,8 @@ def fully_sharded(job: Job, every_time: bool = False) -> Trained:
     model, optimizer = fsdp2(job.model(on_meta=True), job.mesh)
 
     def around(last: bool) -> AbstractContextManager[object]:
-        model.set_requires_gradient_sync(last or every_time)  # type: ignore[operator]
+        if job.row.accumulate > 1:
+            model.set_requires_gradient_sync(last or every_time)  # type: ignore[operator]
         return nullcontext()
 
     return Loop(job, model, optimizer, around)
@@ -154,7 +157,8 @@ def ours(job: Job, stage: int, no_sync: bool = False, own: bool = False) -> Trai
 
 
 VARIANTS: dict[str, Callable[[Job], Trained]] = {
-    "floor": floor,
+    FLOORS[0]: floor,
+    FLOORS[1]: partial(floor, own=True),
     "plain": plain,
     "DDP": ddp,
     "FSDP2": fully_sharded,
@@ -164,4 +168,4 @@ VARIANTS: dict[str, Callable[[Job], Trained]] = {
     ACCUMULATED[1]: partial(ours, stage=3, no_sync=True),
     OWN: partial(ours, stage=3, own=True),
 }
-PEERS = tuple(name for name in VARIANTS if name != "floor" and not name.startswith("zeroshard"))
+PEERS = tuple(name for name in VARIANTS if name not in FLOORS and not name.startswith("zeroshard"))

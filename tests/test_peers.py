@@ -58,7 +58,7 @@ def test_every_row_can_be_built_and_has_its_variants() -> None:
         assert row.variants[0] == "floor" and set(row.variants) <= set(variants.VARIANTS), name
         loss = row.tiny.build()(*row.tiny.inputs("cpu"))
         assert loss.ndim == 0 and loss.requires_grad, name
-    assert set(rows.ON_CPU) | set(rows.ON_GPU) | {"tiny"} == set(rows.ROWS)
+    assert len(rows.ON_GPU) >= 10 and not set(rows.ON_CPU) & set(rows.ON_GPU)
 
 
 def test_operations_are_those_of_the_model_without_recomputation() -> None:

@@ -31,7 +31,7 @@ def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> 
     assert units_of(deep(31))[1:32] == [f"blocks.{number}" for number in range(31)]
     assert units_of(deep(33))[1:4] == ["blocks.0+blocks.1", "blocks.2+blocks.3", "blocks.4+blocks.5"]
     assert units_of(deep(33))[17] == "blocks.32"  # none is left to go with it
-    assert len([name for name in units_of(deep(480)) if "blocks" in name]) == 16
+    assert len([name for name in units_of(deep(96)) if "blocks" in name]) == 16
 
 
 def test_blocks_with_many_parameters_stay_alone() -> None:
