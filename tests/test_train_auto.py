@@ -203,9 +203,7 @@ def peak_of(options: Options, language_model: LanguageModel) -> int:
     return most - RANDOM_STATE * len(blocks)
 
 
-@pytest.mark.parametrize(
-    "shape", ["--layers 2 --width 32 --sequence 16", "--layers 3 --width 16 --heads 2 --sequence 64"]
-)
+@pytest.mark.parametrize("shape", ["--layers 3 --width 16 --heads 2 --sequence 64"])
 def test_a_run_never_takes_more_than_it_may(shape: str, tmp_path: Path) -> None:
     flags = [*shape.split(), *"--vocabulary 128 --batch 16 --device cpu".split()]
     (outcomes,) = run_processes(1, measured_under_limits, flags, str(tmp_path))
