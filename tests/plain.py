@@ -221,3 +221,16 @@ def assert_same_training(
             raise AssertionError(f"stage {stage} differs from the plain run: {error}") from error
     for stage in (2, 3) if identical else ():
         assert_equal(results[stage], results[1])
+
+
+class Skips(nn.Module):
+    """A layer of three that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if use or number != 1 else x
+        return x

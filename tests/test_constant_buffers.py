@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import allocated_bytes
-from plain import assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_processes, run_threads
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -280,19 +280,6 @@ def test_batches_are_exact_in_every_precision_and_clipped_alike(stage: int, mode
         whole = run_threads(2, run)[0]
     for ours in run_threads(2, run):
         assert_equal(ours, whole)
-
-
-class Skips(nn.Module):
-    """A layer of three that only some batches use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x) if use or number != 1 else x
-        return x
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from one_pass import TorchKernel, in_one_pass
-from plain import Block, assert_equal, batches, full_parameters, make_net, net_loss, split
+from plain import Block, Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_threads
 from torch import nn
 
@@ -152,19 +152,6 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
     assert all(
         strip.copy is not None and strip.copy.dtype == torch.bfloat16 for one in kernels for strip in one.laid[0]
     )
-
-
-class Skips(nn.Module):
-    """A layer of three that only some batches use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x) if use or number != 1 else x
-        return x
 
 
 SKIPS = Skips()
