@@ -11,11 +11,12 @@ the work of the host are true. torch's fake backend makes its all-gather of one 
 than a collective does; with `--backend fake_echo` it is one copy.
 
 *Floor* is forward and backward alone, of the unsharded bf16 model, recomputed by torch or, where that is compared too,
-by zeroshard; ratios are to the faster of these and to the best peer, the fastest of plain PyTorch, DDP, FSDP2 and
-DeepSpeed in the row. Tokens and TFLOPS are one rank's, the latter the model's, without recomputation; MFU is their
-share of what the device's data sheet promises. *Host* is the processor time that this process spent until a step
-returned, *returned* the time until then, the device not waited for. *Sent* counts an all-gather by its output, a
-reduce-scatter by its input and an all-reduce twice, in elements as a multiple of all parameters, and in GB.
+by zeroshard. Every figure is also given as a ratio to the floor's, the less of the two, and to the best peer's, the
+least among plain PyTorch, DDP, FSDP2 and DeepSpeed in the row. Tokens and TFLOPS are one rank's, the latter the
+model's, without recomputation; MFU is their share of what the device's data sheet promises. *Host* is the processor
+time that this process spent until a step returned, *returned* the time until then, the device not waited for. *Sent*
+counts an all-gather by its output, a reduce-scatter by its input and an all-reduce twice, in elements as a multiple of
+all parameters, and in GB.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,6 +94,16 @@ def _place(row: Row, device: str, backend: str) -> AbstractContextManager[Device
     return alone(device) if row.place == "alone" else one_rank(device, (row.ranks,), backend=backend)
 
 
+FIGURES = {  # what a result calls it → the head of its column, which ends in its unit, and that unit
+    "ms": ("ms a step", 1.0),
+    "host_ms": ("host ms", 1.0),
+    "returned_ms": ("returned ms", 1.0),
+    "allocated": ("allocated GB", 1e9),
+    "reserved": ("reserved GB", 1e9),
+    "bytes": ("sent GB", 1e9),
+}
+
+
 class Compared:
     """A row's results, by variant."""
 
@@ -100,50 +112,54 @@ class Compared:
         self._peak = peak  # FLOP/s of the device
         floor = found.get(FLOORS[0], [])
         self.flops, self.parameters = (middle(floor, key) for key in ("flops", "parameters"))
-        self.ms = {variant: middle(runs, "ms") for variant, runs in found.items()}
-        self.floor = min((ms for name in FLOORS if (ms := self.ms.get(name)) is not None), default=None)
-        self.allocated = {variant: middle(runs, "allocated") for variant, runs in found.items()}
+        self.of = {key: {variant: middle(runs, key) for variant, runs in found.items()} for key in FIGURES}
 
-    def best(self, figures: dict[str, float | None]) -> tuple[str, float | None]:
+    def floor(self, key: str) -> float | None:
+        """The least that forward and backward alone take."""
+        return min((value for name in FLOORS if (value := self.of[key].get(name)) is not None), default=None)
+
+    def best(self, key: str) -> tuple[str, float | None]:
         """The peer with the least, and how much that is."""
-        known = {name: value for name in PEERS if (value := figures.get(name)) is not None}
+        known = {name: value for name in PEERS if (value := self.of[key].get(name)) is not None}
         return min(known.items(), key=lambda item: item[1], default=("", None))
 
     @property
     def heads(self) -> tuple[str, ...]:
         """Of the table."""
-        times = ("ms a step", "spread", "of the floor", "of the best peer", f"{self.row.item}/s", "TFLOPS", "MFU")
-        memory = ("allocated GB", "of the least peer", "reserved GB", "of allocated")
-        return ("variant", *times, "host ms", "returned ms", *memory, "sent Ψ", "sent GB", "collectives", "note")
+        (step, _), *others = FIGURES.values()
+        rates = ("spread", f"{self.row.item}/s", "TFLOPS", "MFU")
+        figures = ((head, f"{head[:-3]} of the floor", f"{head[:-3]} of the best peer") for head, _ in others)
+        ends = ("of allocated", "sent Ψ", "collectives", "note")
+        return ("variant", step, "of the floor", "of the best peer", *rates, *chain(*figures), *ends)
 
     def cells(self, variant: str) -> list[Any]:
         """A row of the table."""
-        runs, ms = self.found[variant], self.ms[variant]
-        host, returned, reserved, elements, sent, collectives = (
-            middle(runs, key) for key in ("host_ms", "returned_ms", "reserved", "elements", "bytes", "collectives")
-        )
-        rate, teraflops = (
-            None if ms is None else value / ms for value in (1e3 * self.row.items, 1e-9 * (self.flops or 0))
-        )
-        allocated = self.allocated[variant]
-        times = [ms, spread(runs, "ms"), ratio(ms, self.floor), ratio(ms, self.best(self.ms)[1])]
-        work = [rate, teraflops or None, ratio(1e12 * (teraflops or 0) or None, self._peak), host, returned]
-        memory = [gigabytes(allocated), ratio(allocated, self.best(self.allocated)[1]), gigabytes(reserved)]
-        wire = [ratio(elements, self.parameters), gigabytes(sent), collectives and int(collectives)]
+        runs, ms = self.found[variant], self.of["ms"][variant]
+        step, *others = (self._beside(key, variant) for key in FIGURES)
+        flops = ratio(self.flops and 1e3 * self.flops, ms)
+        rates = [spread(runs, "ms"), ratio(1e3 * self.row.items, ms), ratio(flops, 1e12), ratio(flops, self._peak)]
+        elements, collectives = (middle(runs, key) for key in ("elements", "collectives"))
+        crowded = ratio(self.of["reserved"][variant], self.of["allocated"][variant])
+        ends = [crowded, ratio(elements, self.parameters), collectives and int(collectives)]
         note = self.absent.get(variant) or next((why for run in runs if (why := said(run))), "")
-        return [variant, *times, *work, *memory, ratio(reserved, allocated), *wire, note]
+        return [variant, *step, *rates, *chain(*others), *ends, note]
+
+    def _beside(self, key: str, variant: str) -> list[float | None]:
+        """A figure, and what it is of the floor's and of the best peer's."""
+        value = self.of[key][variant]
+        return [ratio(value, FIGURES[key][1]), ratio(value, self.floor(key)), ratio(value, self.best(key)[1])]
 
     def summary(self) -> list[Any]:
         """The floor, the best peer, and the fastest of zeroshard, beside one another."""
-        mine = {name: ms for name, ms in self.ms.items() if name.startswith("zeroshard") and ms is not None}
+        ms, allocated = self.of["ms"], self.of["allocated"]
+        mine = {name: value for name, value in ms.items() if name.startswith("zeroshard") and value is not None}
         ours = min(mine, key=mine.__getitem__, default="")
-        peer, theirs = self.best(self.ms)
-        least, held = self.best(self.allocated)
-        runs = self.found.get(ours, [])
-        times = [ratio(self.ms.get(ours), self.floor), ratio(self.ms.get(ours), theirs)]
-        memory = [gigabytes(self.allocated.get(ours)), least, ratio(self.allocated.get(ours), held)]
-        crowded = ratio(middle(runs, "reserved"), self.allocated.get(ours))
-        return [self.name, self.floor, peer, theirs, ours, self.ms.get(ours), *times, *memory, crowded]
+        peer, theirs = self.best("ms")
+        least, held = self.best("allocated")
+        times = [ms.get(ours), ratio(ms.get(ours), self.floor("ms")), ratio(ms.get(ours), theirs)]
+        memory = [gigabytes(allocated.get(ours)), least, ratio(allocated.get(ours), held)]
+        crowded = ratio(self.of["reserved"].get(ours), allocated.get(ours))
+        return [self.name, self.floor("ms"), peer, theirs, ours, *times, *memory, crowded]
 
 
 SUMMARY = (

@@ -33,6 +33,7 @@ ROWS: dict[str, tuple[Preset, int]] = {  # name → (shape, batch)
     "7.6B, batch 4": (PRESETS["7.6b"], 4),
     "tiny": (TINY, 2),
 }
+STD = 0.02  # of all values, where none is true anyway
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -142,8 +143,18 @@ def fsdp2(model: nn.Module, mesh: DeviceMesh, mixed: bool | None = None, offload
         model.to_empty(device="cpu" if offload else mesh.device_type)
         for parameter in model.parameters():
             local = parameter.to_local()  # type: ignore[attr-defined]
-            local.data.copy_(torch.empty_like(local, device=mesh.device_type).normal_(std=0.02))  # a CPU draws slowly
+            local.data.copy_(torch.empty_like(local, device=mesh.device_type).normal_(std=STD))  # a CPU draws slowly
     return model, adamw(model)
+
+
+def draw(module: nn.Module) -> None:
+    """Fill a module's own parameters as :func:`fsdp2` does: all alike.
+
+    What one rank of many gathers is copies of its own shard, whatever parameters those numbers were meant for. Only
+    where all are drawn alike do all libraries compute with the same kind of numbers, on which a GPU's power depends.
+    """
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=STD)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

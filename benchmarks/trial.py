@@ -1,6 +1,7 @@
 """Trial: one measurement in a process of its own, so that nothing an earlier one left in memory, or broke, counts.
 
-    python -m benchmarks.trial MODULE '{"argument": 1}'     # prints what MODULE.measure(argument=1) returns, as JSON
+Processes are forked from one that has imported the benchmark and torch, and done nothing else: on some machines that
+takes longer than what is measured.
 
 A result is a plain dictionary: the arguments and what was measured. In place of the latter stands `out_of_memory`, with
 torch's words, where the device was too small, and `error` where something else went wrong.
@@ -11,9 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT, Record
+from benchmarks.record import Record
 from benchmarks.table import Result
 
 LATE = "no result after"
@@ -61,18 +63,34 @@ class Trials:
 
 
 def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
-    command = [sys.executable, "-m", "benchmarks.trial", module, json.dumps(arguments)]
-    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
-    except subprocess.TimeoutExpired as expired:
-        said = (expired.stderr or b"").decode(errors="replace")
-        return {"error": f"{LATE} {seconds:.0f} s\n{said[-ERROR_LENGTH:]}".strip()}
-    with contextlib.suppress(ValueError, IndexError):
-        if done.returncode == 0:
-            return dict(json.loads(done.stdout.splitlines()[-1]))
-    return {"error": f"the process ended with status {done.returncode}\n{done.stderr[-ERROR_LENGTH:]}".strip()}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    with tempfile.TemporaryDirectory() as folder:
+        result, words = Path(folder, "result"), Path(folder, "words")
+        process = context.Process(target=_be, args=(module, arguments, result, words))
+        process.start()
+        process.join(seconds)
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+        told = words.read_text(errors="replace")[-ERROR_LENGTH:] if words.exists() else ""
+        if late:
+            return {"error": f"{LATE} {seconds:.0f} s\n{told}".strip()}
+        with contextlib.suppress(ValueError, OSError):
+            if process.exitcode == 0:
+                return dict(json.loads(result.read_text()))
+        return {"error": f"the process ended with status {process.exitcode}\n{told}".strip()}
+
+
+def _be(module: str, arguments: dict[str, Any], result: Path, words: Path) -> None:
+    """Be a trial: what it prints goes to one file, what it finds to another."""
+    file = os.open(words, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    for name in ALLOCATOR:
+        os.environ.pop(name, None)
+    result.write_text(json.dumps(guarded(import_module(module).measure, **arguments)))
 
 
 def _outcome(result: Result) -> str:
@@ -115,8 +133,3 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
     found = parser.parse_args(argv)
     found.device = found.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return found
-
-
-if __name__ == "__main__":
-    name, given = sys.argv[1:]
-    print(json.dumps(guarded(import_module(name).measure, **json.loads(given))))

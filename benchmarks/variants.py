@@ -3,7 +3,7 @@
 All get the same model, data, optimizer (fused AdamW) and precision: on a GPU bf16 over fp32 master weights, on a CPU
 fp32 throughout. Recomputation is torch's own checkpointing in the model's code, in all of them alike, but for the
 variant that says otherwise. As one rank of many, models are built on the meta device where a library can fill them, and
-values are arbitrary; elsewhere all begin with the same values.
+all values are drawn from one distribution; elsewhere all begin with the same values.
 
 | variant | what a step is |
 |---|---|
@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from benchmarks.deepspeed_peer import DeepSpeedLoop, initialize
-from benchmarks.rank import adamw, fsdp2, precision
+from benchmarks.rank import adamw, draw, fsdp2, precision
 from benchmarks.rows import ACCUMULATED, FLOORS, OWN, Row
 
 
@@ -49,10 +49,11 @@ class Job:
         return precision(self.device) == "bf16"
 
     def model(self, on_meta: bool = False, recomputed: bool | None = None) -> nn.Module:
-        """The row's model, with the same values on every rank, or without any where no value is true anyway."""
+        """The row's model, with the same values on every rank; of one of many, values as :func:`draw` has them."""
         torch.manual_seed(0)
         with torch.device("meta" if on_meta and self.row.place == "one of many" else self.device):
-            return self.row.build(recomputed)
+            model = self.row.build(recomputed)
+        return model.apply(draw) if self.row.place == "one of many" else model
 
     def inputs(self, cast: bool = False) -> tuple[Tensor, ...]:
         """This rank's data. ``cast``: in the dtype that is computed in, for those who do not cast it themselves."""
@@ -148,7 +149,7 @@ def deepspeed(job: Job, stage: int) -> Trained:
 def ours(job: Job, stage: int, no_sync: bool = False, own: bool = False) -> Trained:
     """zeroshard. ``own``: blocks are recomputed by `zeroshard.checkpoint_activations`."""
     model = job.model(on_meta=True, recomputed=job.row.recomputed and not own)
-    options = {"stage": stage, "precision": precision(job.device), "mesh": job.mesh}
+    options = {"stage": stage, "precision": precision(job.device), "mesh": job.mesh, "init_fn": draw}
     model, optimizer = zeroshard.shard(model, adamw(model), **options)
     if own:
         zeroshard.checkpoint_activations(model)

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import activations, filling, memory, offload, paper, rank, search, stages, table, trial
+from benchmarks.record import ROOT
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.presets import PRESETS
 
@@ -54,7 +55,7 @@ def cells(output: str) -> list[list[str]]:
 def trials(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> trial.Trials:
     """Trials of a module with this code."""
     (directory / "subject.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(directory))
+    monkeypatch.syspath_prepend(directory)
     given = {"device": "cpu", "out": directory / "out.json", "budget": 60.0, "timeout": 30.0, **options}
     return trial.Trials("subject", argparse.Namespace(**given))
 
@@ -117,7 +118,7 @@ def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "buckets", "--tiny", "--device", "cpu", "--out", str(out)]
     command += ["--stages", "2", "--powers", "14", "--steps", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=trial.ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(out.read_text())["results"]
     assert result["bucket_size"] == 2**14 and result["allocated"] > 0, result
