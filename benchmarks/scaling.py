@@ -11,7 +11,8 @@ as many elements in all; a unit has more parameters, the model has the same unit
 alone, grows too: there, for what torch does with more modules and tensors.
 
 Slopes are those of a line through all points, by least squares: microseconds of the host, and of a step, for one more
-rank, block or parameter; *above the floor* is what is left when the floor's slope is taken away.
+rank, block or parameter; *above the floor* is what is left when the floor's slope is taken away. A second table has the
+collectives of a step, and the bytes at its peak.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ SIZES = {
 TINY = {"ranks": (1, 4), "depth": (2, 4), "parameters": (1, 2)}
 FIELDS = {"ranks": "ranks", "depth": "layers", "parameters": "pieces"}
 LAYERS = 4  # linear layers of a block
+TIMES = {"host_ms": "host ms", "ms": "step ms"}
+MEMORY = {"collectives": "collectives", "allocated": "bytes"}
 SHAPES = {  # a weight's rows are cut into up to 64 tensors
     "cpu": Row(layers=12, heads=2, width=64, batch=1, sequence=8, vocabulary=64, recomputed=False, ranks=8),
     "cuda": Row(layers=12, heads=4, width=256, batch=1, sequence=64, vocabulary=512, recomputed=False, ranks=8),
@@ -60,7 +63,7 @@ def measure(axis: str, size: int, variant: str, device: str, steps: int, tiny: b
         torch.set_num_threads(1)  # the time of the process is then that of the thread that launches
     chosen = row_of(axis, size, device, tiny)
     with one_rank(device, (chosen.ranks,), backend=echo.NAME) as mesh:
-        return steady(Job(chosen, device, mesh), variant, steps, counted=False)
+        return steady(Job(chosen, device, mesh), variant, steps)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
@@ -87,18 +90,14 @@ class Growth:
         self.axis, self.rows, self.found = axis, rows, found
         self.variants = list(dict.fromkeys(variant for variant, _ in found))
 
-    def table(self) -> tuple[list[str], list[list[Any]]]:
-        """Host and step time of each point."""
-        heads = [
-            self.axis,
-            *(f"{variant}, {what}" for variant in self.variants for what in ("host ms", "step ms")),
-            "note",
-        ]
+    def table(self, figures: dict[str, str]) -> tuple[list[str], list[list[Any]]]:
+        """Figures of each point, by what results and columns call them."""
+        heads = [self.axis, *(f"{variant}, {what}" for variant in self.variants for what in figures.values()), "note"]
         rows = []
         for size, row in self.rows.items():
             runs = [self.found[variant, size] for variant in self.variants]
-            times = [middle(each, key) for each in runs for key in ("host_ms", "ms")]
-            rows.append([counted(self.axis, row), *times, next((why for each in runs if (why := said(each[-1]))), "")])
+            cells = [middle(each, key) for each in runs for key in figures]
+            rows.append([counted(self.axis, row), *cells, next((why for each in runs if (why := said(each[-1]))), "")])
         return heads, rows
 
     def slopes(self) -> list[list[Any]]:
@@ -139,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = {(variant, size): trials.of(axis=axis, variant=variant, size=size) for variant, size in points}
         growth = Growth(axis, rows, found)
         print(f"\n{axis}")
-        trials.show(axis, *growth.table())
+        trials.show(axis, *growth.table(TIMES))
+        trials.show(f"{axis}, memory", *growth.table(MEMORY))
         slopes += growth.slopes()
     print("\nWhat one more costs; the last column is where the line begins")
     heads = ("one more", "variant", "host µs", "above the floor's", "step µs", "host ms at none")

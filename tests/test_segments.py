@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.memory.rehearsal import UNIT, Rehearsal
+from zeroshard.memory import arrangement
+from zeroshard.memory.arrangement import Arrangement
+from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
 from zeroshard.memory.segments import WARM_UP, Segments
 
 
@@ -221,3 +223,56 @@ def test_a_rehearsal_places_as_the_allocator_does() -> None:
         rehearsal = Rehearsal(first)
         rehearsal.play(requests)
         assert rehearsal.reserved == carved(sizes, first)
+
+
+# ------------------------------------------------------------------------------------------------ arrangements
+
+
+def requests_of_a_net(layers: int = 12) -> list[Request]:
+    """Blocks that keep something each, a loss, and the way back."""
+    found: list[Request] = []
+
+    def take(*sizes: int) -> list[int]:
+        numbers = range(len(found), len(found) + len(sizes))
+        found.extend((number, size * MB) for number, size in zip(numbers, sizes, strict=True))
+        return list(numbers)
+
+    def free(numbers: list[int]) -> None:
+        found.extend((number, 0) for number in numbers)
+
+    kept = []
+    for _ in range(layers):
+        passing = take(256, 64)
+        kept.append(take(128, 128, 32))
+        free(passing)
+    half = take(786)
+    logits = take(1572, 1572)
+    free(half)
+    loss = take(1572)
+    free(logits[:1])
+    gradient = take(786)
+    free(logits[1:] + loss)
+    for each in reversed(kept):
+        passing = take(256, 64, 128, 128, 32)
+        free(each)
+        free(take(128) + passing + gradient)
+        gradient = []
+    return found
+
+
+def test_sizes_are_changed_until_little_more_is_reserved_than_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of_a_net()
+    in_use = 8172 * MB
+    first = Arrangement(requests)
+    assert min(first._rehearse(sizes) for sizes in first._first()) > 1.12 * in_use
+    monkeypatch.setattr(arrangement, "ENOUGH", 1.06)  # it ends there, so that no clock decides
+    found = Arrangement(requests).best(seconds=120)
+    rehearsal = Rehearsal(found)
+    rehearsal.play(requests)
+    rehearsal.play(requests)
+    assert in_use <= rehearsal.reserved <= 1.06 * in_use
+
+
+def test_nothing_is_made_for_what_fits_as_it_comes() -> None:
+    assert Arrangement([]).best(seconds=1) == []
+    assert Arrangement([(1, 512 * MB), (1, 0), (2, 256 * MB), (2, 0)]).best(seconds=1) == []

@@ -26,11 +26,6 @@ class Block:
         self.nbytes, self.before, self.after, self.free = nbytes, before, after, True
         self.place = place  # address: of blocks of one size, the lowest is taken
 
-    @property
-    def entry(self) -> tuple[int, int, Block]:
-        """What it is sorted by, and itself."""
-        return self.nbytes, self.place, self
-
 
 class Rehearsal:
     """An allocator without memory.
@@ -43,7 +38,8 @@ class Rehearsal:
 
     def __init__(self, segments: Iterable[int] = ()) -> None:
         self.segments: list[int] = []  # bytes
-        self._free: list[tuple[int, int, Block]] = []  # the smallest first
+        # The smallest first. No two have a place in common, so blocks themselves are never compared.
+        self._free: list[tuple[int, int, Block]] = []
         for size in segments:
             self._insert(self._segment(size))
 
@@ -70,7 +66,7 @@ class Rehearsal:
         return block
 
     def _take(self, nbytes: int) -> Block:
-        place = bisect_left(self._free, nbytes, key=lambda entry: entry[0])
+        place = bisect_left(self._free, (nbytes,))
         block = self._free.pop(place)[2] if place < len(self._free) else self._segment(nbytes)
         rest = block.nbytes - nbytes
         if rest > REST:
@@ -85,7 +81,7 @@ class Rehearsal:
     def _give(self, block: Block) -> None:
         for other in (block.before, block.after):
             if other is not None and other.free:
-                del self._free[bisect_left(self._free, other.entry[:2], key=lambda entry: entry[:2])]
+                del self._free[bisect_left(self._free, (other.nbytes, other.place))]
                 first, second = (other, block) if other is block.before else (block, other)
                 first.nbytes += second.nbytes
                 first.after = second.after
@@ -96,4 +92,4 @@ class Rehearsal:
 
     def _insert(self, block: Block) -> None:
         block.free = True
-        insort(self._free, block.entry, key=lambda entry: entry[:2])
+        insort(self._free, (block.nbytes, block.place, block))

@@ -6,8 +6,8 @@ later, smaller requests from segments that are free. A step asks for its small t
 largest last (the loss's): each of these then gets a segment of its own, beside all the small ones, which are free and
 of no use by then. Were some large ones there first, the small ones would be carved from them.
 
-So after a few steps the allocator is asked to note a step's requests, and these are rehearsed with one or two segments
-of various sizes made beforehand (``rehearsal.py``). The sizes with which least memory was reserved in the end are made,
+So after a few steps the allocator is asked to note a step's requests, and these are rehearsed with a few segments of
+various sizes made beforehand (``arrangement.py``). The sizes with which least memory was reserved in the end are made,
 once, from an empty cache. Passes on larger inputs begin it anew, a few times; smaller ones fit into what is there.
 
 Where memory is so full that the allocator had to give segments back in the middle of a step, the next passes begin with
@@ -16,13 +16,12 @@ an empty cache instead: nothing of the last one may then stand in the way of the
 
 from __future__ import annotations
 
-import time
-from itertools import product
 from typing import Any
 
 import torch
 
-from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
+from zeroshard.memory.arrangement import Arrangement
+from zeroshard.memory.rehearsal import Request
 
 WARM_UP = 2  # passes before the model's needs are looked at: optimizer states are made in the first step
 SMALL = 1 << 20  # bytes: smaller requests have segments of their own
@@ -31,8 +30,6 @@ SECONDS = 3.0  # that rehearsals may take
 GROWN = 1.125  # times the inputs, from which on a pass is looked at anew
 LEARNT = 8  # times that it is
 FULL = 100  # passes that begin with an empty cache after memory was full
-FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
-SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 1.0, 1.125, 1.25)
 
 
 class Segments:
@@ -62,7 +59,7 @@ class Segments:
             self._made = []
             self._make()
         elif self._noting:
-            self._made = self._best(self._noted())
+            self._made = Arrangement(self._noted()).best(SECONDS)
             self._make()
         elif reserved < 0.9 * self._reserved:  # somebody has emptied the cache
             self._make()
@@ -101,21 +98,6 @@ class Segments:
                 requests.append((event["addr"], 0))
         return requests
 
-    def _best(self, requests: list[Request]) -> list[int]:
-        """The sizes of segments to make first, with which the pass would reserve least from the second time on."""
-        largest = max((nbytes for _, nbytes in requests), default=0)
-        best, least, begun = [], _needed([], requests), time.perf_counter()
-        for times in product(FIRST, SECOND):
-            sizes = [int(largest * part) // UNIT * UNIT for part in times if part]
-            if largest < UNIT or sum(sizes) >= least:
-                continue
-            needed = _needed(sizes, requests)
-            if needed < least:
-                best, least = sizes, needed
-            if time.perf_counter() - begun > SECONDS:
-                break
-        return best
-
     def _make(self) -> None:
         """Empty the cache, make the segments, and leave them free."""
         torch.cuda.empty_cache()
@@ -130,13 +112,6 @@ class Segments:
         """The bytes that are reserved, and how often the allocator had to give some back to go on."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["reserved_bytes"]["all"]["current"], stats["num_alloc_retries"]
-
-
-def _needed(sizes: list[int], requests: list[Request]) -> int:
-    rehearsal = Rehearsal(sizes)
-    rehearsal.play(requests)
-    rehearsal.play(requests)
-    return rehearsal.reserved
 
 
 def _record(most: int) -> None:

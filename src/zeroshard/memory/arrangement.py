@@ -1,0 +1,129 @@
+"""Arrangement: the sizes of segments to make beforehand, with which a step's requests take least memory.
+
+[Note: how sizes are looked for]
+Every guess is rehearsed. First come one or two segments of a few multiples of the largest request, which is the loss's
+as a rule. Then the best of these, and in turn with them some that are drawn at random, are changed a little at a time:
+a segment more or less, two made one, one larger or smaller by the size of some request. A change that does not make it
+worse is kept. It ends when almost nothing is left to be gained, or when it has taken long enough.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from itertools import product
+
+from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
+
+FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
+SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
+ENOUGH = 1.01  # times the bytes that are in use at once
+KEPT = 3  # of the guesses so far, the best
+TURN = 40  # changes that are tried before another has its turn
+MOST = 6  # segments
+FEW = 6  # sizes, the largest
+
+Sizes = tuple[int, ...]  # bytes, the largest first
+
+
+class Arrangement:
+    """The sizes that were found so far for a list of requests.
+
+    >>> steps = [(1, 60 << 20), (2, 60 << 20), (1, 0), (2, 0), (3, 120 << 20), (3, 0)]
+    >>> [size >> 20 for size in Arrangement(steps).best(seconds=1)]
+    [120]
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+        self._enough = ENOUGH * _at_once(requests)
+        rounded = {-(-nbytes // UNIT) * UNIT for _, nbytes in requests}
+        self._sizes = sorted(size for size in rounded if size)  # of requests, as segments would have them
+        self._needed: dict[Sizes, int] = {}
+
+    def best(self, seconds: float) -> list[int]:
+        """The sizes with which least is reserved from the second pass on; none where that is best."""
+        end = time.perf_counter() + seconds
+        without = self._rehearse(())
+        for sizes in self._first():
+            if self._over(end):
+                break
+            if sum(sizes) < without:
+                self._rehearse(sizes)
+        draw = random.Random(0)
+        leading = sorted(self._needed, key=self._rank)[:KEPT]
+        while self._sizes and not self._over(end):
+            begin = draw.choice(leading) if draw.random() < 0.5 else self._drawn(draw)
+            leading.append(self._climbed(begin, draw, end))
+            leading = sorted(set(leading), key=self._rank)[:KEPT]
+        return list(min(self._needed.items(), key=lambda item: (item[1], len(item[0])))[0])
+
+    def _climbed(self, sizes: Sizes, draw: random.Random, end: float) -> Sizes:
+        """The same after a few changes, those of them that did not make it worse."""
+        for _ in range(TURN):
+            changed = self._changed(sizes, draw)
+            if changed not in self._needed and sum(changed) < self._needed[sizes]:
+                if self._rehearse(changed) <= self._needed[sizes]:
+                    sizes = changed
+                if self._over(end):
+                    break
+        return sizes
+
+    def _over(self, end: float) -> bool:
+        return min(self._needed.values()) <= self._enough or time.perf_counter() > end
+
+    def _rank(self, sizes: Sizes) -> tuple[int, int]:
+        return self._needed[sizes], len(sizes)
+
+    def _first(self) -> list[Sizes]:
+        """One or two segments, in multiples of the largest request."""
+        largest = self._sizes[-1] if self._sizes else 0
+        parts = ([int(largest * part) // UNIT * UNIT for part in pair] for pair in product(FIRST, SECOND))
+        return [tuple(sorted(filter(None, pair), reverse=True)) for pair in parts if largest]
+
+    def _drawn(self, draw: random.Random) -> Sizes:
+        """A few segments at random, smaller together than all that are needed without any."""
+        sizes = [draw.choice(self._sizes[-FEW:]) * draw.choice((1, 2)) for _ in range(draw.randint(2, MOST))]
+        while sum(sizes) >= self._needed[()]:
+            sizes.pop()
+        drawn = tuple(sorted(sizes, reverse=True))
+        self._rehearse(drawn)
+        return drawn
+
+    def _changed(self, sizes: Sizes, draw: random.Random) -> Sizes:
+        """Sizes with one thing changed, or two."""
+        changed = list(sizes)
+        for _ in range(draw.choice((1, 1, 2))):
+            kind, at = draw.random(), draw.randrange(len(changed)) if changed else 0
+            if not changed or (kind < 0.25 and len(changed) < MOST):
+                changed.append(draw.choice(self._sizes))
+            elif kind < 0.4 and len(changed) > 1:
+                del changed[at]
+            elif kind < 0.55 and len(changed) > 1:
+                size = changed.pop(at)
+                changed[draw.randrange(len(changed))] += size
+            else:
+                changed[at] = max(UNIT, changed[at] + draw.choice((-1, 1)) * draw.choice(self._sizes))
+        return tuple(sorted(changed, reverse=True))
+
+    def _rehearse(self, sizes: Sizes) -> int:
+        """Bytes that are reserved in the end, with segments of these sizes made first."""
+        if sizes not in self._needed:
+            rehearsal = Rehearsal(sizes)
+            rehearsal.play(self._requests)
+            rehearsal.play(self._requests)
+            self._needed[sizes] = rehearsal.reserved
+        return self._needed[sizes]
+
+
+def _at_once(requests: Sequence[Request]) -> int:
+    """The most bytes that are in use at a time."""
+    held: dict[int, int] = {}
+    now = most = 0
+    for tensor, nbytes in requests:
+        now += nbytes - held.pop(tensor, 0)
+        if nbytes:
+            held[tensor] = nbytes
+            most = max(most, now)
+    return most
