@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zeroshard.engine.gradients import Gradients
+from zeroshard.host.crew import Running
 from zeroshard.host.desk import Desk
 from zeroshard.host.granule import MASTER, Granule
 from zeroshard.host.native import Kernels
@@ -30,10 +31,15 @@ class Task:
     states: tuple[dict[str, Any], ...]  # of the runs; the optimizer may have others by the time they are updated
     recipes: tuple[Recipe, ...] | None  # None: by torch
     groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
+    alone: bool  # whether nothing else may be under way meanwhile: see [Note: behind the kernel]
 
 
 class Craft:
-    """Updates granules by the native update or by torch. ``now`` is everywhere the moment of the step."""
+    """Updates granules by the native update or by torch. ``now`` is everywhere the moment of the step.
+
+    Whatever yields does so once its kernels run, unless its task is to be alone; what it returns is there when it goes
+    on after that.
+    """
 
     def __init__(
         self,
@@ -46,24 +52,25 @@ class Craft:
     ) -> None:
         self._inner, self._gradients, self._tiers, self._desk = inner, gradients, tiers, desk
         self._kernels, self._threads = kernels, threads
+        self._crew = None if kernels is None else kernels.crew()
 
-    def ahead(self, task: Task, ruling: Ruling) -> None:
+    def ahead(self, task: Task, ruling: Ruling) -> Generator[None, None, None]:
         """Update a granule beside its old values."""
         granule = task.granule
-        self._cook(task, granule.lines, granule.beside, granule.copy, ruling)
+        yield from self._cook(task, granule.lines, granule.beside, granule.copy, ruling)
 
     def confirm(self, task: Task, now: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Let what was made ahead of the step count."""
         granule = task.granule
         states = dict(zip(task.runs, task.states, strict=True))
-        keys = sorted({key for recipe in task.recipes or () for key in recipe.keys})
-        granule.exchange(keys, states)
+        keys = dict.fromkeys(key for recipe in task.recipes or () for key in recipe.keys)
+        granule.exchange(list(keys), states)
         self._count(task)
         return self._desk.deliver(granule.place, granule.copy, now)
 
     def update(
         self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling, now: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
+    ) -> Generator[None, None, torch.cuda.Event | None]:
         """Update a granule, whose values are in ``lines`` by key, and send the new parameters to their place."""
         granule = task.granule
         if task.recipes is None:
@@ -71,14 +78,14 @@ class Craft:
                 self._by_torch(task, ruling)
                 return self.deliver_masters(granule, list(task.runs), now)
         if self._desk.direct(granule.place, now):
-            self._cook(task, lines, lines, granule.place, ruling)
+            yield from self._cook(task, lines, lines, granule.place, ruling)
             self._count(task)
             return None
         slot, copy = None, granule.copy
         if copy is None:  # slots are few: until the device is at the step, they stay taken
             slot = self._desk.take()
             copy = slot.copy_of(granule)
-        self._cook(task, lines, lines, copy, ruling)
+        yield from self._cook(task, lines, lines, copy, ruling)
         self._count(task)
         whole = granule.whole and len(task.runs) == len(granule.runs)
         event = None
@@ -95,19 +102,28 @@ class Craft:
         new: dict[str, torch.Tensor],
         copy: torch.Tensor | None,
         ruling: Ruling,
-    ) -> None:
-        for run, recipe in zip(task.runs, task.recipes or (), strict=True):
-            span = task.granule.within(run).slice
-            gradient = self._desk.gradient(run, self._gradients)
-            recipe.cook(
-                self._kernels_there,
-                {key: old[key][span] for key in (MASTER, *recipe.keys)},
-                {key: new[key][span] for key in (MASTER, *recipe.keys)},
-                gradient,
-                None if copy is None else copy[span],
-                ruling.factors,
-                self._threads,
-            )
+    ) -> Generator[None, None, None]:
+        """Update by the native update. Alone, run after run, as all may find their gradients in one buffer."""
+        running: list[Running] = []
+        try:
+            for run, recipe in zip(task.runs, task.recipes or (), strict=True):
+                span = task.granule.within(run).slice
+                begun = recipe.cook(
+                    self._kernels_there,
+                    {key: old[key][span] for key in (MASTER, *recipe.keys)},
+                    {key: new[key][span] for key in (MASTER, *recipe.keys)},
+                    self._desk.gradient(run, self._gradients),
+                    None if copy is None else copy[span],
+                    ruling.factors,
+                    self._threads,
+                    None if task.alone else self._crew,
+                )
+                running.append(begun)
+            if not task.alone:
+                yield
+        finally:
+            for begun in running:
+                begun.end()
 
     @property
     def _kernels_there(self) -> Kernels:

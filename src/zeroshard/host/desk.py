@@ -71,7 +71,7 @@ class Desk:
         return True
 
     def take(self) -> Slot:
-        """A free buffer."""
+        """A free buffer. Whoever has one takes no other, and two may have one: see [Note: behind the kernel]."""
         if not self._slots:
             buffers = [
                 self._tiers.zeros("buckets", "host", self._bytes, torch.uint8, pinned=True) for _ in range(SLOTS)

@@ -1,16 +1,17 @@
 /* Optimizer updates on the host, one pass over memory: see native.py for what is equal to torch to the bit.
 
    A stretch is cut into chunks, of which each thread takes the next when it is done with one: a thread that has to
-   give its processor away, to whoever launches the device's work, holds nobody up. It goes through a chunk in blocks
-   that stay in its first-level cache: gradient to fp32, the update, the parameter's copy. Memory is touched once, and
-   every loop is short enough for the compiler to vectorise.
+   give its processor away, to whoever launches the device's work, holds nobody up. When none is left it goes on with
+   the stretch that was begun next, without a pause, or leaves. It goes through a chunk in blocks that stay in its
+   first-level cache: gradient to fp32, the update, the parameter's copy. Memory is touched once, and every loop is
+   short enough for the compiler to vectorise.
 
    Compile with -ffp-contract=off -fno-math-errno: a rounding is fused away exactly where fmaf() is written. */
 
 #include <math.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX__)
@@ -57,12 +58,28 @@ struct update {
 
 typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
 
-struct work {
-    const struct update *update;
+/* One update of many chunks. What changes is under its crew's lock. */
+struct call {
+    struct crew *crew;
+    struct update update;
     block_update *block;
-    int64_t chunk;         /* elements: CHUNK, or less where there would be none for some thread */
-    _Atomic int64_t taken; /* chunks so far */
+    struct call *next; /* begun after it */
+    int64_t chunk;     /* elements: CHUNK, or less where there would be none for some thread */
+    int64_t taken;     /* elements that a thread is at or done with: from the first one on */
+    int working;       /* threads that are at a chunk */
 };
+
+/* Threads that do one call after the other, in the order in which they were begun: see crew.py. */
+struct crew {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;    /* a call is over, or the last thread leaves */
+    struct call *first, *last; /* calls that are not taken; last has no meaning where there is no first */
+    int threads;               /* that work, or are being started: they look at first before they leave */
+};
+
+static int is_taken(const struct call *call) { return call->taken == call->update.numel; }
+
+static int is_over(const struct call *call) { return is_taken(call) && !call->working; }
 
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -234,33 +251,139 @@ static void run_chunk(const struct update *u, block_update *block, int64_t begin
         settle(u->first_out, at, n, m, mb);
         settle(u->second_out, at, n, v, vb);
     }
+#if defined(__AVX__)
+    _mm_sfence(); /* streamed writes are seen by whoever has the crew's lock after this thread */
+#endif
 }
 
-static void *run_chunks(void *argument) {
-    struct work *work = argument;
-    const struct update *u = work->update;
-    for (int64_t begin; (begin = work->chunk * atomic_fetch_add(&work->taken, 1)) < u->numel;) {
-        const int64_t end = begin + work->chunk < u->numel ? begin + work->chunk : u->numel;
-        run_chunk(u, work->block, begin, end);
+/* Take chunks until there are none. Called and left with the crew's lock held. */
+static void take_chunks(struct crew *crew) {
+    for (struct call *call; (call = crew->first);) {
+        const int64_t begin = call->taken, rest = call->update.numel - begin;
+        const int64_t end = begin + (rest < call->chunk ? rest : call->chunk);
+        call->taken = end;
+        call->working++;
+        if (is_taken(call)) crew->first = call->next;
+        pthread_mutex_unlock(&crew->lock);
+        run_chunk(&call->update, call->block, begin, end);
+        pthread_mutex_lock(&crew->lock);
+        call->working--;
+        if (is_over(call)) pthread_cond_broadcast(&crew->changed); /* it may be gone as soon as the lock is */
     }
-#if defined(__AVX__)
-    _mm_sfence(); /* streamed writes are seen by whoever joins this thread */
-#endif
+}
+
+static void *serve(void *argument) {
+    struct crew *crew = argument;
+    pthread_mutex_lock(&crew->lock);
+    take_chunks(crew);
+    if (!--crew->threads) pthread_cond_broadcast(&crew->changed);
+    pthread_mutex_unlock(&crew->lock);
     return NULL;
 }
 
-static void run(const struct update *u, block_update *block, int threads) {
-    pthread_t started[MOST];
-    int running = 0;
+/* Start threads; returns how many could not be. */
+static int hire(struct crew *crew, int threads) {
+    pthread_attr_t detached;
+    pthread_t thread;
+    if (!threads || pthread_attr_init(&detached)) return threads;
+    if (!pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED))
+        while (threads && !pthread_create(&thread, &detached, serve, crew)) threads--;
+    pthread_attr_destroy(&detached);
+    return threads;
+}
+
+/* Line a call up behind those that were begun before. It has elements. */
+static void line_up(struct crew *crew, struct call *call, int threads) {
+    const int64_t numel = call->update.numel;
     if (threads > MOST) threads = MOST;
-    if (threads > u->numel / LEAST + 1) threads = (int)(u->numel / LEAST + 1);
-    const int64_t even = (u->numel / BLOCK / threads + 1) * BLOCK;
-    struct work work = {u, block, even < CHUNK ? even : CHUNK, 0};
-    while (running + 1 < threads && !pthread_create(&started[running], NULL, run_chunks, &work)) running++;
-    run_chunks(&work); /* this thread too; without any other it does everything */
-    for (int i = 0; i < running; i++) pthread_join(started[i], NULL);
+    if (threads > numel / LEAST) threads = (int)(numel / LEAST);
+    const int64_t even = (numel / BLOCK / (threads + 1) + 1) * BLOCK;
+    call->chunk = even < CHUNK ? even : CHUNK;
+    pthread_mutex_lock(&crew->lock);
+    if (crew->first)
+        crew->last->next = call;
+    else
+        crew->first = call;
+    crew->last = call;
+    const int missing = threads > crew->threads ? threads - crew->threads : 0;
+    crew->threads += missing;
+    pthread_mutex_unlock(&crew->lock); /* those who work do not wait for those who come */
+    const int failed = hire(crew, missing);
+    pthread_mutex_lock(&crew->lock);
+    crew->threads -= failed;
+    if (!crew->threads) take_chunks(crew); /* this thread does what nobody else would */
+    pthread_mutex_unlock(&crew->lock);
+}
+
+static void open_crew(struct crew *crew) {
+    *crew = (struct crew){.threads = 0};
+    pthread_mutex_init(&crew->lock, NULL);
+    pthread_cond_init(&crew->changed, NULL);
+}
+
+/* Wait until all threads have left. */
+static void close_crew(struct crew *crew) {
+    pthread_mutex_lock(&crew->lock);
+    while (crew->threads) pthread_cond_wait(&crew->changed, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
+    pthread_mutex_destroy(&crew->lock);
+    pthread_cond_destroy(&crew->changed);
+}
+
+/* Do it now, by this thread and others. */
+static void run(const struct update *u, block_update *block, int threads) {
+    struct crew crew;
+    struct call call = {.crew = &crew, .update = *u, .block = block};
+    if (u->numel <= 0) return;
+    open_crew(&crew);
+    line_up(&crew, &call, threads - 1);
+    pthread_mutex_lock(&crew.lock);
+    take_chunks(&crew);
+    pthread_mutex_unlock(&crew.lock);
+    close_crew(&crew); /* who is at a chunk has not left */
+}
+
+static struct call *begin(struct crew *crew, const struct update *u, block_update *block, int threads) {
+    struct call *call = u->numel > 0 ? malloc(sizeof *call) : NULL;
+    if (call) {
+        *call = (struct call){.crew = crew, .update = *u, .block = block};
+        line_up(crew, call, threads);
+    } else {
+        run(u, block, threads);
+    }
+    return call;
 }
 
 void zeroshard_adam(const struct update *u, int threads) { run(u, adam_block, threads); }
 
 void zeroshard_sgd(const struct update *u, int threads) { run(u, sgd_block, threads); }
+
+/* NULL: there is no memory for one. */
+struct crew *zeroshard_crew(void) {
+    struct crew *crew = malloc(sizeof *crew);
+    if (crew) open_crew(crew);
+    return crew;
+}
+
+/* All its calls have been ended. */
+void zeroshard_dismiss(struct crew *crew) {
+    close_crew(crew);
+    free(crew);
+}
+
+/* Both return at once, and what they return is to be ended; NULL: it is over already. */
+struct call *zeroshard_adam_begin(struct crew *crew, const struct update *u, int threads) {
+    return begin(crew, u, adam_block, threads);
+}
+
+struct call *zeroshard_sgd_begin(struct crew *crew, const struct update *u, int threads) {
+    return begin(crew, u, sgd_block, threads);
+}
+
+void zeroshard_end(struct call *call) {
+    struct crew *crew = call->crew;
+    pthread_mutex_lock(&crew->lock);
+    while (!is_over(call)) pthread_cond_wait(&crew->changed, &crew->lock);
+    pthread_mutex_unlock(&crew->lock);
+    free(call);
+}

@@ -62,6 +62,7 @@ from typing import ClassVar
 
 import torch
 
+from zeroshard.host.crew import Crew, Running
 from zeroshard.host.library import NotBuiltError, load_library
 from zeroshard.host.options import AdamOptions, SGDOptions
 
@@ -93,12 +94,22 @@ class Kernels:
 
     ``out`` is where the new values go: the tensors they are computed from, or others. Old values are left as they are
     in the second case, so an update may be dropped. ``copy`` receives the new parameter in its own dtype as well.
+
+    With a ``crew`` a call only begins the update, behind those that the crew was given before: it reads and writes
+    until the ``end()`` of what is returned. Without, it is over when the call returns.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         for function in (library.zeroshard_adam, library.zeroshard_sgd):
             function.argtypes, function.restype = (ctypes.POINTER(_Update), ctypes.c_int), None
+        for function in (library.zeroshard_adam_begin, library.zeroshard_sgd_begin):
+            function.argtypes = ctypes.c_void_p, ctypes.POINTER(_Update), ctypes.c_int
+            function.restype = ctypes.c_void_p
+
+    def crew(self) -> Crew:
+        """A new crew, for updates that are begun one after the other."""
+        return Crew(self._library)
 
     def adam(
         self,
@@ -114,7 +125,8 @@ class Kernels:
         factors: Sequence[float] = (),
         threads: int = 1,
         powers: tuple[float, float] | None = None,
-    ) -> None:
+        crew: Crew | None = None,
+    ) -> Running:
         """Update one stretch. ``step`` counts this update too: 1 for the first.
 
         ``powers``: both betas to the power of ``step`` as a GPU has them in fp32, for what is fused there.
@@ -122,7 +134,7 @@ class Kernels:
         >>> p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
         >>> new, half = tuple(torch.empty(3) for _ in range(3)), torch.empty(3, dtype=torch.bfloat16)
         >>> if found := kernels():
-        ...     found.adam(p, m, v, torch.ones(3), AdamOptions(lr=0.5), out=new, step=1, copy=half)
+        ...     begun = found.adam(p, m, v, torch.ones(3), AdamOptions(lr=0.5), out=new, step=1, copy=half)
         ...     print(half.tolist(), p.tolist())
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
@@ -135,7 +147,8 @@ class Kernels:
             _constants_of_a_gpu(update, options, powers)
         else:
             _constants(update, options, step)
-        self._library.zeroshard_adam(ctypes.byref(update), _positive(threads))
+        tensors = (parameter, exp_avg, exp_avg_sq, gradient, copy, *out)
+        return self._run("zeroshard_adam", update, _positive(threads), crew, tensors)
 
     def sgd(
         self,
@@ -148,12 +161,13 @@ class Kernels:
         copy: torch.Tensor | None = None,
         factors: Sequence[float] = (),
         threads: int = 1,
-    ) -> None:
+        crew: Crew | None = None,
+    ) -> Running:
         """Update one stretch. ``momentum`` is None without momentum, and the first time, when it becomes the gradient.
 
         >>> p, buffer = torch.ones(3), torch.empty(3)
         >>> if found := kernels():
-        ...     found.sgd(p, None, torch.ones(3), SGDOptions(lr=0.5, momentum=0.9), out=(p, buffer))
+        ...     begun = found.sgd(p, None, torch.ones(3), SGDOptions(lr=0.5, momentum=0.9), out=(p, buffer))
         ...     print(p.tolist(), buffer.tolist())
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
@@ -167,7 +181,17 @@ class Kernels:
         update.l2, update.decay, update.rate = options.weight_decay, 1.0, -options.lr
         update.momentum, update.undamped = options.momentum, 1 - options.dampening
         update.begins, update.nesterov = momentum is None, options.nesterov
-        self._library.zeroshard_sgd(ctypes.byref(update), _positive(threads))
+        tensors = (parameter, momentum, gradient, copy, *out)
+        return self._run("zeroshard_sgd", update, _positive(threads), crew, tensors)
+
+    def _run(
+        self, name: str, update: _Update, threads: int, crew: Crew | None, tensors: tuple[torch.Tensor | None, ...]
+    ) -> Running:
+        if crew is None:
+            getattr(self._library, name)(ctypes.byref(update), threads)
+            return Running()
+        call = getattr(self._library, f"{name}_begin")(crew.handle, ctypes.byref(update), threads)
+        return Running(crew, call, tensors)
 
 
 def kernels() -> Kernels | None:

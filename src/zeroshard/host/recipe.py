@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.host.crew import Crew, Running
 from zeroshard.host.native import DTYPES, Kernels
 from zeroshard.host.options import AdamOptions, SGDOptions, options_for
 from zeroshard.host.powers import powers_on_gpu
@@ -39,12 +40,16 @@ class Recipe:
         copy: torch.Tensor | None,
         factors: tuple[float, ...],
         threads: int,
-    ) -> None:
-        """Update: read ``old`` values, by key and under "" the parameter's, and write ``new`` ones."""
+        crew: Crew | None = None,
+    ) -> Running:
+        """Update: read ``old`` values, by key and under "" the parameter's, and write ``new`` ones.
+
+        With a ``crew`` it is only begun: see :class:`Kernels`.
+        """
         if isinstance(self.options, AdamOptions):
             states = (old[""], old[ADAM[0]], old[ADAM[1]])
             out = (new[""], new[ADAM[0]], new[ADAM[1]])
-            kernels.adam(
+            return kernels.adam(
                 *states,
                 gradient,
                 self.options,
@@ -54,10 +59,10 @@ class Recipe:
                 factors=factors,
                 threads=threads,
                 powers=self.powers,
+                crew=crew,
             )
-            return
         momentum = old.get(SGD[0]) if self.step > 1 else None  # the first time it becomes the gradient
-        kernels.sgd(
+        return kernels.sgd(
             old[""],
             momentum,
             gradient,
@@ -66,6 +71,7 @@ class Recipe:
             copy=copy,
             factors=factors,
             threads=threads,
+            crew=crew,
         )
 
 

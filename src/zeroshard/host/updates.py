@@ -12,6 +12,7 @@ next forward, and the semantics are PyTorch's: before ``step()`` nothing has cha
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -115,8 +116,8 @@ class HostUpdates:
                 continue
             task = self._task(granule, granule.runs, ahead=True)
             if task.recipes is not None and self._open_beside(granule, task.recipes):
-                moments = [there, self._inverse.there]
-                job = Job((self._order[granule], 1), moments, partial(self._work_ahead, task, self._inverse))
+                moments, work = [there, self._inverse.there], partial(self._work_ahead, task, self._inverse)
+                job = Job((self._order[granule], 1), moments, work, task.alone)
                 self._ahead[granule] = Ahead(task, self._worker.do(job))
 
     def doubt(self) -> None:
@@ -150,7 +151,7 @@ class HostUpdates:
             if granule.place.device.type == "cpu":  # the device has to have read the old values
                 moments.append(now)
             work = partial(self._work, task, verdict, ahead.get(granule), now, following)
-            done = self._worker.do(Job((self._order[granule], 0), moments, work))
+            done = self._worker.do(Job((self._order[granule], 0), moments, work, task.alone))
             coming.setdefault(granule.flat, []).append(done)
             self._jobs.append(done)
         self._there.clear()
@@ -219,8 +220,9 @@ class HostUpdates:
         if len(recipes) == len(runs):
             for run, recipe in zip(runs, recipes, strict=True):
                 self._begin(granule, run, recipe)
-            return Task(granule, tuple(runs), states, tuple(recipes), ())
-        return Task(granule, tuple(runs), states, None, tuple(_as_it_is(run.group) for run in runs))
+            fetched = self._engine.comm.device.type == "cuda" and not gradient.far  # into the one buffer there is
+            return Task(granule, tuple(runs), states, tuple(recipes), (), fetched or granule.tier == "disk")
+        return Task(granule, tuple(runs), states, None, tuple(_as_it_is(run.group) for run in runs), alone=True)
 
     def _begin(self, granule: Granule, run: Run, recipe: Recipe) -> None:
         """Make the states of a run that has none yet, or bring them into the granule."""
@@ -250,7 +252,7 @@ class HostUpdates:
 
     def _open_beside(self, granule: Granule, recipes: tuple[Recipe, ...]) -> bool:
         """Whether there is room to update a granule ahead of the step."""
-        keys = sorted({key for recipe in recipes for key in recipe.keys})
+        keys = list(dict.fromkeys(key for recipe in recipes for key in recipe.keys))
         missing = [key for key in (MASTER, *keys) if key not in granule.beside]
         nbytes = granule.numel * (4 * len(missing) + (granule.flat.dtype.itemsize if granule.copy is None else 0))
         if nbytes > self._left:
@@ -262,30 +264,30 @@ class HostUpdates:
 
     # -- on the thread of updates ------------------------------------------------------------------------------------
 
-    def _work_ahead(self, task: Task, verdict: Verdict) -> Ruling:
+    def _work_ahead(self, task: Task, verdict: Verdict) -> Generator[None, None, Ruling]:
         """Update a granule beside its old values."""
         ruling = verdict.read()
-        self._craft.ahead(task, ruling)
+        yield from self._craft.ahead(task, ruling)
         return ruling
 
     def _work(
         self, task: Task, verdict: Verdict, begun: Ahead | None, now: torch.cuda.Event | None, following: list[Granule]
-    ) -> torch.cuda.Event | None:
+    ) -> Generator[None, None, torch.cuda.Event | None]:
         """Confirm what was made ahead, or update a granule now."""
         ruling, granule = verdict.read(), task.granule
         if not ruling.counts:
             if begun is not None:
                 begun.done.cancel()
             return None
-        if begun is not None and not begun.done.cancel():  # it is done: there is one thread
+        if begun is not None and not begun.done.cancel():  # it is over: no two of one granule overlap
             made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes
             if same and made.inverse == ruling.inverse and ruling.coefficient in (None, 1.0):
                 return self._craft.confirm(task, now)
             self._foresight.wrong()
         if granule.tier == "disk":
             with self._shelf.taken(granule, following) as lines:
-                return self._craft.update(task, lines, ruling, now)
-        return self._craft.update(task, granule.lines, ruling, now)
+                return (yield from self._craft.update(task, lines, ruling, now))
+        return (yield from self._craft.update(task, granule.lines, ruling, now))
 
 
 def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,20 @@ first. Backward brings gradients in the reverse of that order, so what is left o
 that forward comes to last: they are updated while forward computes the others. Were gradients taken as they come,
 forward could not begin before the last of them.
 
+[Note: behind the kernel]
+What a native update takes beside its kernel (a job is chosen, its arguments are found, its result is sent and told) is
+hidden behind the kernel of another. A job's work is a generator that yields once its kernel runs. The worker then
+begins the next job, whose kernel waits in line ([Note: from one update to the next]), and only then ends the first:
+
+    Python   begin 1 | begin 2 | wait | end 1 | begin 3 | wait ......... | end 2 | begin 4 | wait
+    kernels          | 1 ............ | 2 ............................. | 3 ....................
+
+No more than two are under way, since buffers are few, and the only one is ended at once where no other is ready: a
+result that is there never waits for a gradient that is not. Two jobs of one granule do not overlap, as they read and
+write the same; nor does a job that is to be done ``alone`` since it takes long without a kernel to hide behind: it
+waits for the disk, or is torch's, or its gradient comes through a buffer that there is one of. A plain function is a
+job without a kernel.
+
 [Note: who may starve]
 The thread lowers its own priority before it does anything. On Linux that is a thread's own, and threads that it starts
 inherit it: the native update's and OpenMP's alike. So the thread that launches the GPU's work gets a processor as soon
@@ -18,7 +32,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +46,12 @@ NICE = 10  # how much lower the priority of updates is
 class Job:
     """Something to be done when some moments of the device are over."""
 
-    order: tuple[int, int]  # the smallest is done first
+    order: tuple[int, int]  # the smallest is done first; jobs with the same first number do not overlap
     moments: Sequence[torch.cuda.Event | None]  # that are not known to be over
-    work: Callable[[], Any]
+    work: Callable[[], Any]  # a plain function, or a generator's: see [Note: behind the kernel]
+    alone: bool = False  # whether nothing else may be under way meanwhile
     done: Future[Any] = field(default_factory=Future)
+    _rest: Generator[None, None, Any] | None = None  # what is still to be done of it
 
     @property
     def ready(self) -> bool:
@@ -53,9 +69,40 @@ class Job:
             if moment is not None:
                 moment.synchronize()
 
+    def begin(self) -> None:
+        """Do it up to where its kernel runs; wholly, where it has none."""
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            self.wait()  # it is over; raises where the device has failed
+            made = self.work()
+        except BaseException as error:
+            self.done.set_exception(error)
+            return
+        if isinstance(made, Generator):
+            self._rest = made
+            self._go_on(made)
+        else:
+            self.done.set_result(made)
+
+    def end(self) -> None:
+        """Do the rest of it, if there is one."""
+        while self._rest is not None:
+            self._go_on(self._rest)
+
+    def _go_on(self, rest: Generator[None, None, Any]) -> None:
+        try:
+            next(rest)
+        except StopIteration as over:
+            self._rest = None
+            self.done.set_result(over.value)
+        except BaseException as error:
+            self._rest = None
+            self.done.set_exception(error)
+
 
 class Worker:
-    """Does jobs one at a time, on a thread that begins with the first of them.
+    """Does jobs one after the other, on a thread that begins with the first of them.
 
     >>> worker = Worker()
     >>> worker.do(Job((0, 0), [], lambda: 6 * 7)).result()
@@ -95,8 +142,8 @@ class _Queue:
             self._closed = True
             self._changed.notify()
 
-    def next(self) -> Job | None:
-        """The job to do now; waits for one. None: there will be no more."""
+    def next(self, wait: bool) -> Job | None:
+        """The job to begin now. None: there will be no more or, where it does not ``wait``, there is none yet."""
         while True:
             with self._changed:
                 self._jobs = [job for job in self._jobs if not job.done.cancelled()]
@@ -106,6 +153,8 @@ class _Queue:
                 if ready is not None:
                     self._jobs.remove(ready)
                     return ready
+                if not wait:
+                    return None
                 if not self._jobs:
                     self._changed.wait()
                     continue
@@ -117,13 +166,16 @@ class _Queue:
 def _serve(queue: _Queue) -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-    while (job := queue.next()) is not None:
-        if job.done.set_running_or_notify_cancel():
-            try:
-                job.wait()  # it is over; raises where the device has failed
-                job.done.set_result(job.work())
-            except BaseException as error:
-                job.done.set_exception(error)
+    begun: Job | None = None  # whose kernel may run
+    while (job := queue.next(wait=begun is None)) is not None or begun is not None:
+        if begun is not None and (job is None or job.alone or job.order[0] == begun.order[0]):
+            begun.end()
+            begun = None
+        if job is not None:
+            job.begin()
+            if begun is not None:
+                begun.end()
+            begun = job
         del job  # while it waits for the next, nothing of this one is kept
 
 
