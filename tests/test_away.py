@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -111,10 +112,10 @@ def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch
     loop(model, optimizer, case)
     began, ended, ahead = threading.Event(), threading.Event(), Craft.ahead
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> Generator[None, None, None]:
         began.set()
         ended.wait(0.2)  # nobody sets it: whoever does not wait for the update is sure to be too early
-        ahead(*arguments)
+        yield from ahead(*arguments)
         ended.set()
 
     monkeypatch.setattr(Craft, "ahead", slow)

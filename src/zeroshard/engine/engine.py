@@ -16,7 +16,13 @@ that got none are gone through first.
 [Note: loose uses]
 A forward may use a parameter outside its own module: a tied weight through ``F.linear``, a child's weight read by its
 parent. The values are brought when they are touched. No hook tells when backward comes there, but it comes there after
-the frame that was entered next, so that frame brings them in backward too.
+the frame that was entered next, so that frame brings them in backward too. What was computed may be a view, which the
+module that asked can use until it is left: so long the values stay, and its own frame brings them in backward.
+
+[Note: kept inside]
+A loss may reach only the inside of a module: a router's penalty, kept as an attribute. No gradient arrives at the
+module's outputs, so tensors of its graph that it or a module below it keeps, as an attribute or in a list that is one,
+are hooked as its outputs are. (What is kept elsewhere is not found: give it back as an output.)
 
 [Note: recomputation]
 Activation checkpointing runs a module's forward again inside backward. Such a run opens no frame and releases nothing:
@@ -165,17 +171,21 @@ class Engine:
         for unit in units:
             self._bring(unit)
 
-    def leave(self, outputs: list[torch.Tensor], lent: bool, hides: bool) -> None:
+    def leave(self, outputs: list[torch.Tensor], kept: list[torch.Tensor], lent: bool, hides: bool) -> None:
         """The module that was entered last has run.
 
-        ``outputs`` are its differentiable output tensors; ``lent``: some output is a parameter, or a view of one;
-        ``hides``: differentiable inputs went in and nothing differentiable came out.
+        ``outputs`` are its differentiable output tensors, ``kept`` those it keeps: see [Note: kept inside]; ``lent``:
+        some output is a parameter, or a view of one; ``hides``: differentiable inputs went in and nothing
+        differentiable came out.
         """
         if in_backward() or not self._frames:
             return
         frame = self._frames.pop()
         self._moment += 1
         frame.left = self._moment
+        for use in frame.lent.values():
+            use.left = frame.left
+            frame.loose.append(use)
         if not self._frames:
             frame.loose += self._loose
             self._loose = []
@@ -183,7 +193,7 @@ class Engine:
             bool(outputs) and torch.is_grad_enabled() and bool(frame.units or frame.loose or not self._frames)
         )
         if frame.hooked:
-            for tensor in outputs:
+            for tensor in (*outputs, *kept):
                 tensor.register_hook(Reach(self, frame, self._trace))  # type: ignore[no-untyped-call]
         else:
             self._loose = frame.loose + self._loose
@@ -195,7 +205,7 @@ class Engine:
             self._pinned.update(unit for use in (frame, *frame.loose) for unit in use.units)
         elif torch.is_grad_enabled() and not outputs:
             self._pinned.update(unit for unit in frame.units if hides or unit.trainable)
-        for unit in frame.units:
+        for unit in (*frame.units, *frame.lent):
             if not self._in_use(unit):
                 unit.veil(frame.name)
         if not self._frames:
@@ -226,8 +236,20 @@ class Engine:
             use = Frame([unit], self._moment, left=self._moment)
             self._record(use)
             self._loose.append(use)
+            if unit.veiled and unit in self._brought:  # whoever asks is let through; the next use is noticed too
+                return True
         self._bring(unit)
         return True
+
+    def fetched(self, unit: Unit, result: object) -> None:
+        """What a parameter was fetched for is done. Where it is a view the unit stays, else the next use is noticed."""
+        if not unit.partitioned or in_backward() or not self._frames:
+            return
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        if any(isinstance(tensor, torch.Tensor) and unit.holds(tensor) for tensor in results):
+            self._frames[-1].lent.setdefault(unit, self._trace.uses[unit][-1])
+        elif not (unit.veiled or self._in_use(unit)):
+            unit.veil()
 
     def _record(self, frame: Frame) -> None:
         self._trace.frames.append(frame)
@@ -238,7 +260,7 @@ class Engine:
         return (frame for trace in self._traces for frame in trace.uses.get(unit, ()))
 
     def _in_use(self, unit: Unit) -> bool:
-        return unit in self._pinned or any(unit in frame.units for frame in self._frames)
+        return unit in self._pinned or any(unit in frame.units or unit in frame.lent for frame in self._frames)
 
     def about_to_run(self, inputs: Iterable[torch.Tensor]) -> None:
         """The whole model is about to be given these inputs."""

@@ -50,6 +50,7 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         self.original_dtypes = tuple(p.dtype for p in parameters)
         self.divided = tuple(divided)  # which parameters are DTensors over the tensor axis, and how
+        self.has_divided = any(d is not None for d in divided)
         self.shares: tuple[Share | None, ...] = tuple(d.share if d is not None else None for d in divided)
         self.wholes = tuple(p.shape for p in parameters)  # shapes of the undivided parameters
         # from here on, "parameter" is what this rank of the tensor axis has of it

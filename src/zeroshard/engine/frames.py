@@ -31,7 +31,13 @@ class Frame:
     name: str = ""  # of the module
     hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
     loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
+    lent: dict[Unit, Frame] = field(default_factory=dict)  # uses that gave the module views, by whose memory they are
     reached_in: int = -1  # the backward that has come to it
+
+
+def is_reached(tensor: torch.Tensor) -> bool:
+    """Whether some hook tells when backward comes to a tensor."""
+    return any(type(hook) is Reach for hook in (tensor._backward_hooks or {}).values())
 
 
 class Reach:

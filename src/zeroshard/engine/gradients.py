@@ -479,7 +479,7 @@ class Gradients:
 
     def _counted(self, made_by_autograd: list[torch.Tensor]) -> list[torch.Tensor]:
         """Count what autograd made for one unit, at its highest; it goes at once."""
-        nbytes = sum(tensor.nbytes for tensor in made_by_autograd)
+        nbytes = sum([tensor.nbytes for tensor in made_by_autograd])
         self._ledger.add("autograd", nbytes)
         self._ledger.add("autograd", -nbytes)
         return made_by_autograd

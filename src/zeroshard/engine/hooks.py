@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +17,8 @@ import torch._compile
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.engine.engine import Engine
+from zeroshard.engine.engine import Engine, in_backward
+from zeroshard.engine.frames import is_reached
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import cast_floats
@@ -83,8 +85,8 @@ def lenders(given: list[torch.Tensor], known: tuple[Unit, ...]) -> list[Unit]:
 class _After:
     """Runs after a hooked module's forward, also when it raised."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, keepers: list[Keeper]) -> None:
+        self._engine, self._keepers = engine, keepers
 
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -98,7 +100,40 @@ class _After:
             base = tensor._base if tensor._is_view() else tensor
             lent = lent or (isinstance(base, nn.Parameter) and card_of(base) is not None)
         hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
-        self._engine.leave(outputs, lent, hides)
+        graph = bool(outputs) and torch.is_grad_enabled() and not in_backward()
+        kept = [tensor for keeper in self._keepers for tensor in keeper.kept()] if graph else []
+        self._engine.leave(outputs, kept, lent, hides)
+
+
+class Keeper:
+    """A module that may keep tensors of its graph as attributes, alone or in a list: see [Note: kept inside]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # torch's own modules keep none, unless somebody has given them another attribute
+        self._attributes = len(vars(module)) if type(module).__module__.startswith("torch.nn.") else -1
+
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors it keeps now, and no hook tells of yet."""
+        module = self._module()
+        attributes = vars(module) if module is not None else {}
+        if len(attributes) == self._attributes or _KEEPING.isdisjoint(map(type, attributes.values())):
+            return []
+        lists = [value for value in attributes.values() if type(value) is list and len(value) <= FEW]
+        found = [item for value in (attributes.values(), *lists) for item in value if type(item) is torch.Tensor]
+        return [tensor for tensor in found if tensor.grad_fn is not None and not is_reached(tensor)]
+
+
+_KEEPING = {torch.Tensor, list}
+FEW = 64  # items of a list that is looked into: losses of some layers, not a vocabulary
+
+
+def keepers(module: nn.Module, homes: set[nn.Module]) -> list[Keeper]:
+    """A module and those below it, without those that are hooked themselves."""
+    found = [Keeper(module)]
+    for child in module.children():
+        found += keepers(child, homes) if child not in homes else []
+    return found
 
 
 class _CastInputs:
@@ -148,11 +183,13 @@ def install(
         if compute_dtype is not None:
             handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
+    hooked = {model.get_submodule(name) for name in homes}
     for name, units in ({"": ()} | homes).items():
         module = model.get_submodule(name)
         before = _Before(engine, units, name, outermost=module is model)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(_After(engine), always_call=True))
+        after = _After(engine, keepers(module, hooked) if units else [])
+        handles.append(module.register_forward_hook(after, always_call=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
     handles.append(model.register_load_state_dict_post_hook(_Loaded(engine)))  # type: ignore[no-untyped-call]

@@ -10,6 +10,12 @@ the parameter's name and the remedy, when the unit cannot. Swapping ``__class__`
 A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) never ask the class. So at rest, between passes, ``data``
 is also pointed at a single NaN stretched over the shape: they read NaN, not memory that is gone.
 
+[Note: many parameters]
+A unit may have hundreds of parameters, and whatever is done for each of them several times a step is most of what the
+host does. So nothing is called for each: loops over parameters read and write attributes alone, lists of views are made
+once, and torch is given whole lists. What is left in a step of stage 3, in µs a parameter on a small CPU machine: two
+writes of ``data`` 1.9, taking ``grad`` and looking for it three times 2.1, copying it 1.3, four changes of class 0.6.
+
 [Note: divided parameters]
 A parameter that is divided along a tensor axis is a DTensor. What ZeRO partitions is the part this rank has of it, its
 ``_local_tensor``: that is pointed at the flat's memory, as ``data`` of a plain parameter is, while the DTensor around
@@ -21,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
     from zeroshard.engine.flat import Flat
     from zeroshard.engine.unit import Unit
+
+T = TypeVar("T")
 
 
 class Card:
@@ -54,36 +62,47 @@ class Card:
         unit, engine = self.unit(), self.engine
         return unit is not None and engine is not None and engine.fetch(unit)
 
+    def fetched(self, result: object) -> None:
+        """Say what came of the values that were brought: it may be a view of them."""
+        unit, engine = self.unit(), self.engine
+        if unit is not None and engine is not None:
+            engine.fetched(unit, result)
+
 
 def card_of(parameter: torch.Tensor) -> Card | None:
     """Return the card of a managed parameter, None for any other tensor."""
     return parameter.__dict__.get("_zeroshard")
 
 
-# ``grad`` as autograd keeps it, whatever the parameter's class makes of the attribute.
-_autograd_gradient: Any = torch.Tensor.grad
+# ``_grad`` is ``grad`` as autograd keeps it, whatever the parameter's class makes of that attribute.
 
 
 def have_autograd_gradients(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether autograd has put a gradient into any of the parameters."""
     with torch._C.DisableTorchFunctionSubclass():
-        return any(_autograd_gradient.__get__(parameter) is not None for parameter in parameters)
+        return True in [parameter._grad is not None for parameter in parameters]
 
 
 def take_autograd_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Take, densely, the gradients autograd has put into the parameters."""
-    taken: list[torch.Tensor | None] = []
+    """Take, densely, the gradients autograd has put into the parameters: see [Note: many parameters]."""
     with torch._C.DisableTorchFunctionSubclass():
+        taken: list[torch.Tensor | None] = [parameter._grad for parameter in parameters]
+        present = [gradient for gradient in taken if gradient is not None]
+        if not present:
+            return taken
         for parameter in parameters:
-            gradient: torch.Tensor | None = _autograd_gradient.__get__(parameter)
-            if gradient is not None:
-                _autograd_gradient.__set__(parameter, None)
-                if isinstance(gradient, DTensor):
-                    gradient = _local_gradient(gradient, parameter)
-                if gradient.layout is not torch.strided:
-                    gradient = gradient.to_dense()
-            taken.append(gradient)
+            parameter._grad = None
+        plain = set(map(type, present)) == {torch.Tensor}
+        if not plain or {gradient.layout for gradient in present} != {torch.strided}:
+            pairs = zip(taken, parameters, strict=True)
+            return [None if gradient is None else _own_and_dense(gradient, parameter) for gradient, parameter in pairs]
     return taken
+
+
+def _own_and_dense(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    if isinstance(gradient, DTensor):
+        gradient = _local_gradient(gradient, parameter)
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 @torch.no_grad()
@@ -101,6 +120,16 @@ def point(parameter: nn.Parameter, values: torch.Tensor) -> None:
         parameter._local_tensor = values
     else:
         parameter.data = values
+
+
+def point_all(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor], divided: bool) -> None:
+    """Do so for many. ``divided``: there may be DTensors among them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, value in zip(parameters, values, strict=True):
+            if divided:
+                point(parameter, value)
+            else:
+                parameter.data = value
 
 
 def values_of(parameter: nn.Parameter) -> torch.Tensor:
@@ -179,7 +208,7 @@ class _Absent(_Resting):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, cards = kwargs or {}, []
         if func in _LAYOUT:
             args = (_twin(args[0]), *args[1:])
         elif func not in _METADATA:
@@ -189,8 +218,12 @@ class _Absent(_Resting):
                     if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
                         return _describe(parameter)
                     raise RuntimeError(_complaint(parameter, func))
+                cards.append(card)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            for card in cards:
+                card.fetched(result)
+        return result
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse: torch's own does not ask the class."""
@@ -224,22 +257,29 @@ class AbsentDTensor(_Absent, DTensor):
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """This rank's part, where it may be brought now."""
-        return _brought(self, DTensor.to_local).to_local(**options)
+        return _told(self, DTensor.to_local(_brought(self, DTensor.to_local), **options))
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """The whole parameter, where this rank's part may be brought now."""
-        return _brought(self, DTensor.full_tensor).full_tensor(**options)
+        return _told(self, DTensor.full_tensor(_brought(self, DTensor.full_tensor), **options))
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """The parameter divided otherwise, where this rank's part may be brought now."""
-        return _brought(self, DTensor.redistribute).redistribute(*args, **options)
+        return _told(self, DTensor.redistribute(_brought(self, DTensor.redistribute), *args, **options))
 
 
 def _brought(parameter: AbsentDTensor, func: Callable[..., Any]) -> DTensor:
     card = card_of(parameter)
     if card is None or not card.fetch():
         raise RuntimeError(_complaint(parameter, func))
-    return parameter  # a plain DTensor by now
+    return parameter
+
+
+def _told(parameter: Any, result: T) -> T:
+    card = card_of(parameter)
+    if card is not None:
+        card.fetched(result)
+    return result
 
 
 class Wardrobe:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import Card, Wardrobe, point, values_of
+from zeroshard.engine.parameter import Card, Wardrobe, point, point_all, values_of
 from zeroshard.layout import Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -72,6 +73,11 @@ class Unit:
         return any(flat.trainable for flat in self.flats)
 
     @property
+    def veiled(self) -> bool:
+        """Whether any use of the unit will be noticed, though its values are in memory."""
+        return self.state is State.READY and len(self._veiled) == len(self._wardrobes)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the full parameters' memory."""
         return sum(flat.room for flat in self.flats)
@@ -98,10 +104,8 @@ class Unit:
             self.parked = True
 
     def _point(self, views: str) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for flat in self.flats:
-                for parameter, view in zip(flat.parameters, getattr(flat, views), strict=True):
-                    point(parameter, view)
+        for flat in self.flats:
+            point_all(flat.parameters, getattr(flat, views), flat.has_divided)
 
     def gather(self, frozen: bool = False) -> None:
         """Start to bring the full parameters. They are usable after :meth:`wait`.
@@ -151,6 +155,17 @@ class Unit:
             self._veiled = self._wardrobes_of(module)
             for wardrobe in self._veiled:
                 wardrobe.parameter.__class__ = wardrobe.absent
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is that of the full parameters."""
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if type(tensor) is not torch.Tensor:  # the parameter itself
+            return False
+        places = [flat.full.untyped_storage().data_ptr() for flat in self.flats if flat.layout.numel]
+        try:
+            return tensor.untyped_storage().data_ptr() in places
+        except (NotImplementedError, RuntimeError):  # it has no memory of its own: sparse, or vmap's
+            return False
 
     def release(self) -> None:
         """Free the full parameters of a partitioned unit."""
