@@ -17,7 +17,7 @@ from benchmarks.table import Result
 from benchmarks.traffic import Traffic
 from benchmarks.variants import VARIANTS, Job, Trained
 
-WARMUP = {"cuda": 5, "cpu": 3}  # steps: on a GPU, zeroshard finds the best order of segments in the first few
+WARMUP = {"cuda": 8, "cpu": 3}  # steps: on a GPU, zeroshard tries which segments are best in the first few
 
 
 def steady(job: Job, variant: str, steps: int, counted: bool = True) -> Result:

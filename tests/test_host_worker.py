@@ -164,7 +164,9 @@ def test_a_worker_that_waits_keeps_nothing_of_what_it_did(plain: bool) -> None:
 
     worker, models = Worker(), [Model(), Model()]
     told = [weakref.ref(model) for model in models]
-    jobs = [worker.do(Job((number, 0), [], model.plain if plain else model.kernel)) for number, model in enumerate(models)]
+    jobs = [
+        worker.do(Job((number, 0), [], model.plain if plain else model.kernel)) for number, model in enumerate(models)
+    ]
     for job in jobs:
         job.result(LIMIT)
     gc.disable()

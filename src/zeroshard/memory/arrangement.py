@@ -5,6 +5,9 @@ Every guess is rehearsed. First come one or two segments of a few multiples of t
 as a rule. Then the best of these, and in turn with them some that are drawn at random, are changed a little at a time:
 a segment more or less, two made one, one larger or smaller by the size of some request. A change that does not make it
 worse is kept. It ends when almost nothing is left to be gained, or when it has taken long enough.
+
+Where all fits to the byte, a request that is a little larger than it was takes a segment of its own, perhaps the
+largest. So a guess is rehearsed with requests that are a little larger too, and the worse of the two counts.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
@@ -24,26 +28,38 @@ TURN = 40  # changes that are tried before another has its turn
 MOST = 6  # segments
 FEW = 6  # sizes, the largest
 
+GROWN = 512  # a request is larger by this part of it, the second time
+APART = 0.05  # of its bytes: by so much another guess differs, or by its number of segments
+
 Sizes = tuple[int, ...]  # bytes, the largest first
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Sizes of segments, and the bytes that are reserved in the end where these are made first."""
+
+    sizes: Sizes
+    needed: int
 
 
 class Arrangement:
     """The sizes that were found so far for a list of requests.
 
     >>> steps = [(1, 60 << 20), (2, 60 << 20), (1, 0), (2, 0), (3, 120 << 20), (3, 0)]
-    >>> [size >> 20 for size in Arrangement(steps).best(seconds=1)]
-    [120]
+    >>> [size >> 20 for size in Arrangement(steps).best(seconds=1)[0].sizes]
+    [122]
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
+        self._grown = [(tensor, nbytes + nbytes // GROWN) for tensor, nbytes in requests]
         self._enough = ENOUGH * _at_once(requests)
-        rounded = {-(-nbytes // UNIT) * UNIT for _, nbytes in requests}
-        self._sizes = sorted(size for size in rounded if size)  # of requests, as segments would have them
+        rounded = {_whole(nbytes) for _, nbytes in self._grown}
+        self._sizes = sorted(size for size in rounded if size)
         self._needed: dict[Sizes, int] = {}
 
-    def best(self, seconds: float) -> list[int]:
-        """The sizes with which least is reserved from the second pass on; none where that is best."""
+    def best(self, seconds: float) -> list[Guess]:
+        """The guesses with which least is reserved from the second pass on, the best first; they differ plainly."""
         end = time.perf_counter() + seconds
         without = self._rehearse(())
         for sizes in self._first():
@@ -57,7 +73,7 @@ class Arrangement:
             begin = draw.choice(leading) if draw.random() < 0.5 else self._drawn(draw)
             leading.append(self._climbed(begin, draw, end))
             leading = sorted(set(leading), key=self._rank)[:KEPT]
-        return list(min(self._needed.items(), key=lambda item: (item[1], len(item[0])))[0])
+        return self._apart()
 
     def _climbed(self, sizes: Sizes, draw: random.Random, end: float) -> Sizes:
         """The same after a few changes, those of them that did not make it worse."""
@@ -70,6 +86,16 @@ class Arrangement:
                     break
         return sizes
 
+    def _apart(self) -> list[Guess]:
+        found: list[Sizes] = []
+        for sizes in sorted(self._needed, key=self._rank):
+            near = (len(sizes) == len(other) and abs(sum(sizes) - sum(other)) <= APART * sum(sizes) for other in found)
+            if not any(near):
+                found.append(sizes)
+            if len(found) == KEPT:
+                break
+        return [Guess(sizes, self._needed[sizes]) for sizes in found]
+
     def _over(self, end: float) -> bool:
         return min(self._needed.values()) <= self._enough or time.perf_counter() > end
 
@@ -79,7 +105,7 @@ class Arrangement:
     def _first(self) -> list[Sizes]:
         """One or two segments, in multiples of the largest request."""
         largest = self._sizes[-1] if self._sizes else 0
-        parts = ([int(largest * part) // UNIT * UNIT for part in pair] for pair in product(FIRST, SECOND))
+        parts = ([_whole(largest * part * (1 + 1 / GROWN)) for part in pair] for pair in product(FIRST, SECOND))
         return [tuple(sorted(filter(None, pair), reverse=True)) for pair in parts if largest]
 
     def _drawn(self, draw: random.Random) -> Sizes:
@@ -110,11 +136,23 @@ class Arrangement:
     def _rehearse(self, sizes: Sizes) -> int:
         """Bytes that are reserved in the end, with segments of these sizes made first."""
         if sizes not in self._needed:
-            rehearsal = Rehearsal(sizes)
-            rehearsal.play(self._requests)
-            rehearsal.play(self._requests)
-            self._needed[sizes] = rehearsal.reserved
+            needed = _played(sizes, self._grown)
+            if not self._needed or needed < 1.1 * min(self._needed.values()):  # else it is out of the running anyway
+                needed = max(needed, _played(sizes, self._requests))
+            self._needed[sizes] = needed
         return self._needed[sizes]
+
+
+def _played(sizes: Sizes, requests: Sequence[Request]) -> int:
+    rehearsal = Rehearsal(sizes)
+    rehearsal.play(requests)
+    rehearsal.play(requests)
+    return rehearsal.reserved
+
+
+def _whole(nbytes: float) -> int:
+    """As a segment would have them."""
+    return -(-int(nbytes) // UNIT) * UNIT
 
 
 def _at_once(requests: Sequence[Request]) -> int:
