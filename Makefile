@@ -1,6 +1,7 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (ARGS="--stage 2 --ranks 4" to change)
 # make test    run the tests (PYTEST_ARGS="-x -k gpt" override)
 # make lint    ruff and mypy
+# make dev     set up all that tests and linters need, and nothing else
 # make clean   remove the virtual environment and all caches
 
 PYTHON ?= python3
@@ -12,13 +13,15 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test lint clean
+.PHONY: train test lint dev clean
 
 train: $(VENV)/.train
 	$(BIN)/zeroshard train $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+dev: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import faulthandler
 import io
+import math
 import multiprocessing
 import os
 import select
@@ -345,6 +346,7 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
     """Wait for one message from every worker."""
     answers: dict[int, bytes] = {}
     accounts: dict[int, str] = {}
+    moments: dict[int, float] = {}  # when they failed: several may be heard at once
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout
     why = f"stuck: still running after {timeout:g} s"
@@ -355,10 +357,13 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
                 continue
             rank = waiting.pop(connection)
             try:
-                succeeded, answer = connection.recv()
+                failed, answer = connection.recv()
             except (EOFError, ConnectionResetError):
-                succeeded, answer = False, workers[rank].epitaph()
-            (answers if succeeded else accounts)[rank] = answer
+                failed, answer = 0.0, workers[rank].epitaph()  # it died, and others fail because of that
+            if failed is None:
+                answers[rank] = answer
+            else:
+                accounts[rank], moments[rank] = answer, failed
         if accounts and deadline > time.monotonic() + GRACE:
             deadline = time.monotonic() + GRACE
             why = f"still running {GRACE:g} s after rank {next(iter(accounts))} failed"
@@ -367,7 +372,8 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
                 accounts[rank] = f"{why}, at (most recent call first):\n{workers[rank].stacks()}"
             break
     if accounts:
-        raise RanksFailed(len(workers), accounts)
+        told = sorted(accounts, key=lambda rank: moments.get(rank, math.inf))
+        raise RanksFailed(len(workers), {rank: accounts[rank] for rank in told})
     return [answers[rank] for rank in range(len(workers))]
 
 
@@ -382,19 +388,19 @@ def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
     os.environ["MASTER_ADDR"] = LOOPBACK
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     store = TCPStore(LOOPBACK, store_port, is_master=False)
-    connection.send((True, b""))
+    connection.send((None, b""))
     while True:
         try:
             name, sys.path[:], job = connection.recv()
-            connection.send((True, _run_rank(PrefixStore(name, store), job)))
+            connection.send((None, _run_rank(PrefixStore(name, store), job)))
             connection.recv()  # "leave": every rank has its result
             if dist.is_initialized():
                 dist.destroy_process_group()
-            connection.send((True, b""))
+            connection.send((None, b""))
         except EOFError:
             return
         except BaseException as error:
-            connection.send((False, "".join(traceback.format_exception(error))))
+            connection.send((time.monotonic(), "".join(traceback.format_exception(error))))
             sys.stdout.flush()
             os._exit(1)  # closes the sockets, so that ranks waiting for this one fail at once and not at their timeout
 
