@@ -1,14 +1,15 @@
 """Figure: what a block's picture shows, taken from a record's table.
 
-    <!-- made from benchmarks/results/stage3.json: bars stage 3
-    file: docs/stage3-steps.svg
+    <!-- made from benchmarks/results/peers.json: bars
+    tables: 1.4B, batch 16 | 7.6B, batch 4
+    file: docs/peers-steps.svg
     title: A step over the floor
-    group: GPT, batch                               bars under one name, and …
-    name: #1                                        … what each is called
+    group: table                                    bars under one name, and …
+    name: variant                                   … what each is called
     values: of the floor                            its length; a second column is drawn lighter beyond it
     words: of the floor | ms a step as ms           at its end; without it, the values
     mark: 1 = the floor                             a line across all
-    rows: #1 != floor                               those alone
+    rows: variant != floor                          those alone
     -->
 
     <!-- made from benchmarks/results/scaling.json: lines ranks
