@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "dampened": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "fused SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5),

@@ -279,6 +279,15 @@ def test_nothing_is_made_for_what_fits_as_it_comes() -> None:
     assert Arrangement([(1, 512 * MB), (1, 0), (2, 256 * MB), (2, 0)]).best(seconds=1)[0].sizes == ()
 
 
+@pytest.mark.parametrize("sizes", [[3], [100], [30] * 50, [7] * 200], ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
+@pytest.mark.parametrize("freed", [False, True])
+def test_where_nothing_can_be_gained_the_search_ends_by_itself(sizes: list[int], freed: bool) -> None:
+    requests = [(number, size * MB) for number, size in enumerate(sizes)]
+    requests += [(number, 0) for number in range(len(sizes))] if freed else []
+    found = Arrangement(requests).best(seconds=3600)
+    assert found[-1].sizes == () and max(guess.needed for guess in found) == found[-1].needed
+
+
 @pytest.mark.parametrize("right", [0, 1, 2, None])  # which guess needs what it promises
 def test_guesses_that_need_more_than_they_promised_are_left(
     right: int | None, allocator: Allocator, monkeypatch: pytest.MonkeyPatch

@@ -7,8 +7,8 @@ time, and none waits for another to end. A thread that finds nothing leaves: bet
 an update that is begun then starts as many as it wants. What nobody could be started for is done by the thread that
 begins it, so that no update ever waits for one that is not worked on.
 
-Crews know nothing of each other, and there is nothing in the process that they share: ranks that are threads, and
-processes that are forked, have their own.
+Crews know nothing of each other, and there is nothing in the process that they share: ranks that are threads have their
+own. A process that was forked has none of its parent's threads: it can drop what it has of a model, not train it.
 """
 
 from __future__ import annotations

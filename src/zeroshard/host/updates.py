@@ -73,6 +73,7 @@ class HostUpdates:
         self._worker = Worker()
         self._jobs: list[Future[Any]] = []
         self._vain: list[Future[Any]] = []  # begun ahead, of no use, and perhaps still under way
+        self._uncounted: list[Task] = []  # of a step in which a gradient overflowed
         self._foresight = Foresight()
         self._ahead: dict[Granule, Ahead] = {}
         self._guessing = False
@@ -181,6 +182,7 @@ class HostUpdates:
         self._jobs = []
         wait_for(self._vain)
         self._vain = []
+        self._unmake_states()
         try:
             self._shelf.finish()
         except DiskError as error:
@@ -239,6 +241,15 @@ class HostUpdates:
             state["step"] = torch.tensor(0.0)
         granule.house(run, state, self._tiers)
 
+    def _unmake_states(self) -> None:
+        """Take back the states that were made for a first step which then did not count: it will be the first again."""
+        for task in self._uncounted:
+            for state, recipe in zip(task.states, task.recipes or (), strict=False):
+                if recipe.step == 1:
+                    for key in (*recipe.keys, "step"):
+                        state.pop(key, None)
+        self._uncounted = []
+
     def _spare(self) -> int:
         """Bytes of host memory that may be taken to work ahead: a part of what is left once all states are there."""
         if self._tiers.offload is None or not self._tiers.offload.speculate:
@@ -278,6 +289,7 @@ class HostUpdates:
         if not ruling.counts:
             if begun is not None:
                 begun.done.cancel()
+            self._uncounted.append(task)
             return None
         if begun is not None and not begun.done.cancel():  # it is over: no two of one granule overlap
             made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes

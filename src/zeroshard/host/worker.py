@@ -63,6 +63,11 @@ class Job:
             return True
         return not self.moments
 
+    @property
+    def dropped(self) -> bool:
+        """Whether it was cancelled; whoever waits for it is told."""
+        return self.done.cancelled() and not self.done.set_running_or_notify_cancel()
+
     def wait(self) -> None:
         """Return when it can be done."""
         for moment in self.moments:
@@ -146,7 +151,7 @@ class _Queue:
         """The job to begin now. None: there will be no more or, where it does not ``wait``, there is none yet."""
         while True:
             with self._changed:
-                self._jobs = [job for job in self._jobs if not job.done.cancelled()]
+                self._jobs = [job for job in self._jobs if not job.dropped]
                 if self._closed:
                     return None
                 ready = min((job for job in self._jobs if job.ready), key=lambda job: job.order, default=None)

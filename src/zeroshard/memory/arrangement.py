@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
+from zeroshard.memory.rehearsal import SHARED, UNIT, Rehearsal, Request
 
 FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
 SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
 ENOUGH = 1.01  # times the bytes that are in use at once
 KEPT = 3  # of the guesses so far, the best
 TURN = 40  # changes that are tried before another has its turn
+IDLE = 5  # turns without a new guess, after which it ends
 MOST = 6  # segments
 FEW = 6  # sizes, the largest
 
@@ -47,19 +48,23 @@ class Arrangement:
 
     >>> steps = [(1, 60 << 20), (2, 60 << 20), (1, 0), (2, 0), (3, 120 << 20), (3, 0)]
     >>> [size >> 20 for size in Arrangement(steps).best(seconds=1)[0].sizes]
-    [122]
+    [124]
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._grown = [(tensor, nbytes + nbytes // GROWN) for tensor, nbytes in requests]
-        self._enough = ENOUGH * _at_once(requests)
+        most = _at_once(self._grown)
+        self._enough = max(ENOUGH * most, most + SHARED)
         rounded = {_whole(nbytes) for _, nbytes in self._grown}
         self._sizes = sorted(size for size in rounded if size)
         self._needed: dict[Sizes, int] = {}
 
     def best(self, seconds: float) -> list[Guess]:
-        """The guesses with which least is reserved from the second pass on, the best first; they differ plainly."""
+        """The guesses with which least is reserved from the second pass on, the best first; the last makes none.
+
+        They differ plainly from each other.
+        """
         end = time.perf_counter() + seconds
         without = self._rehearse(())
         for sizes in self._first():
@@ -69,10 +74,13 @@ class Arrangement:
                 self._rehearse(sizes)
         draw = random.Random(0)
         leading = sorted(self._needed, key=self._rank)[:KEPT]
-        while self._sizes and not self._over(end):
+        idle = 0  # turns that came to nothing new
+        while self._sizes and idle < IDLE and not self._over(end):
+            known = len(self._needed)
             begin = draw.choice(leading) if draw.random() < 0.5 else self._drawn(draw)
             leading.append(self._climbed(begin, draw, end))
             leading = sorted(set(leading), key=self._rank)[:KEPT]
+            idle = idle + 1 if len(self._needed) == known else 0
         return self._apart()
 
     def _climbed(self, sizes: Sizes, draw: random.Random, end: float) -> Sizes:
@@ -92,8 +100,10 @@ class Arrangement:
             near = (len(sizes) == len(other) and abs(sum(sizes) - sum(other)) <= APART * sum(sizes) for other in found)
             if not any(near):
                 found.append(sizes)
-            if len(found) == KEPT:
+            if len(found) == KEPT or sizes == ():
                 break
+        if found[-1] != ():
+            found.append(())
         return [Guess(sizes, self._needed[sizes]) for sizes in found]
 
     def _over(self, end: float) -> bool:
