@@ -15,14 +15,17 @@ that got none are gone through first.
 
 [Note: loose uses]
 A forward may use a parameter outside its own module: a tied weight through ``F.linear``, a child's weight read by its
-parent. The values are brought when they are touched. No hook tells when backward comes there, but it comes there after
-the frame that was entered next, so that frame brings them in backward too. What was computed may be a view, which the
-module that asked can use until it is left: so long the values stay, and its own frame brings them in backward.
+parent. The values are brought when they are touched, and stay until the operation has run. What it computed is hooked
+as a module's output is: the hook brings the values in backward. Where it cannot be (the operation ran without a graph,
+in a reentrant checkpoint, or inside ``torch.func``), backward comes there after the frame that was entered next, if a
+gradient reaches that one, so that frame brings them too. What was computed may be a view, which the module that asked
+can use until it is left: so long the values stay, and its own frame brings them in backward. So ``x @ weight.t()``,
+early in a model's own forward, keeps that unit in memory through the pass, where ``F.linear(x, weight)`` does not.
 
 [Note: kept inside]
 A loss may reach only the inside of a module: a router's penalty, kept as an attribute. No gradient arrives at the
-module's outputs, so tensors of its graph that it or a module below it keeps, as an attribute or in a list that is one,
-are hooked as its outputs are. (What is kept elsewhere is not found: give it back as an output.)
+module's outputs, so tensors of its graph that it or a module below it keeps, as an attribute or in a list, tuple or
+dictionary that is one, are hooked as its outputs are. (What is kept elsewhere is not found: give it back as an output.)
 
 [Note: recomputation]
 Activation checkpointing runs a module's forward again inside backward. Such a run opens no frame and releases nothing:
@@ -48,6 +51,7 @@ from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import Card
+from zeroshard.engine.pins import Pins
 from zeroshard.engine.unit import State, Unit
 from zeroshard.memory.file import DiskError
 from zeroshard.memory.ledger import Ledger
@@ -122,10 +126,11 @@ class Engine:
         self._frames: list[Frame] = []  # modules being run, outermost first
         self._trace = Trace()  # of the forward under way
         self._traces: weakref.WeakSet[Trace] = weakref.WeakSet()  # of forwards that a backward may come to
-        self._loose: list[Frame] = []  # uses outside any module of the unit, since the last frame was entered
-        self._pinned: set[Unit] = set()  # may be used by a backward that no hook announces
+        self._loose: list[Frame] = []  # uses since the last frame was entered: see [Note: loose uses]
+        self._fetching: list[Unit] = []  # of parameters that operations under way were given; one may come twice
+        self._pins = Pins()  # what a backward may use that no hook announces
         self.makes_graph = False  # whether this backward was asked to create a graph
-        self._kept: set[Unit] = set()  # used by a graph that a backward itself has made
+        self._kept: set[Unit] = set()  # used by the graph that this backward itself makes
         self._open: dict[Unit, int] = {}  # units backward is in → when the run it came to was entered
         self._reached: list[Trace] = []  # that this backward has come to
         self._sweep: list[Frame] = []  # that backward will come to, the next one last
@@ -159,7 +164,7 @@ class Engine:
         if self._frames and outermost:  # an earlier forward was left by an exception no hook could see
             self._abort_forward()
         self._moment += 1
-        frame = Frame(list(units), self._moment, name=name)
+        frame = Frame(list(units), self._moment)
         self._frames.append(frame)  # first: whatever is raised below, fail() takes it back
         if len(self._frames) == 1:
             self._begin_forward(name)
@@ -167,15 +172,21 @@ class Engine:
         if any(unit not in self._brought for unit in units):  # execution moves on to another unit
             self._release_idle()
         else:
-            self._veil_idle()
+            self._veil_unless_at_work(self._live)
         for unit in units:
-            self._bring(unit)
+            self._bring(unit, name)
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is that of a unit that the module being run uses."""
+        frames = () if in_backward() else self._frames[-1:]
+        units = (unit for frame in frames for unit in (*frame.units, *frame.lent))
+        return any(unit.partitioned and unit.holds(tensor) for unit in units)
 
     def leave(self, outputs: list[torch.Tensor], kept: list[torch.Tensor], lent: bool, hides: bool) -> None:
         """The module that was entered last has run.
 
         ``outputs`` are its differentiable output tensors, ``kept`` those it keeps: see [Note: kept inside]; ``lent``:
-        some output is a parameter, or a view of one; ``hides``: differentiable inputs went in and nothing
+        some output is a parameter, or has one's memory; ``hides``: differentiable inputs went in and nothing
         differentiable came out.
         """
         if in_backward() or not self._frames:
@@ -198,16 +209,14 @@ class Engine:
         else:
             self._loose = frame.loose + self._loose
         self._record(frame)
-        # Who will use the values, or when, may not be known. What the outermost module used itself may be in graphs
-        # that its outputs do not show: a loss kept as an attribute, an output that tensors_in() cannot look into.
-        # A frozen module that nothing differentiable went into is in no graph: it is released as ever.
+        # Who will use the values, or when, may not be known. What the outermost module used itself, also as views, may
+        # be in graphs that its outputs do not show: a loss kept as an attribute, an output that tensors_in() cannot
+        # look into. A frozen module that nothing differentiable went into is in no graph: it is released as ever.
         if lent or (torch.is_grad_enabled() and not self._frames):
-            self._pinned.update(unit for use in (frame, *frame.loose) for unit in use.units)
+            self._pins.add(self._trace, (unit for use in (frame, *frame.loose) for unit in use.units))
         elif torch.is_grad_enabled() and not outputs:
-            self._pinned.update(unit for unit in frame.units if hides or unit.trainable)
-        for unit in (*frame.units, *frame.lent):
-            if not self._in_use(unit):
-                unit.veil(frame.name)
+            self._pins.add(self._trace, (unit for unit in frame.units if hides or unit.trainable))
+        self._veil_unless_at_work((*frame.units, *frame.lent))
         if not self._frames:
             self._end_forward()
 
@@ -215,8 +224,13 @@ class Engine:
         """A hooked module has raised."""
         if in_backward() or not self._frames:
             return
-        self._frames.pop()
-        if self._frames:
+        frame = self._frames.pop()
+        if self._frames:  # whoever catches it may go on, with what was computed so far: no hook tells of that
+            self._moment += 1
+            frame.left = self._moment
+            self._record(frame)
+            self._loose = [*frame.loose, frame, *frame.lent.values(), *self._loose]
+            self._veil_unless_at_work((*frame.units, *frame.lent))
             return
         if isinstance(error, DiskError):  # parameters could not be read, so the others wait for a gather already
             self.comm.control.tell_failure(str(error))
@@ -225,10 +239,19 @@ class Engine:
         self._abort_forward()
 
     def fetch(self, unit: Unit) -> bool:
-        """Somebody touches a parameter whose values are not in place: bring them if that is right now."""
+        """Somebody touches a parameter whose values are not in place: bring them if that is right now.
+
+        Where it is, they stay until :meth:`fetched`, also while the same operation has others fetched.
+        """
         self.refuse_away()
         if unit.partitioned and not self.running:
             return False
+        if unit not in self._fetching:
+            self._fetch(unit)
+        self._fetching.append(unit)
+        return True
+
+    def _fetch(self, unit: Unit) -> None:
         if unit.partitioned and not in_backward():
             if unit.state is State.RELEASED:
                 self._release_idle()
@@ -237,19 +260,33 @@ class Engine:
             self._record(use)
             self._loose.append(use)
             if unit.veiled and unit in self._brought:  # whoever asks is let through; the next use is noticed too
-                return True
+                return
         self._bring(unit)
-        return True
 
     def fetched(self, unit: Unit, result: object) -> None:
         """What a parameter was fetched for is done. Where it is a view the unit stays, else the next use is noticed."""
-        if not unit.partitioned or in_backward() or not self._frames:
+        self._fetching.remove(unit)
+        if unit in self._fetching or not unit.partitioned or in_backward() or not self._frames:
             return
         results = result if isinstance(result, (list, tuple)) else (result,)
-        if any(isinstance(tensor, torch.Tensor) and unit.holds(tensor) for tensor in results):
-            self._frames[-1].lent.setdefault(unit, self._trace.uses[unit][-1])
-        elif not (unit.veiled or self._in_use(unit)):
-            unit.veil()
+        tensors = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
+        use = self._trace.uses[unit][-1]
+        if any(unit.holds(tensor) for tensor in tensors):
+            self._frames[-1].lent.setdefault(unit, use)
+            return
+        if torch.is_grad_enabled():
+            self._hook_use(use, tensors)
+        self._veil_unless_at_work((unit,))
+
+    def _hook_use(self, use: Frame, results: list[torch.Tensor]) -> None:
+        """Have told when backward comes to a loose use: see [Note: loose uses]."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # its graph is gone back through inside the forward
+        hooked = [tensor for tensor in results if tensor.grad_fn is not None and not wrapped(tensor)]
+        for tensor in hooked:
+            tensor.register_hook(Reach(self, use, self._trace))  # type: ignore[no-untyped-call]
+        if hooked:
+            use.hooked = True
+            self._loose = [other for other in self._loose if other is not use]
 
     def _record(self, frame: Frame) -> None:
         self._trace.frames.append(frame)
@@ -259,8 +296,12 @@ class Engine:
     def _uses(self, unit: Unit) -> Iterator[Frame]:
         return (frame for trace in self._traces for frame in trace.uses.get(unit, ()))
 
+    def _at_work(self, unit: Unit) -> bool:
+        """Whether this forward uses it now."""
+        return unit in self._fetching or any(unit in frame.units or unit in frame.lent for frame in self._frames)
+
     def _in_use(self, unit: Unit) -> bool:
-        return unit in self._pinned or any(unit in frame.units or unit in frame.lent for frame in self._frames)
+        return unit in self._pins or unit in self._kept or self._at_work(unit)
 
     def about_to_run(self, inputs: Iterable[torch.Tensor]) -> None:
         """The whole model is about to be given these inputs."""
@@ -274,7 +315,9 @@ class Engine:
         self.refuse_away()
         self._refuse_thawed()
         self._brought.clear()
+        self._pins.disown()
         self._trace = Trace()
+        self._veil_unless_at_work(self._live)  # those that other forwards have pinned
         self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
@@ -292,11 +335,13 @@ class Engine:
             )
 
     def _end_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            self._pins.drop(self._trace)
         self._trace = Trace()  # the hooks on the outputs keep the old one
         self._complete_rest()
-        if not torch.is_grad_enabled():
-            self._pinned.clear()
         self._release_idle()
+        for unit in self._live:  # pinned: whoever was given its parameters may use them
+            unit.wait()
         if not torch.is_grad_enabled():
             self._park()
         self._rest()
@@ -304,6 +349,7 @@ class Engine:
     def _abort_forward(self) -> None:
         self._frames, self._loose = [], []
         self._traces.discard(self._trace)
+        self._pins.drop(self._trace)
         self._trace = Trace()
         self._release_idle()
         self._park()
@@ -318,15 +364,15 @@ class Engine:
                 self._release(unit)
         self._complete_rest()
 
-    def _bring(self, unit: Unit) -> None:
-        """Make a unit's parameters usable, and start to gather the unit expected next."""
+    def _bring(self, unit: Unit, module: str | None = None) -> None:
+        """Make a unit's parameters usable, those of one module or all, and start to gather the unit expected next."""
         if not unit.partitioned or (unit in self._brought and unit.state is State.READY):
             self._complete(unit)
-            unit.wait()
+            unit.wait(module)
         else:
             self.order.check(unit.gather_event)
             self._gather(unit)
-            unit.wait()
+            unit.wait(module)
             self._brought.add(unit)
             if self.config.prefetch:
                 self._look_ahead()
@@ -384,10 +430,13 @@ class Engine:
             if not self._in_use(unit):
                 self._release(unit)
 
-    def _veil_idle(self) -> None:
-        """Have the next use of units noticed that no running module belongs to: it belongs to another frame."""
-        for unit in self._live:
-            if not self._in_use(unit):
+    def _veil_unless_at_work(self, units: Iterable[Unit]) -> None:
+        """Have the next use of units noticed that no running module belongs to: it belongs to another frame.
+
+        Not of those that this very forward has pinned: whoever was given their parameters may use them as they are.
+        """
+        for unit in units:
+            if not (unit.veiled or self._at_work(unit) or self._pins.has(self._trace, unit)):
                 unit.veil()
 
     # -- backward -----------------------------------------------------------------------------------------------
@@ -399,6 +448,8 @@ class Engine:
         if trace not in self._reached:
             self._reached.append(trace)
             self._traces.add(trace)
+            for unit in self._pins.renew(trace):
+                self._bring(unit)
             self._sweep += [other for other in trace.frames if other.hooked]
             self._sweep.sort(key=lambda other: other.left)
         while self._sweep and self._sweep[-1].left > frame.left:
@@ -417,10 +468,9 @@ class Engine:
                 if all(use.entered > frame.left for use in self._uses(unit)):
                     del self._open[unit]
                     self.gradients.finish(unit, self.sync)
-                if unit not in wanted and unit not in self._pinned:
+                if unit not in wanted and not self._in_use(unit):
                     self._release(unit)
         if self.makes_graph:  # the nodes made now save parameters, and no hook will tell of them
-            self._pinned.update(wanted)
             self._kept.update(wanted)
         for use in uses:
             use.reached_in = self._backward
@@ -489,8 +539,9 @@ class Engine:
     def _close_backward(self) -> None:
         self._backward_on = False
         self._traces -= set(self._reached)
+        self._pins.close(self._reached, self._kept)
         self._reached.clear()
-        self._pinned = self._kept
+        self._kept = set()
         self._release_idle()
         self._park()
         self._rest()
@@ -518,7 +569,8 @@ class Engine:
 
     def drop_pins(self) -> None:
         """The parameters have changed: no backward may use the old values any more."""
-        self._pinned, self._kept = set(), set()
+        self._pins.clear()
+        self._kept = set()
         self._release_idle()
         self._park()
 

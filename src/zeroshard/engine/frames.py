@@ -19,18 +19,18 @@ class Trace:
     def __init__(self) -> None:
         self.frames: list[Frame] = []  # in the order they were left
         self.uses: dict[Unit, list[Frame]] = {}
+        self.pins: list[Unit] = []  # that its backward may use without a hook to tell: see pins.py
 
 
 @dataclass(eq=False)
 class Frame:
-    """One run of a unit's module in forward: see [Note: what is over in backward]."""
+    """One run of a unit's module in forward, or one loose use: see [Note: what is over in backward]."""
 
     units: list[Unit]
     entered: int
     left: int = -1
-    name: str = ""  # of the module
     hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
-    loose: list[Frame] = field(default_factory=list)  # uses since the frame before: see [Note: loose uses]
+    loose: list[Frame] = field(default_factory=list)  # uses before it that no hook tells of: see [Note: loose uses]
     lent: dict[Unit, Frame] = field(default_factory=dict)  # uses that gave the module views, by whose memory they are
     reached_in: int = -1  # the backward that has come to it
 

@@ -7,9 +7,11 @@ sees plain parameters.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -99,6 +101,7 @@ class _After:
                 outputs.append(tensor)
             base = tensor._base if tensor._is_view() else tensor
             lent = lent or (isinstance(base, nn.Parameter) and card_of(base) is not None)
+            lent = lent or (tensor.grad_fn is None and self._engine.lends(tensor))  # detached: autograd knows no view
         hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
         graph = bool(outputs) and torch.is_grad_enabled() and not in_backward()
         kept = [tensor for keeper in self._keepers for tensor in keeper.kept()] if graph else []
@@ -106,26 +109,41 @@ class _After:
 
 
 class Keeper:
-    """A module that may keep tensors of its graph as attributes, alone or in a list: see [Note: kept inside]."""
+    """A module that may keep tensors of its graph as attributes, or in containers: see [Note: kept inside]."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         # torch's own modules keep none, unless somebody has given them another attribute
         self._attributes = len(vars(module)) if type(module).__module__.startswith("torch.nn.") else -1
+        # the first attributes are nn.Module's own, some of them dictionaries
+        self._first = sum(1 for _ in itertools.takewhile(_OWN.__contains__, vars(module)))
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors it keeps now, and no hook tells of yet."""
         module = self._module()
         attributes = vars(module) if module is not None else {}
-        if len(attributes) == self._attributes or _KEEPING.isdisjoint(map(type, attributes.values())):
+        if len(attributes) == self._attributes:
             return []
-        lists = [value for value in attributes.values() if type(value) is list and len(value) <= FEW]
-        found = [item for value in (attributes.values(), *lists) for item in value if type(item) is torch.Tensor]
+        if _KEEPING.isdisjoint(map(type, islice(attributes.values(), self._first, None))):
+            return []
+        values = islice(attributes.items(), self._first, None)
+        found = [tensor for name, value in values if name not in _OWN for tensor in _kept_in(value)]
         return [tensor for tensor in found if tensor.grad_fn is not None and not is_reached(tensor)]
 
 
-_KEEPING = {torch.Tensor, list}
-FEW = 64  # items of a list that is looked into: losses of some layers, not a vocabulary
+_OWN = frozenset(vars(nn.Module()))
+_KEEPING = {torch.Tensor, list, tuple, dict}
+FEW = 64  # items of a container that is looked into: losses of some layers, not a vocabulary
+
+
+def _kept_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries of few items."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        yield value
+    elif kind in _KEEPING and depth and len(value) <= FEW:
+        for item in value.values() if kind is dict else value:
+            yield from _kept_in(item, depth - 1)
 
 
 def keepers(module: nn.Module, homes: set[nn.Module]) -> list[Keeper]:
@@ -186,6 +204,8 @@ def install(
     hooked = {model.get_submodule(name) for name in homes}
     for name, units in ({"": ()} | homes).items():
         module = model.get_submodule(name)
+        for unit in units:
+            unit.attend(name, module)
         before = _Before(engine, units, name, outermost=module is model)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         after = _After(engine, keepers(module, hooked) if units else [])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
     from zeroshard.engine.flat import Flat
     from zeroshard.engine.unit import Unit
-
-T = TypeVar("T")
 
 
 class Card:
@@ -63,7 +61,7 @@ class Card:
         return unit is not None and engine is not None and engine.fetch(unit)
 
     def fetched(self, result: object) -> None:
-        """Say what came of the values that were brought: it may be a view of them."""
+        """Say what came of the values that were brought: it may be a view of them. To be said after every fetch."""
         unit, engine = self.unit(), self.engine
         if unit is not None and engine is not None:
             engine.fetched(unit, result)
@@ -208,22 +206,13 @@ class _Absent(_Resting):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, cards = kwargs or {}, []
+        kwargs = kwargs or {}
         if func in _LAYOUT:
             args = (_twin(args[0]), *args[1:])
         elif func not in _METADATA:
-            for parameter in _absent(args, kwargs):
-                card = card_of(parameter)
-                if card is None or not card.fetch():
-                    if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
-                        return _describe(parameter)
-                    raise RuntimeError(_complaint(parameter, func))
-                cards.append(card)
+            return _with_values(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            for card in cards:
-                card.fetched(result)
-        return result
+            return func(*args, **kwargs)
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse: torch's own does not ask the class."""
@@ -257,29 +246,36 @@ class AbsentDTensor(_Absent, DTensor):
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """This rank's part, where it may be brought now."""
-        return _told(self, DTensor.to_local(_brought(self, DTensor.to_local), **options))
+        return _with_values(DTensor.to_local, (self,), options)  # type: ignore[no-any-return]
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """The whole parameter, where this rank's part may be brought now."""
-        return _told(self, DTensor.full_tensor(_brought(self, DTensor.full_tensor), **options))
+        return _with_values(DTensor.full_tensor, (self,), options)  # type: ignore[no-any-return]
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """The parameter divided otherwise, where this rank's part may be brought now."""
-        return _told(self, DTensor.redistribute(_brought(self, DTensor.redistribute), *args, **options))
+        return _with_values(DTensor.redistribute, (self, *args), options)  # type: ignore[no-any-return]
 
 
-def _brought(parameter: AbsentDTensor, func: Callable[..., Any]) -> DTensor:
-    card = card_of(parameter)
-    if card is None or not card.fetch():
-        raise RuntimeError(_complaint(parameter, func))
-    return parameter
-
-
-def _told(parameter: Any, result: T) -> T:
-    card = card_of(parameter)
-    if card is not None:
-        card.fetched(result)
-    return result
+def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with the values of all absent parameters it is given, which stay until it has run."""
+    cards: list[Card] = []
+    result: Any = None
+    try:
+        for parameter in _absent(args, kwargs):
+            card = card_of(parameter)
+            if card is None or not card.fetch():
+                if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+                    return _describe(parameter)
+                raise RuntimeError(_complaint(parameter, func))
+            cards.append(card)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return result
+    finally:  # also where it raised: whoever catches that may go on
+        with torch._C.DisableTorchFunctionSubclass():
+            for card in cards:
+                card.fetched(result)
 
 
 class Wardrobe:

@@ -49,7 +49,7 @@ class Unit:
         self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
-        self._veiled: list[Wardrobe] = []  # READY, but a use of these parameters is to be noticed
+        self._shown: list[Wardrobe] = []  # partitioned: whose use is not noticed, as that of all others is
         self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
@@ -60,7 +60,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
         self._wardrobes: list[Wardrobe] = []  # of all parameters
-        self._by_module: dict[str, list[Wardrobe]] = {}
+        self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -75,7 +75,7 @@ class Unit:
     @property
     def veiled(self) -> bool:
         """Whether any use of the unit will be noticed, though its values are in memory."""
-        return self.state is State.READY and len(self._veiled) == len(self._wardrobes)
+        return self.state is State.READY and not self._shown
 
     @property
     def full_bytes(self) -> int:
@@ -90,6 +90,11 @@ class Unit:
                 point(parameter, flat.views[index])
                 parameter._zeroshard = Card(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
                 self._wardrobes.append(Wardrobe(parameter, original))
+
+    def attend(self, name: str, module: nn.Module) -> None:
+        """The unit is brought for a module: remember which of its parameters that one has, or share it."""
+        own = {id(parameter) for parameter in module.parameters()}
+        self._by_module[name] = [wardrobe for wardrobe in self._wardrobes if id(wardrobe.parameter) in own]
 
     def start_released(self) -> None:
         """A partitioned unit begins its life with only its shard in memory."""
@@ -135,26 +140,35 @@ class Unit:
         self._dress(absent=True)
         self.expected = True
 
-    def wait(self) -> None:
-        """Make the full parameters usable."""
-        if self.state is State.GATHERING:
+    def wait(self, module: str | None = None) -> None:
+        """Make the full parameters usable.
+
+        Those of one module, where it is named: of the others a partitioned unit's use is still to be noticed.
+        """
+        gathering = self.state is State.GATHERING
+        if gathering:
             self._finish()
             self.state = State.READY
-            self._dress(absent=False) if self._resting else self._undress()
-        else:
-            for wardrobe in self._veiled:
-                wardrobe.parameter.__class__ = wardrobe.original
-        self._veiled = []
-
-    def veil(self, module: str | None = None) -> None:
-        """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular.
-
-        Of the parameters of one module, where it is named and has some: others of its unit are noticed already.
-        """
         if self.partitioned and self.state is State.READY:
-            self._veiled = self._wardrobes_of(module)
-            for wardrobe in self._veiled:
-                wardrobe.parameter.__class__ = wardrobe.absent
+            self._show(self._wardrobes if module is None else self._by_module.get(module, self._wardrobes))
+        elif gathering:
+            self._dress(absent=False) if self._resting else self._undress()
+
+    def _show(self, wardrobes: list[Wardrobe]) -> None:
+        hidden = [wardrobe for wardrobe in wardrobes if wardrobe.parameter.__class__ is not wardrobe.original]
+        for wardrobe in hidden:
+            wardrobe.parameter.__class__ = wardrobe.original
+        self._shown = self._shown + hidden if self._shown else hidden
+
+    def veil(self) -> None:
+        """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular."""
+        if self.partitioned and self.state is State.READY:
+            self._hide()
+
+    def _hide(self) -> None:
+        for wardrobe in self._shown:
+            wardrobe.parameter.__class__ = wardrobe.absent
+        self._shown = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is that of the full parameters."""
@@ -172,12 +186,11 @@ class Unit:
         if not self.partitioned or self.state is State.RELEASED:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
-        if len(self._veiled) < len(self._wardrobes):  # else they are dressed so already
-            self._dress(absent=True)
+        self._hide()
         for flat in self.flats:
             flat.full.untyped_storage().resize_(0)
         self._ledger.add("gathered", -self.full_bytes)
-        self.state, self._veiled = State.RELEASED, []
+        self.state = State.RELEASED
 
     def _finish(self) -> None:
         for pending in self._pending:
@@ -317,15 +330,6 @@ class Unit:
             self._comm.all_gather(whole, part, self.gather_event).wait()
         else:
             whole.copy_(part)
-
-    def _wardrobes_of(self, module: str | None) -> list[Wardrobe]:
-        if module is None:
-            return self._wardrobes
-        if module not in self._by_module:
-            names = [name for flat in self.flats for name in flat.names]
-            inside = [w for w, name in zip(self._wardrobes, names, strict=True) if name.startswith(f"{module}.")]
-            self._by_module[module] = inside or self._wardrobes  # none: it uses those of another module
-        return self._by_module[module]
 
     def _dress(self, absent: bool) -> None:
         for wardrobe in self._wardrobes:
