@@ -12,6 +12,23 @@ import ranks
 
 ranks.settle_torch()  # also while tests are collected; one thread, so that ranks do not fight over cores
 
+LONG = (  # files of few tests that start programs; begun last, one would still run when all others are done
+    "test_train_command",
+    "test_examples",
+    "test_checkpoint_faults",
+    "test_train_tensor",
+    "test_auto",
+    "test_planner_beside",
+    "test_checkpoint",
+    "test_train_page",
+    "test_plan_page",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; pytest-xdist keeps the order with `--no-loadscope-reorder`."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
 
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:

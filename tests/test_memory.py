@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def bound(stage: int, ranks: int) -> float:
 
 
 def count_at_rest(rank: int, stage: int):
+    gc.collect()  # of what tests before this one have left in the process, which might go meanwhile
     before = live_bytes()
     model, optimizer = sharded_gpt(stage)
     train(model, optimizer, 1)

@@ -17,7 +17,6 @@ from benchmarks import planner as beside
 GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}
 CASES = {
     "stage 0 of 4": {"ranks": 4, "stage": 0},
-    "stage 1 of 4": {"ranks": 4, "stage": 1},
     "stage 2 of 3": {"ranks": 3, "stage": 2, "checkpoint": "recompute"},
     "stage 3 of 8": {"ranks": 8, "stage": 3},
     "stage 3 of 8, recomputed": {"ranks": 8, "stage": 3, "checkpoint": "recompute"},
@@ -28,7 +27,6 @@ CASES = {
     "fp32, alone": {"clip": True},
 }
 OTHERS = {
-    "llama": {"model": "llama", **GPT},
     "llama, recomputed": {"model": "llama", **GPT, "ranks": 2, "stage": 2, "checkpoint": "recompute"},
     "experts": {"model": "moe", **GPT, "ranks": 2},
 }
