@@ -18,7 +18,6 @@ GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}
 CASES = {
     "stage 0 of 4": {"ranks": 4, "stage": 0},
     "stage 2 of 3": {"ranks": 3, "stage": 2, "checkpoint": "recompute"},
-    "stage 3 of 8": {"ranks": 8, "stage": 3},
     "stage 3 of 8, recomputed": {"ranks": 8, "stage": 3, "checkpoint": "recompute"},
     "inputs on the host": {"checkpoint": "host"},
     "optimizer on the host": {"ranks": 2, "offload": "host"},
