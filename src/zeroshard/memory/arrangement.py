@@ -4,7 +4,7 @@
 Every guess is rehearsed. First come one or two segments of a few multiples of the largest request, which is the loss's
 as a rule. Then the best of these, and in turn with them some that are drawn at random, are changed a little at a time:
 a segment more or less, two made one, one larger or smaller by the size of some request. A change that does not make it
-worse is kept. It ends when almost nothing is left to be gained, or when it has taken long enough.
+worse is kept. It ends when almost nothing is left to be gained, when it comes to nothing new, or after a time.
 
 Where all fits to the byte, a request that is a little larger than it was takes a segment of its own, perhaps the
 largest. So a guess is rehearsed with requests that are a little larger too, and the worse of the two counts.
@@ -28,7 +28,6 @@ TURN = 40  # changes that are tried before another has its turn
 IDLE = 5  # turns without a new guess, after which it ends
 MOST = 6  # segments
 FEW = 6  # sizes, the largest
-
 GROWN = 512  # a request is larger by this part of it, the second time
 APART = 0.05  # of its bytes: by so much another guess differs, or by its number of segments
 
@@ -48,7 +47,7 @@ class Arrangement:
 
     >>> steps = [(1, 60 << 20), (2, 60 << 20), (1, 0), (2, 0), (3, 120 << 20), (3, 0)]
     >>> [size >> 20 for size in Arrangement(steps).best(seconds=1)[0].sizes]
-    [124]
+    [122]
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -115,7 +114,7 @@ class Arrangement:
     def _first(self) -> list[Sizes]:
         """One or two segments, in multiples of the largest request."""
         largest = self._sizes[-1] if self._sizes else 0
-        parts = ([_whole(largest * part * (1 + 1 / GROWN)) for part in pair] for pair in product(FIRST, SECOND))
+        parts = ([_whole(largest * part) for part in pair] for pair in product(FIRST, SECOND))
         return [tuple(sorted(filter(None, pair), reverse=True)) for pair in parts if largest]
 
     def _drawn(self, draw: random.Random) -> Sizes:

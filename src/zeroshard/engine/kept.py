@@ -1,0 +1,58 @@
+"""Keeper: a module that may keep tensors of its graph, where a loss finds them: see [Note: kept inside]."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.engine.frames import is_reached
+
+_OWN = frozenset(vars(nn.Module()))
+_KEEPING = {torch.Tensor, list, tuple, dict}
+FEW = 64  # items of a container that is looked into: losses of some layers, not a vocabulary
+
+
+class Keeper:
+    """A module that may keep tensors of its graph as attributes, or in containers: see [Note: kept inside]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # torch's own modules keep none, unless somebody has given them another attribute
+        self._attributes = len(vars(module)) if type(module).__module__.startswith("torch.nn.") else -1
+        # the first attributes are nn.Module's own, some of them dictionaries
+        self._first = sum(1 for _ in takewhile(_OWN.__contains__, vars(module)))
+
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors it keeps now, and no hook tells of yet."""
+        module = self._module()
+        attributes = vars(module) if module is not None else {}
+        if len(attributes) == self._attributes:
+            return []
+        if _KEEPING.isdisjoint(map(type, islice(attributes.values(), self._first, None))):
+            return []
+        values = islice(attributes.items(), self._first, None)
+        found = [tensor for name, value in values if name not in _OWN for tensor in _kept_in(value)]
+        return [tensor for tensor in found if tensor.grad_fn is not None and not is_reached(tensor)]
+
+
+def _kept_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries of few items."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        yield value
+    elif kind in _KEEPING and depth and len(value) <= FEW:
+        for item in value.values() if kind is dict else value:
+            yield from _kept_in(item, depth - 1)
+
+
+def keepers(module: nn.Module, homes: set[nn.Module]) -> list[Keeper]:
+    """A module and those below it, without those that are hooked themselves."""
+    found = [Keeper(module)]
+    for child in module.children():
+        found += keepers(child, homes) if child not in homes else []
+    return found
