@@ -67,6 +67,22 @@ def token_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def backwards_in_turn(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Two forwards, then their backwards, the first one first."""
+    first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
+    first.backward()
+    second.backward()
+    return first + second
+
+
+def backwards_in_reverse(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The same, the second one first."""
+    first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
+    second.backward()
+    first.backward()
+    return first + second
+
+
 def part(batch: Any, rank: int, world: int) -> Any:
     """One rank's rows of every tensor in a batch."""
     return pytree.tree_map(lambda tensor: tensor.chunk(world)[rank], batch)

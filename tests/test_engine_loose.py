@@ -10,7 +10,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from against_plain import Step, assert_same, built, token_loss, token_step, tokens
+from against_plain import (
+    Step,
+    assert_same,
+    backwards_in_reverse,
+    backwards_in_turn,
+    built,
+    token_loss,
+    token_step,
+    tokens,
+)
 from plain import Block, Net
 from ranks import run_processes
 from torch import nn
@@ -85,20 +94,6 @@ def evaluated_between(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def two_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
-    first.backward()
-    second.backward()
-    return first
-
-
-def two_forwards_last_first(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
-    second.backward()
-    first.backward()
-    return first
-
-
 def backward_twice(model: Any, ids: torch.Tensor) -> torch.Tensor:
     loss = token_loss(model, ids)
     loss.backward(retain_graph=True)
@@ -114,7 +109,7 @@ def forwards_never_gone_back(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-STEPS = [evaluated_between, two_forwards, two_forwards_last_first, backward_twice, forwards_never_gone_back]
+STEPS = [evaluated_between, backwards_in_turn, backwards_in_reverse, backward_twice, forwards_never_gone_back]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -193,7 +188,7 @@ def evaluated_first(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("step", [token_step, evaluated_first, two_forwards])
+@pytest.mark.parametrize("step", [token_step, evaluated_first, backwards_in_turn])
 def test_a_parameters_memory_may_be_an_output(step: Step) -> None:
     train(Quantised, step)
 
@@ -263,7 +258,7 @@ def test_lists_of_parameters_of_many_units() -> None:
 
 
 @pytest.mark.parametrize("kind", [TwoUnits, NormThenHead])
-@pytest.mark.parametrize("step", [token_step, two_forwards])
+@pytest.mark.parametrize("step", [token_step, backwards_in_turn])
 def test_an_operation_has_all_the_units_it_was_given(kind: Any, step: Step) -> None:
     train(kind, step)
 

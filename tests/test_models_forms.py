@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import assert_same, built, token_loss, token_step, tokens
+from against_plain import assert_same, backwards_in_reverse, backwards_in_turn, built, token_loss, token_step, tokens
 from plain import Block, Net
 from torch import nn
 from torch.nn import functional as F
@@ -141,21 +141,6 @@ def several_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
     loss = sum(token_loss(model, (ids + shift) % VOCABULARY) for shift in range(3))
     loss.backward()
     return loss
-
-
-def backwards_in_turn(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Two forwards, then their backwards, the first one first."""
-    first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
-    first.backward()
-    second.backward()
-    return first + second
-
-
-def backwards_in_reverse(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
-    second.backward()
-    first.backward()
-    return first + second
 
 
 def retained(model: Any, ids: torch.Tensor) -> torch.Tensor:
