@@ -64,7 +64,10 @@ class Counters:
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count one collective."""
-        for traffic in (self.now.setdefault(kind, Traffic()), self.ever.setdefault(kind, Traffic())):
+        for counted in (self.now, self.ever):
+            traffic = counted.get(kind)
+            if traffic is None:
+                traffic = counted[kind] = Traffic()
             traffic.count += 1
             traffic.bytes += nbytes
 

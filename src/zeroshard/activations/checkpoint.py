@@ -231,7 +231,7 @@ def _is_new_cache(value: Any) -> bool:
     """
     if not _is_cache(value):
         return False
-    if next(tensors_in(value, depth=8), None) is not None:
+    if tensors_in(value, depth=8):
         raise ValueError(
             f"a checkpointed block was given a {type(value).__name__} with keys and values in it, and would write into "
             "it once more when it runs again: call the model with use_cache=False"

@@ -30,7 +30,7 @@ from zeroshard.memory.room import Room
 
 ALIGN = 16  # bytes: what copies and collectives like to begin at
 
-Event = torch.cuda.Event | None
+Event = torch.Event | None
 Note = tuple["Chunk", int, int, "Event"]  # where from, start, bytes, what still reads or writes it
 
 

@@ -17,6 +17,7 @@ class FlatGradient:
         self.dtype = dtype
         self.local: torch.Tensor | None = None  # [numel]: this rank's own sum, not reduced yet
         self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
+        self.parts: list[torch.Tensor] = []  # each bucket's part of ``shard``
         self.carried: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
         self.has_local = False
         self.has_shard = False
@@ -30,6 +31,11 @@ class FlatGradient:
     def far(self) -> bool:
         """Whether the reduced gradient rests outside the device."""
         return self.flat.rest.gradients != "device"
+
+    def keep(self, shard: torch.Tensor) -> None:
+        """Have the reduced gradient here from now on."""
+        self.shard = shard
+        self.parts = [shard[home.slice] for home in self.flat.homes]
 
     def settle(self) -> None:
         """Wait until all of a shard outside the device is there."""

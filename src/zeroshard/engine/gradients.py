@@ -48,6 +48,7 @@ class Gradients:
         flats = [flat for unit in units for flat in unit.flats if flat.trainable]
         self.of_flat = {flat: FlatGradient(flat, reduce_dtypes[flat.dtype]) for flat in flats}
         self.units = [unit for unit in units if unit.trainable]
+        self._of = {unit: [self.of_flat[flat] for flat in unit.flats if flat.trainable] for unit in units}
         self.partitioned = placement.gradients
         self.queue: list[Unit] | None = None  # the fixed order of reductions, once agreed
         self.coefficient: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
@@ -113,7 +114,7 @@ class Gradients:
                 self._reduce(unit)
                 continue
             self._order.check(unit.reduce_event)
-            for gradient in self._of(unit):
+            for gradient in self._of[unit]:
                 if not gradient.has_local:  # no gradient on this rank: take part with zeros
                     self._open_local(gradient).zero_()
                 self._reduce_local(gradient, unit.reduce_event)
@@ -227,7 +228,7 @@ class Gradients:
     # -- summing locally ----------------------------------------------------------------------------------------
 
     def _add_local(self, unit: Unit) -> None:
-        for gradient in self._of(unit):
+        for gradient in self._of[unit]:
             taken = gradient.take()
             present = [index for index, tensor in enumerate(taken) if tensor is not None]
             if not present:
@@ -292,7 +293,7 @@ class Gradients:
                 under_way.popleft()()
         for finish in under_way:
             finish()
-        gradient.shard = shard
+        gradient.keep(shard)
         if gradient.carried is not None:
             shard.add_(gradient.carried)
             self._drop_carried(gradient)
@@ -305,9 +306,9 @@ class Gradients:
         self._order.check(unit.reduce_event)
         self._lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
         self._read_by_lane.clear()
-        if any(gradient.has_local for gradient in self._of(unit)):
+        if any(gradient.has_local for gradient in self._of[unit]):
             self._add_local(unit)
-        for gradient in self._of(unit):
+        for gradient in self._of[unit]:
             taken = gradient.take()
             self._read_by_lane += self._counted([tensor for tensor in taken if tensor is not None])
             ring = self._ring(gradient.dtype)
@@ -325,25 +326,19 @@ class Gradients:
     def _launch(
         self, gradient: FlatGradient, ring: Ring, number: int, taken: list[torch.Tensor | None], what: str
     ) -> None:
-        flat, bucket = gradient.flat, gradient.flat.layout.buckets[number]
         slot = ring.take()
         slot.settle()
-        packed = slot.packed[: bucket.numel]
+        packer = self._packer(gradient.flat, number, slot)
+        packed = packer.packed
         if gradient.has_local and gradient.local is not None:
-            packed.copy_(gradient.local[bucket.start : bucket.end])
+            packed.copy_(gradient.local[gradient.flat.layout.buckets[number].slice])
         else:
-            packer = self._packers.get((flat, number, slot.index))
-            if packer is None:
-                packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, packed)
             packer.pack(taken)
-        if gradient.shard is None:
-            return
-        home, add = flat.homes[number], gradient.has_shard
-        mine = gradient.shard[home.start : home.end]
+        mine, add = gradient.parts[number], gradient.has_shard
         if gradient.far:
-            result = packed if self._comm.shard.size == 1 else slot.reduced[: home.numel]
+            result = packed if self._comm.shard.size == 1 else slot.reduced[: mine.numel()]
         else:
-            result = slot.reduced[: home.numel] if add else mine  # else the result can land where it belongs
+            result = slot.reduced[: mine.numel()] if add else mine  # else the result can land where it belongs
         pending = self._comm.reduce_scatter(result, packed, what)
         if gradient.far:
             slot.finish = partial(self._land_far, pending, slot, result, gradient, number, what, add)
@@ -351,6 +346,13 @@ class Gradients:
             slot.finish = partial(self._land_near, pending, result, gradient, number, what, add)
         if self._comm.ranks == 1:  # nobody is waited for
             slot.settle()
+
+    def _packer(self, flat: Flat, number: int, slot: Slot) -> Packer:
+        packer = self._packers.get((flat, number, slot.index))
+        if packer is None:
+            bucket = flat.layout.buckets[number]
+            packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, slot.packed[: bucket.numel])
+        return packer
 
     def _land(self, pending: Pending, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
         """End a reduction: sum over the replicas, average, and put the result where it belongs."""
@@ -365,9 +367,8 @@ class Gradients:
         self, pending: Pending, result: torch.Tensor, gradient: FlatGradient, number: int, what: str, add: bool
     ) -> None:
         """End the reduction of a gradient that rests on the device."""
-        if gradient.shard is not None:
-            self._land(pending, result, gradient.shard[gradient.flat.homes[number].slice], what, add)
-            self._tell(gradient, number)
+        self._land(pending, result, gradient.parts[number], what, add)
+        self._tell(gradient, number)
 
     def _land_far(
         self,
@@ -382,10 +383,7 @@ class Gradients:
         """End the reduction of a gradient that rests outside the device: measure it, and send it there."""
         pending.wait()
         self._average(result, what)
-        home = gradient.flat.homes[number]
-        if gradient.shard is None:
-            return
-        mine = gradient.shard[home.start : home.end]
+        mine = gradient.parts[number]
         if add:
             result.add_(self._earlier(mine, slot, result))
         self._measure(gradient, number, result)
@@ -433,14 +431,11 @@ class Gradients:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def _of(self, unit: Unit) -> list[FlatGradient]:
-        return [self.of_flat[flat] for flat in unit.flats if flat.trainable]
-
     def _in_order(self) -> list[Unit]:
         return self.queue if self.queue is not None else self.units[::-1]
 
     def _with_autograd_gradients(self) -> list[Unit]:
-        return [unit for unit in self.units if any(gradient.pending() for gradient in self._of(unit))]
+        return [unit for unit in self.units if any(gradient.pending() for gradient in self._of[unit])]
 
     def _layouts(self, dtype: torch.dtype) -> list[tuple[int, int]]:
         """(elements, elements per rank) of every bucket reduced in ``dtype``."""
@@ -469,13 +464,13 @@ class Gradients:
             return
         if gradient.far:
             tier, numel = gradient.flat.rest.gradients, gradient.flat.layout.shard_numel
-            gradient.shard = self._tiers.zeros("gradients", tier, numel, gradient.dtype, pinned=True)
+            gradient.keep(self._tiers.zeros("gradients", tier, numel, gradient.dtype, pinned=True))
             return
         group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype and not other.far]
         numel = sum(other.flat.layout.shard_numel for other in group)
         arena = Arena("gradients", numel, gradient.dtype, self._pool, self._ledger)
         for other in group:
-            other.shard = arena.take(other.flat.layout.shard_numel)
+            other.keep(arena.take(other.flat.layout.shard_numel))
 
     def _counted(self, made_by_autograd: list[torch.Tensor]) -> list[torch.Tensor]:
         """Count what autograd made for one unit, at its highest; it goes at once."""

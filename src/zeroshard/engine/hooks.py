@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,27 +32,34 @@ def _eager(hook: Callable[P, T]) -> Callable[P, T]:
     return hidden
 
 
-def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
     """Find the tensors in nested containers, dataclasses and plain objects.
 
     >>> [t.item() for t in tensors_in({"a": (torch.ones(()), None), "b": [torch.zeros(())]})]
     [1.0, 0.0]
     """
+    found: list[torch.Tensor] = []
+    _find(value, depth, found)
+    return found
+
+
+def _find(value: Any, depth: int, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif depth == 0 or value is None or isinstance(value, (int, float, str, bytes, type, nn.Module)):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), depth - 1)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value), depth - 1)
+        found.append(value)
+    elif depth and value is not None and not isinstance(value, (int, float, str, bytes, type, nn.Module)):
+        for item in _items(value):
+            _find(item, depth - 1, found)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """What a container or an object holds."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return (vars(value),) if hasattr(value, "__dict__") else ()
 
 
 class _Before:
@@ -63,7 +70,7 @@ class _Before:
 
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         if self._outermost:
             self._engine.about_to_run(given)
         self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)

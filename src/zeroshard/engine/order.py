@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from itertools import islice
 
 from zeroshard.agreement import Agreement
 
@@ -79,7 +78,8 @@ class Order:
 
     def ahead(self, among: Container[str]) -> Iterator[str]:
         """Yield the expected events of this pass that are among these, the next first."""
-        return (event for event in islice(self._expected, self._at, None) if event in among)
+        positions = range(self._at, len(self._expected))
+        return (event for position in positions if (event := self._expected[position]) in among)
 
     def remaining(self) -> list[str]:
         """Return all events still expected in this pass."""

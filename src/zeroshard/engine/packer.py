@@ -12,6 +12,7 @@ class Packer:
     """Copies the gradients of one bucket into one slot of the ring, with the cast, in a few fused kernels."""
 
     def __init__(self, flat: Flat, bucket: Range, packed: torch.Tensor) -> None:
+        self.packed = packed  # [bucket.numel], the slot's first elements
         self._flat = flat
         self._pieces = flat.layout.pieces(bucket)
         self._parameters = [piece.parameter for piece in self._pieces]

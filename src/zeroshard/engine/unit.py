@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ class Unit:
         self.name = name
         self.flats = flats
         self.partitioned = partitioned
+        self.trainable = any(flat.trainable for flat in flats)
         self.state = State.READY
         self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
@@ -58,7 +60,7 @@ class Unit:
         self._ledger = ledger
         self._lane = lane  # that gathers run on
         self._pending: list[Pending] = []
-        self._gathered: torch.cuda.Event | None = None
+        self._gathered: torch.Event | None = None
         self._wardrobes: list[Wardrobe] = []  # of all parameters
         self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
 
@@ -68,16 +70,11 @@ class Unit:
         return (parameter for flat in self.flats for parameter in flat.parameters)
 
     @property
-    def trainable(self) -> bool:
-        """Whether any parameter of the unit is trained."""
-        return any(flat.trainable for flat in self.flats)
-
-    @property
     def veiled(self) -> bool:
         """Whether any use of the unit will be noticed, though its values are in memory."""
         return self.state is State.READY and not self._shown
 
-    @property
+    @cached_property
     def full_bytes(self) -> int:
         """Bytes of the full parameters' memory."""
         return sum(flat.room for flat in self.flats)
@@ -155,6 +152,8 @@ class Unit:
             self._dress(absent=False) if self._resting else self._undress()
 
     def _show(self, wardrobes: list[Wardrobe]) -> None:
+        if len(self._shown) == len(self._wardrobes):
+            return
         hidden = [wardrobe for wardrobe in wardrobes if wardrobe.parameter.__class__ is not wardrobe.original]
         for wardrobe in hidden:
             wardrobe.parameter.__class__ = wardrobe.original

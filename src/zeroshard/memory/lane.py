@@ -24,38 +24,44 @@ class Lane:
     All memory is allocated and freed on the compute stream. The lane first waits for compute, so it sees finished
     inputs. What it reads is kept alive by reference until compute has waited for the lane, so the allocator never
     hands memory out under a lane that still reads it, and what is in flight is bounded by who waits, not by luck.
+
+    A unit changes lanes a few times a step. ``torch.Event`` and ``with stream:`` do that in C++; their namesakes in
+    ``torch.cuda`` ask for the current stream in Python each time, and took the host ten times as long (H200, 2.11).
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
-        on_gpu = device.type == "cuda"
-        self._stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._guard: Any = None
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._compute: Any = torch.Event(device) if self._stream is not None else None  # where compute was, last time
         self._stopwatch = stopwatch
 
     def __enter__(self) -> Lane:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            self._guard = torch.cuda.stream(self._stream)
-            self._guard.__enter__()
+            self._compute.record()
+            self._compute.wait(self._stream)
+            self._stream.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(kind, error, trace)
-            self._guard = None
+        if self._stream is not None:
+            self._stream.__exit__(kind, error, trace)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """Note the lane's present end, to be awaited later."""
-        return self._stream.record_event() if self._stream is not None else None
+        if self._stream is None:
+            return None
+        event = torch.Event(self._device)
+        event.record(self._stream)
+        return event
 
     def moment(self) -> torch.cuda.Event | None:
         """The same, for a thread of the host to wait for."""
         return moment(self._stream) if self._stream is not None else None
 
-    def join(self, event: torch.cuda.Event | None) -> None:
+    def join(self, event: torch.Event | None) -> None:
         """Make the compute stream wait for a mark."""
         if event is not None:
             with self._stopwatch:
-                torch.cuda.current_stream().wait_event(event)
+                event.wait()

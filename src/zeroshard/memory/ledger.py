@@ -18,7 +18,8 @@ class Bytes:
     def add(self, nbytes: int) -> None:
         """Count ``nbytes`` more (or fewer)."""
         self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            self.peak = self.now
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Ledger:
 
     def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count ``nbytes`` allocated, or freed when negative."""
-        held = self.kinds.setdefault((kind, tier), Bytes())
+        held = self.of(kind, tier)
         held.add(nbytes)
         if tier != "device":
             return
@@ -48,4 +49,11 @@ class Ledger:
 
     def set(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count a kind that is measured as a whole."""
-        self.add(kind, nbytes - self.kinds.setdefault((kind, tier), Bytes()).now, tier)
+        self.add(kind, nbytes - self.of(kind, tier).now, tier)
+
+    def of(self, kind: str, tier: str = "device") -> Bytes:
+        """What is held of a kind of state in a tier."""
+        held = self.kinds.get((kind, tier))
+        if held is None:
+            held = self.kinds.setdefault((kind, tier), Bytes())  # another thread may have come first
+        return held
