@@ -138,7 +138,7 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
         model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
         net_loss(model, split(batches(1)[0], rank, 2)).backward()
         copied: list[int] = []
-        optimizer._engine.copy_masters = lambda flats, near: copied.extend(flats)
+        optimizer._engine.states.copy_masters = lambda flats, near: copied.extend(flats)
         optimizer.step()
         masters = zeroshard.report(model).memory["master weights", "device"].now // 4
         assert not copied and zeroshard.report(model).memory["step", "device"].peak == 0

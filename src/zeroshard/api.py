@@ -212,7 +212,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         )
     if not engine.running:
         engine.order.begin("gathered")
-        engine.finish_updates()
+        engine.states.finish_updates()
     released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]
     resident = [unit for unit in units if not unit.partitioned]
     for unit in resident:
@@ -224,8 +224,8 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     try:
         yield
         if write_rank is not None:
-            engine.settle()
-            engine.doubt()
+            engine.states.settle()
+            engine.states.doubt()
             for unit in units:
                 engine.order.check(f"write unit {unit.name!r}")
                 unit.absorb(write_rank)
@@ -253,8 +253,8 @@ def offload_states(model: nn.Module) -> None:
     torch.Size([1, 64])
     """
     sharded = _sharded(model)
-    if sharded.engine.away is None:
-        sharded.engine.away = Away(sharded.engine, sharded.tiers)
+    if sharded.engine.states.away is None:
+        sharded.engine.states.away = Away(sharded.engine, sharded.tiers)
 
 
 def reload_states(model: nn.Module) -> None:
@@ -264,8 +264,8 @@ def reload_states(model: nn.Module) -> None:
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
     >>> zeroshard.reload_states(model)  # nothing was out
     """
-    engine = _sharded(model).engine
-    away, engine.away = engine.away, None
+    states = _sharded(model).engine.states
+    away, states.away = states.away, None
     if away is not None:
         away.back()
 

@@ -51,7 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = inner
         self._engine = engine
-        self._scale = engine.loss_scale = loss_scale
+        self._scale = engine.states.loss_scale = loss_scale
         self._host = HostUpdates(inner, engine, tiers, loss_scale) if tiers.offload is not None else None
         self._update = Update(inner, engine, loss_scale, self._host)
         self._flats = list(engine.gradients.of_flat)
@@ -68,9 +68,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(plain):
             self._set_runs(index, place_runs(self._flats, set(group), self._update.longest))
         self._load_states(states)
-        engine.states_on_device = weakref.WeakMethod(self._states_on_device)
+        engine.states.on_device = weakref.WeakMethod(self._states_on_device)
         if self._host is not None:
-            engine.updates, engine.gradients.landed = weakref.ref(self._host), weakref.WeakMethod(self._host.landed)
+            engine.states.updates = weakref.ref(self._host)
+            engine.gradients.landed = weakref.WeakMethod(self._host.landed)
             engine.gradients.look_for_overflow = loss_scale is not None
 
     # -- the user's side ----------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if norm_type not in (2, math.inf):
             raise ValueError(f"norm_type is 2 or inf, got {norm_type!r}")
-        self._engine.refuse_away()
+        self._engine.states.refuse_away()
         self._engine.order.begin("clip")
         self._engine.gradients.reduce_rest()
         norm = self._global_norm(norm_type)
@@ -117,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is still to be reduced, update this rank's shards, and start to bring the result to all ranks."""
         loss = None
-        self._engine.refuse_away()
+        self._engine.states.refuse_away()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -127,11 +128,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.gradients.reduce_rest()
             self._refuse_partial()
             self._find_unused()
-            self._engine.settle()
+            self._engine.states.settle()
             changed = self._update.run([run for run in self._all_runs() if self._has_gradient(run)], backwards)
             if changed is not None:
-                self._engine.copy_masters(changed, near=True)
-                self._engine.refresh_parameters()
+                self._engine.states.copy_masters(changed, near=True)
+                self._engine.states.refresh_parameters()
             self._engine.gradients.coefficient = None
         self._engine.drop_pins()
         self._count_states()
@@ -140,9 +141,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zero."""
-        self._engine.doubt()
+        self._engine.states.doubt()
         if not set_to_none:
-            self._engine.finish_updates()
+            self._engine.states.finish_updates()
         self._engine.gradients.clear(set_to_none)
 
     @torch.no_grad()
@@ -164,8 +165,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if card.name in taken:
                 raise ValueError(f"{card.name!r} is in a parameter group already")
             names.append(card.name)
-        self._engine.settle()
-        self._engine.finish_updates()
+        self._engine.states.settle()
+        self._engine.states.finish_updates()
         self._open_masters(set(names))
         stand_in = torch.zeros(0, requires_grad=True)  # lets the inner optimizer check the group and fill in defaults
         self.inner.add_param_group({**param_group, "params": [("", stand_in) if titles else stand_in]})
@@ -325,8 +326,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A state with a value for each element is described by its dtype; one that has not (a step count) is given. All
         ranks call it together.
         """
-        self._engine.finish_updates()
-        self._engine.refuse_spoilt("optimizer")
+        self._engine.states.finish_updates()
+        self._engine.states.refuse_spoilt("optimizer")
         mine: dict[str, dict[str, Any]] = {name: {} for name in (names or [n for group in self.names for n in group])}
         for run in self._all_runs():
             state = self.state.get(run.parameter, {})
@@ -370,8 +371,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's ``state_dict()``, or one of :meth:`state_dict`: each rank keeps its part."""
-        self._engine.settle()
-        self._engine.finish_updates()
+        self._engine.states.settle()
+        self._engine.states.finish_updates()
         groups, states = state_dict["param_groups"], state_dict["state"]
         sizes, wanted = [len(group["params"]) for group in groups], [len(names) for names in self.names]
         if sizes != wanted:
@@ -421,8 +422,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         As with torch, states of floating point take their parameter's dtype, and step counts go where the optimizer's
         kernels want them.
         """
-        self._engine.finish_updates()
-        self._engine.doubt()
+        self._engine.states.finish_updates()
+        self._engine.states.doubt()
         before = dict(self.state)
         self.state.clear()
         for index, runs in enumerate(self._runs):

@@ -89,7 +89,7 @@ def load(
     engine = engine_of(model)
     meeting = Meeting.call(engine, "load")
     if engine is not None:
-        engine.settle()
+        engine.states.settle()
     what = f"{path} cannot be loaded"
     found = meeting.first(meeting.together(what, lambda: find_source(Path(path))))  # `latest` may move meanwhile
     source = meeting.together(what, lambda: Source.open(found, rename))
@@ -104,14 +104,14 @@ def load(
     parts = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
     if engine is not None:
         why = f"the load of {source.path} was not finished: load a whole checkpoint"
-        engine.spoilt |= dict.fromkeys(parts, why)
+        engine.states.spoilt |= dict.fromkeys(parts, why)
     targets = meeting.together(what, planned.make_room)
     _read(source, targets, meeting)
     if weights:
         planned.states.adopt()
     if engine is not None:
         for part in parts:
-            del engine.spoilt[part]
+            del engine.states.spoilt[part]
     if (optimizer is not None if random is None else random) and given.random is not None:
         set_generators(given.random)
     meeting.together("a state of extra was not taken", lambda: give_state(dict(extra or {}), given.extra))

@@ -109,7 +109,7 @@ def save(
         write()
         return Save(directory, done=True)
     if engine is not None:
-        engine.readers.append(snapshot.settle)
+        engine.states.readers.append(snapshot.settle)
     handle = Save(directory)
     pending.append(handle)
     threading.Thread(target=handle.run, args=(write,), name=f"save {directory.name}").start()
@@ -117,7 +117,7 @@ def save(
 
 
 def _refuse_unfit(engine: Engine) -> None:
-    for why in engine.spoilt.values():
+    for why in engine.states.spoilt.values():
         raise CheckpointError(why)
     if engine.running:
         raise CheckpointError("a forward or backward is under way: save between steps")

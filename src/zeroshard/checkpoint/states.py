@@ -103,7 +103,7 @@ class ShardedStates:
 
     def parameters(self) -> dict[str, Held]:
         """Every parameter: the master's values where there are any."""
-        self._engine.finish_updates()
+        self._engine.states.finish_updates()
         found: dict[str, Held] = {}
         for flat in self._flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
@@ -144,7 +144,8 @@ class ShardedStates:
 
     def adopt(self) -> None:
         """Bring the parameters in computation into line."""
-        self._engine.adopt()
+        self._engine.states.adopt()
+        self._engine.drop_pins()
 
 
 class PlainStates:

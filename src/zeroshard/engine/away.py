@@ -18,9 +18,9 @@ class Away:
     def __init__(self, engine: Engine, tiers: Tiers) -> None:
         self._engine, self._tiers = engine, tiers
         self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        engine.settle()
-        engine.doubt()  # first: what is made ahead of the step reads gradients that are about to go
-        engine.finish_updates()
+        engine.states.settle()
+        engine.states.doubt()  # first: what is made ahead of the step reads gradients that are about to go
+        engine.states.finish_updates()
         engine.drop_pins()
         tensors = _on_device(engine)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
@@ -39,7 +39,7 @@ class Away:
         self._counted = {kind: held.now for kind, held in kinds.items() if held is not None}
         for kind, nbytes in self._counted.items():
             engine.ledger.add(kind, -nbytes)
-        for unit in engine.resident:
+        for unit in engine.states.resident:
             unit.leave()
         engine.pool.renew()
 
@@ -53,7 +53,7 @@ class Away:
         self._give_back()
         for kind, nbytes in self._counted.items():
             self._engine.ledger.add(kind, nbytes)
-        for unit in self._engine.resident:
+        for unit in self._engine.states.resident:
             unit.come_back()
 
     def _give_back(self) -> None:
@@ -76,7 +76,7 @@ def _on_device(engine: Engine) -> list[torch.Tensor]:
     for gradient in engine.gradients.of_flat.values():
         near = [gradient.local, gradient.carried, None if gradient.far else gradient.shard]
         tensors += [tensor for tensor in near if tensor is not None]
-    states = engine.states_on_device()
+    states = engine.states.on_device()
     return tensors + (states() if states is not None else [])
 
 

@@ -36,9 +36,8 @@ there the recomputation itself says that backward has come to the unit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Protocol
 
 import torch
 
@@ -46,12 +45,11 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.flat import Flat
 from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import Card
 from zeroshard.engine.pins import Pins
+from zeroshard.engine.states import States
 from zeroshard.engine.unit import State, Unit
 from zeroshard.memory.file import DiskError
 from zeroshard.memory.ledger import Ledger
@@ -59,25 +57,12 @@ from zeroshard.memory.pool import Pool
 from zeroshard.memory.reader import AHEAD
 from zeroshard.memory.segments import Segments
 from zeroshard.placement import Placement
-from zeroshard.precision import LossScale, Precision
+from zeroshard.precision import Precision
 
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-class Updates(Protocol):
-    """Updates of states that rest outside the device, on a thread of their own."""
-
-    def foresee(self, backwards: int) -> None:
-        """A backward begins, the how-many-eth since the last step."""
-
-    def doubt(self) -> None:
-        """Somebody may change the gradients: what was computed from them ahead of the step does not count."""
-
-    def wait(self) -> None:
-        """Return when no update is under way; raise what went wrong."""
 
 
 class Engine:
@@ -97,6 +82,7 @@ class Engine:
         precision: Precision,
     ) -> None:
         self.units = units
+        self.states = States(units, gradients, comm, order)
         self.precision = precision
         self.gradients = gradients
         self.placement = placement
@@ -105,22 +91,12 @@ class Engine:
         self.ledger = ledger
         self.pool = pool
         self.config = config
-        self.spoilt: dict[str, str] = {}  # states that are of no use → why
-        self.readers: list[Callable[[], None]] = []  # what is to be waited for before the states change
-        # the optimizer's, and weak: what is updated outside the device, and which states rest on it
-        self.updates: Callable[[], Updates | None] = lambda: None
-        self.states_on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
-        self.away: object | None = None  # where all states are, while they are out
         self.sync = True  # False inside no_sync(): backward only sums locally
         self._buffers = buffers
         on_gpu = comm.device.type == "cuda"
         self._segments = Segments(comm.device) if on_gpu and config.defragment else None
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
         self._readers = {flat.reader for unit in units for flat in unit.flats if flat.reader is not None}
-        self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
-        self.resident = [unit for unit in units if not unit.partitioned]
-        self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
-        self._resting = False  # whether resident parameters show their reduced gradients
         self._brought: set[Unit] = set()  # brought in this forward or backward, and not released since
         self._live: list[Unit] = []  # partitioned units that are not released
         self._frames: list[Frame] = []  # modules being run, outermost first
@@ -234,7 +210,7 @@ class Engine:
             return
         if isinstance(error, DiskError):  # parameters could not be read, so the others wait for a gather already
             self.comm.control.tell_failure(str(error))
-        elif not (isinstance(error, RanksDisagreeError) or self.spoilt):  # else there is nothing to give any more
+        elif not (isinstance(error, RanksDisagreeError) or self.states.spoilt):  # else there is nothing to give
             self._take_part_in_rest()
         self._abort_forward()
 
@@ -243,7 +219,7 @@ class Engine:
 
         Where it is, they stay until :meth:`fetched`, also while the same operation has others fetched.
         """
-        self.refuse_away()
+        self.states.refuse_away()
         if unit.partitioned and not self.running:
             return False
         if unit not in self._fetching:
@@ -311,9 +287,9 @@ class Engine:
     def _begin_forward(self, name: str) -> None:
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
-        self.refuse_spoilt(*self.spoilt)
-        self.refuse_away()
-        self._refuse_thawed()
+        self.states.refuse_spoilt(*self.states.spoilt)
+        self.states.refuse_away()
+        self.states.refuse_thawed()
         self._brought.clear()
         self._pins.disown()
         self._trace = Trace()
@@ -321,30 +297,20 @@ class Engine:
         self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
-        self._wake()
+        self.states.wake()
         self._buffers.synchronise()
-
-    def _refuse_thawed(self) -> None:
-        """A parameter that was frozen at shard() has no place for a gradient: none may be computed unnoticed."""
-        with torch._C.DisableTorchFunctionSubclass():
-            thawed = [name for flat in self._frozen for name, p in flat.named_parameters if p.requires_grad]
-        if thawed:
-            raise RuntimeError(
-                f"{thawed[0]!r} was frozen when shard() was called and requires a gradient now: call "
-                "zeroshard.unshard(), set requires_grad, and shard again"
-            )
 
     def _end_forward(self) -> None:
         if not torch.is_grad_enabled():
             self._pins.drop(self._trace)
         self._trace = Trace()  # the hooks on the outputs keep the old one
-        self._complete_rest()
+        self.states.complete_rest()
         self._release_idle()
         for unit in self._live:  # pinned: whoever was given its parameters may use them
             unit.wait()
         if not torch.is_grad_enabled():
             self._park()
-        self._rest()
+        self.states.rest()
 
     def _abort_forward(self) -> None:
         self._frames, self._loose = [], []
@@ -353,7 +319,7 @@ class Engine:
         self._trace = Trace()
         self._release_idle()
         self._park()
-        self._rest()
+        self.states.rest()
 
     def _take_part_in_rest(self) -> None:
         """Go through the gathers the other ranks still expect of this forward, so that they need not hang."""
@@ -362,12 +328,13 @@ class Engine:
             if unit is not None:
                 self._bring(unit)
                 self._release(unit)
-        self._complete_rest()
+        self.states.complete_rest()
 
     def _bring(self, unit: Unit, module: str | None = None) -> None:
         """Make a unit's parameters usable, those of one module or all, and start to gather the unit expected next."""
         if not unit.partitioned or (unit in self._brought and unit.state is State.READY):
-            self._complete(unit)
+            if unit.expected:
+                self.states.complete(unit)
             unit.wait(module)
         else:
             self.order.check(unit.gather_event)
@@ -386,29 +353,6 @@ class Engine:
             else:
                 for flat in unit.flats:
                     flat.fetch()
-
-    def _complete(self, unit: Unit) -> None:
-        """Collect the new values of a resident unit that was updated outside the device.
-
-        All ranks collect in one order: those before it come first, though this rank may have no use for them.
-        """
-        if self.comm.shard.size == 1 and unit.expected:
-            unit.gather()
-        while unit.expected:
-            first = next(other for other in self._in_order() if other.expected)
-            self.order.check(first.gather_event)
-            first.gather()
-
-    def _complete_rest(self) -> None:
-        """Collect what this forward had no use for, since that of another rank may have had."""
-        for unit in self._in_order() if self.comm.shard.size > 1 else ():
-            self._complete(unit)
-            unit.wait()
-
-    def _in_order(self) -> list[Unit]:
-        """The resident units, as all ranks agree that forward comes to them."""
-        queue = self.gradients.queue
-        return self.resident if queue is None or not self.resident else queue[::-1]
 
     def _gather(self, unit: Unit) -> None:
         """Start a gather, unless under way. What an earlier pass left is gathered anew, as on ranks without it."""
@@ -500,9 +444,9 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.order.begin("backward")
         self.backwards += 1
-        self._wake()
+        self.states.wake()
         self.gradients.apply_coefficient()
-        updates = self.updates()
+        updates = self.states.updates()
         if updates is not None:
             updates.foresee(self.backwards) if self.sync else updates.doubt()
         if self.gradients.partitioned and self.gradients.queue is None and self.sync:
@@ -544,26 +488,13 @@ class Engine:
         self._kept = set()
         self._release_idle()
         self._park()
-        self._rest()
+        self.states.rest()
 
     def _park(self) -> None:
         for unit in self._gathers.values():
             unit.park()
         for reader in self._readers:
             reader.forget()
-
-    def _rest(self) -> None:
-        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them."""
-        if self.gradients.exist:
-            for unit in self.resident:
-                unit.rest()
-            self._resting = True
-
-    def _wake(self) -> None:
-        if self._resting:
-            for unit in self.resident:
-                unit.wake()
-            self._resting = False
 
     # -- between steps ------------------------------------------------------------------------------------------
 
@@ -574,122 +505,9 @@ class Engine:
         self._release_idle()
         self._park()
 
-    def resting_gradient(self, card: Card) -> torch.Tensor | None:
-        """What ``parameter.grad`` gives between backward and the next forward."""
-        self.refuse_away()
-        flat = card.flat()
-        gradient = self.gradients.of_flat.get(flat) if flat is not None else None
-        if flat is None or gradient is None or not any(gradient.used):
-            return None
-        if self.comm.shard.size > 1:
-            raise RuntimeError(
-                f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to "
-                "clip, optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
-            )
-        if self.loss_scale is not None:
-            raise RuntimeError(
-                f"the gradient of {card.name!r} carries fp16's loss scale: use optimizer.clip_grad_norm_(…) to clip, "
-                "optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
-            )
-        self.order.begin("read the gradients")
-        self.gradients.reduce_rest()
-        self.gradients.apply_coefficient()
-        if not gradient.used[card.index] or gradient.shard is None:
-            return None
-        self.doubt()  # whoever has it may write into it
-        flat.arrive()  # an update of its values may still read it
-        gradient.forget_norms()
-        gradient.settle()
-        part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
-        return part if divided is None else divided.wrap(part)
-
-    def clear_gradient(self, card: Card) -> None:
-        """Forget the gradient of one parameter."""
-        flat = card.flat()
-        gradient = self.gradients.of_flat.get(flat) if flat is not None else None
-        if flat is not None and gradient is not None:
-            self.doubt()
-            flat.arrive()  # an update of its values may still read it
-            gradient.clear(card.index)
-
-    def absorb_resident(self) -> None:
-        """Take values written into resident parameters, the same on all ranks, into shards and master copies."""
-        self.settle()
-        self.finish_updates()
-        self.doubt()
-        for unit in self.resident:
-            unit.absorb(None)
-
-    def refuse_away(self) -> None:
-        """Raise while the states are out."""
-        if self.away is not None:
-            raise RuntimeError(
-                "the model's states are in host memory since zeroshard.offload_states(): call "
-                "zeroshard.reload_states(model) first"
-            )
-
-    def refuse_spoilt(self, *parts: str) -> None:
-        """Raise where states are of no use: of "weights", "optimizer"."""
-        for part in parts:
-            if part in self.spoilt:
-                raise RuntimeError(self.spoilt[part])
-
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""
-        self.settle()
-        self.finish_updates()
+        self.states.settle()
+        self.states.finish_updates()
         if self._segments is not None:
             self._segments.close()
-
-    def settle(self) -> None:
-        """Wait for whoever still reads the states, before they change."""
-        readers, self.readers = self.readers, []
-        for reader in readers:
-            reader()
-
-    def doubt(self) -> None:
-        """The gradients are no longer what an update ahead of the step may have been made from."""
-        updates = self.updates()
-        if updates is not None:
-            updates.doubt()
-
-    def finish_updates(self) -> None:
-        """Wait for the updates and gathers that a step has started."""
-        self.refuse_away()
-        updates = self.updates()
-        if updates is not None:
-            updates.wait()
-        for unit in self.resident:
-            self._complete(unit)
-            unit.wait()
-
-    def copy_masters(self, flats: Iterable[Flat], near: bool = False) -> None:
-        """Copy the masters' values, or those on the device, into this rank's part of the parameters in computation."""
-        pairs = [flat.update_from_master(near) for flat in flats]
-        places = [place for owned, _ in pairs for place in owned]
-        if places:
-            torch._foreach_copy_(places, [source for _, master in pairs for source in master], non_blocking=True)
-
-    def adopt(self) -> None:
-        """Bring the parameters in computation into line with shards and masters that somebody has written into."""
-        self.order.begin("take in new values")
-        self.finish_updates()
-        self.doubt()
-        self.copy_masters(flat for unit in self.units for flat in unit.flats)
-        self.drop_pins()
-        for unit in self.resident if self.comm.shard.size > 1 else ():
-            self.order.check(unit.gather_event)
-            unit.gather(frozen=True)
-        self.finish_updates()
-
-    def refresh_parameters(self) -> None:
-        """Bring every rank's updated part to all, where parameters are not partitioned. Does not wait for the end.
-
-        What is updated outside the device is brought when it is wanted: the next forward waits unit by unit.
-        """
-        for unit in self.resident:
-            if unit.trainable and any(flat.rest.far for flat in unit.flats):
-                unit.expect()
-            elif unit.trainable and self.comm.shard.size > 1:
-                self.order.check(unit.gather_event)
-                unit.gather()

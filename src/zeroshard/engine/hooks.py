@@ -141,7 +141,7 @@ class _Loaded:
         self._engine = engine
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        self._engine.absorb_resident()
+        self._engine.states.absorb_resident()
 
 
 def install(

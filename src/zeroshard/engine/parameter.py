@@ -148,7 +148,7 @@ class _Resting:
     def grad(self: Any) -> torch.Tensor | None:
         card = card_of(self)
         engine = card.engine if card is not None else None
-        return engine.resting_gradient(card) if engine is not None and card is not None else None
+        return engine.states.resting_gradient(card) if engine is not None and card is not None else None
 
     @grad.setter
     def grad(self: Any, value: torch.Tensor | None) -> None:
@@ -160,7 +160,7 @@ class _Resting:
             raise RuntimeError(
                 f"the gradient of {card.name!r} is kept by zeroshard and cannot be replaced; None clears it"
             )
-        engine.clear_gradient(card)
+        engine.states.clear_gradient(card)
 
 
 # What needs no values: answered by the tensor's own metadata.

@@ -45,8 +45,8 @@ def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
     flat, index = find(engine.units, name)
     engine.order.begin("read a parameter")
-    engine.finish_updates()
-    engine.refuse_spoilt("weights")
+    engine.states.finish_updates()
+    engine.states.refuse_spoilt("weights")
     if flat.master is None and flat.shard is None:  # every rank has all of it
         return undivided(engine.comm, flat.view(flat.full, index).clone(), flat, index)
     dtype = flat.dtype if flat.master is None else flat.master.dtype
@@ -59,7 +59,7 @@ def full_parameter(engine: Engine, name: str) -> torch.Tensor:
 
 def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     """The whole reduced gradient of one parameter, or None where it has none. All ranks call it together."""
-    engine.refuse_away()
+    engine.states.refuse_away()
     flat, index = find(engine.units, name)
     gradient = engine.gradients.of_flat.get(flat)
     if gradient is None:
@@ -77,6 +77,6 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
             line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
     if engine.gradients.coefficient is not None:
         line *= engine.gradients.coefficient
-    if engine.loss_scale is not None:
-        line = line.float() * engine.loss_scale.inverse
+    if engine.states.loss_scale is not None:
+        line = line.float() * engine.states.loss_scale.inverse
     return assemble(engine.comm, line, flat, index)

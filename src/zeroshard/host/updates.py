@@ -199,7 +199,7 @@ class HostUpdates:
         """Let everything that is under way end, and say so to whoever wants to go on without a load."""
         why = f"the update outside the device failed: {type(error).__name__}: {error}"
         told = f"{why}. The states are of no use any more: load a checkpoint"
-        self._engine.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
+        self._engine.states.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
         self._engine.comm.control.tell_failure(why)
         wait_for(self._jobs)
         self._jobs = []
