@@ -2,9 +2,12 @@
 
 [Note: how sizes are looked for]
 Every guess is rehearsed. First come one or two segments of a few multiples of the largest request, which is the loss's
-as a rule. Then the best of these, and in turn with them some that are drawn at random, are changed a little at a time:
-a segment more or less, two made one, one larger or smaller by the size of some request. A change that does not make it
-worse is kept. It ends when almost nothing is left to be gained, when it comes to nothing new, or after a time.
+as a rule. Then one that has room for nearly all, and some that are alike and a little smaller than some large request:
+what is small and stays, a block's checkpoint, is carved from these, and no gathered unit, which comes and goes, leaves
+a hole between two of them. Then the best so far, and in turn with them some that are drawn at random, are changed a
+little at a time: a segment more or less, two made one, one larger or smaller by the size of some request. A change that
+does not make it worse is kept. It ends when almost nothing is left to be gained, when it comes to nothing new, or after
+a time.
 
 Where all fits to the byte, a request that is a little larger than it was takes a segment of its own, perhaps the
 largest. So a guess is rehearsed with requests that are a little larger too, and the worse of the two counts.
@@ -12,6 +15,7 @@ largest. So a guess is rehearsed with requests that are a little larger too, and
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -22,6 +26,8 @@ from zeroshard.memory.rehearsal import SHARED, UNIT, Rehearsal, Request
 
 FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
 SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
+LARGE = (1.0, 0.9375, 0.875)  # times the bytes that are in use at once
+BELOW = (1.0, 0.85, 0.7, 0.55)  # times a request
 ENOUGH = 1.01  # times the bytes that are in use at once
 KEPT = 3  # of the guesses so far, the best
 TURN = 40  # changes that are tried before another has its turn
@@ -53,8 +59,8 @@ class Arrangement:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
         self._grown = [(tensor, nbytes + nbytes // GROWN) for tensor, nbytes in requests]
-        most = _at_once(self._grown)
-        self._enough = max(ENOUGH * most, most + SHARED)
+        self._most = _at_once(self._grown)
+        self._enough = max(ENOUGH * self._most, self._most + SHARED)
         rounded = {_whole(nbytes) for _, nbytes in self._grown}
         self._sizes = sorted(size for size in rounded if size)
         self._needed: dict[Sizes, int] = {}
@@ -112,10 +118,14 @@ class Arrangement:
         return self._needed[sizes], len(sizes)
 
     def _first(self) -> list[Sizes]:
-        """One or two segments, in multiples of the largest request."""
+        """One or two segments, in multiples of the largest request; then one and some smaller ones that are alike."""
         largest = self._sizes[-1] if self._sizes else 0
         parts = ([_whole(largest * part) for part in pair] for pair in product(FIRST, SECOND))
-        return [tuple(sorted(filter(None, pair), reverse=True)) for pair in parts if largest]
+        found = [tuple(sorted(filter(None, pair), reverse=True)) for pair in parts if largest]
+        for part, size, below, count in product(LARGE, self._sizes[-FEW:], BELOW, range(2, MOST)):
+            alike = max(UNIT, _whole(below * size) - UNIT)
+            found.append((_whole(part * self._most), *[alike] * count))
+        return found
 
     def _drawn(self, draw: random.Random) -> Sizes:
         """A few segments at random, smaller together than all that are needed without any."""
@@ -143,19 +153,21 @@ class Arrangement:
         return tuple(sorted(changed, reverse=True))
 
     def _rehearse(self, sizes: Sizes) -> int:
-        """Bytes that are reserved in the end, with segments of these sizes made first."""
+        """Bytes that are reserved in the end, with segments of these sizes made first.
+
+        Where they are a tenth more than with the best so far, it is out of the running, and not rehearsed to its end.
+        """
         if sizes not in self._needed:
-            needed = _played(sizes, self._grown)
-            if not self._needed or needed < 1.1 * min(self._needed.values()):  # else it is out of the running anyway
-                needed = max(needed, _played(sizes, self._requests))
-            self._needed[sizes] = needed
+            most = 1.1 * min(self._needed.values(), default=math.inf)
+            needed = _played(sizes, self._grown, most)
+            self._needed[sizes] = needed if needed > most else max(needed, _played(sizes, self._requests, most))
         return self._needed[sizes]
 
 
-def _played(sizes: Sizes, requests: Sequence[Request]) -> int:
+def _played(sizes: Sizes, requests: Sequence[Request], most: float) -> int:
     rehearsal = Rehearsal(sizes)
-    rehearsal.play(requests)
-    rehearsal.play(requests)
+    for _ in range(2):
+        rehearsal.play(requests, most)
     return rehearsal.reserved
 
 

@@ -7,6 +7,7 @@ that are free are one block again. Memory of one stream, no limit.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
@@ -38,22 +39,20 @@ class Rehearsal:
 
     def __init__(self, segments: Iterable[int] = ()) -> None:
         self.segments: list[int] = []  # bytes
+        self.reserved = 0  # bytes of all of them
         # The smallest first. No two have a place in common, so blocks themselves are never compared.
         self._free: list[tuple[int, int, Block]] = []
         for size in segments:
             self._insert(self._segment(size))
 
-    @property
-    def reserved(self) -> int:
-        """Bytes of all segments."""
-        return sum(self.segments)
-
-    def play(self, requests: Sequence[Request]) -> None:
-        """Place a step's requests, one after the other."""
+    def play(self, requests: Sequence[Request], most: float = math.inf) -> None:
+        """Place a step's requests, one after the other, or the first of them, until more than ``most`` is reserved."""
         held: dict[int, Block] = {}
         for tensor, nbytes in requests:
             if nbytes:
                 held[tensor] = self._take(nbytes)
+                if self.reserved > most:
+                    break
             elif tensor in held:
                 self._give(held.pop(tensor))
         for block in held.values():
@@ -63,6 +62,7 @@ class Rehearsal:
         size = SHARED if nbytes < SHARED // 2 else -(-nbytes // UNIT) * UNIT
         block = Block(size, self.reserved)
         self.segments.append(size)
+        self.reserved += size
         return block
 
     def _take(self, nbytes: int) -> Block:
