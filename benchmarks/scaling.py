@@ -6,8 +6,8 @@
 
 A narrow GPT, so that the host is the limit, as one rank of many; every point is a process of its own. The group's other
 ranks do not exist and a collective is one operation (`echo.py`), so what grows is the library. *Ranks*: 1 to 1,024 of
-them. *Depth*: 12 to 192 blocks; a block is a unit. *Parameters*: the weight of each linear layer is 1 to 64 tensors of
-as many elements in all; a unit has more parameters, the model has the same units. The floor, forward and backward
+them. *Depth*: 12 to 192 blocks; of up to 31, each is a unit. *Parameters*: a linear layer's weight is 1 to 64 tensors,
+of as many elements in all; a unit has more parameters, the model has the same units. The floor, forward and backward
 alone, grows too: there, for what torch does with more modules and tensors.
 
 Slopes are those of a line through all points, by least squares: microseconds of the host, and of a step, for one more

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.table import Result
 
 LATE = "no result after"
 ERROR_LENGTH = 3000  # characters of a failed process that are kept, its last ones
+THREADS = "OMP_NUM_THREADS"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # all is measured with the allocator's defaults
 
 
@@ -68,7 +69,8 @@ def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         result, words = Path(folder, "result"), Path(folder, "words")
         process = context.Process(target=_be, args=(module, arguments, result, words))
-        process.start()
+        with _one_thread(arguments):
+            process.start()
         process.join(seconds)
         late = process.is_alive()
         if late:
@@ -81,6 +83,22 @@ def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
             if process.exitcode == 0:
                 return dict(json.loads(result.read_text()))
         return {"error": f"the process ended with status {process.exitcode}\n{told}".strip()}
+
+
+@contextlib.contextmanager
+def _one_thread(arguments: dict[str, Any]) -> Iterator[None]:
+    """Inside, what is started computes with one thread if it is a trial on a CPU: the work of the host counts there.
+
+    `torch.set_num_threads` is too late for that: threads of oneDNN's stay, and a step of small layers takes longer.
+    """
+    before = os.environ.get(THREADS)
+    if arguments.get("device") == "cpu":
+        os.environ[THREADS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(THREADS, None)
+        os.environ.update({} if before is None else {THREADS: before})
 
 
 def _be(module: str, arguments: dict[str, Any], result: Path, words: Path) -> None:

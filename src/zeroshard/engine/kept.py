@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -23,21 +22,22 @@ class Keeper:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         # torch's own modules keep none, unless somebody has given them another attribute
-        self._attributes = len(vars(module)) if type(module).__module__.startswith("torch.nn.") else -1
-        # the first attributes are nn.Module's own, some of them dictionaries
-        self._first = sum(1 for _ in takewhile(_OWN.__contains__, vars(module)))
+        of_torch = type(module).__module__.startswith("torch.nn.")
+        self._others = _OWN.union(vars(module)) if of_torch else _OWN
+        self._names: frozenset[str] = frozenset()  # of the attributes that may keep something, when there were …
+        self._count = -1  # … so many attributes in all
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors it keeps now, and no hook tells of yet."""
         module = self._module()
         attributes = vars(module) if module is not None else {}
-        if len(attributes) == self._attributes:
+        if len(attributes) != self._count or not attributes.keys() >= self._names:
+            self._names, self._count = frozenset(attributes) - self._others, len(attributes)
+        found = [name for name in self._names if type(attributes[name]) in _KEEPING] if self._names else []
+        if not found:
             return []
-        if _KEEPING.isdisjoint(map(type, islice(attributes.values(), self._first, None))):
-            return []
-        values = islice(attributes.items(), self._first, None)
-        found = [tensor for name, value in values if name not in _OWN for tensor in _kept_in(value)]
-        return [tensor for tensor in found if tensor.grad_fn is not None and not is_reached(tensor)]
+        tensors = [tensor for name in found for tensor in _kept_in(attributes[name])]
+        return [tensor for tensor in tensors if tensor.grad_fn is not None and not is_reached(tensor)]
 
 
 def _kept_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
