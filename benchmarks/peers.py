@@ -37,17 +37,16 @@ from benchmarks import echo, ranks
 from benchmarks.rank import alone, one_rank, precision
 from benchmarks.record import described, machine
 from benchmarks.rows import FLOORS, ON_CPU, ON_GPU, ROWS, Row
-from benchmarks.steady import communicated, steady
+from benchmarks.steady import steady, steady_rank
 from benchmarks.table import Result, gigabytes, middle, ratio, said, spread
 from benchmarks.trial import Trials, options, parsed
 from benchmarks.variants import PEERS, VARIANTS, Job
 from zeroshard.train.flops import peak_flops
 
-UNSENT = (*FLOORS, "plain")  # they communicate nothing
 NOT_NCCL = """\
 Real ranks, over gloo, on one machine: times here are not NCCL's. What carries over is memory, what is communicated, and
-the work of the host. Memory is that of the rank that has most. What is communicated is counted as one of as many ranks
-that do not exist, since zeroshard makes a reduce-scatter over gloo of an all-reduce, as gloo itself does inside."""
+the work of the host. The first two are counted as one of as many ranks that do not exist: gloo's threads free memory
+unseen, and zeroshard makes a reduce-scatter over gloo of an all-reduce, as gloo itself does inside."""
 
 
 def chosen_row(name: str, tiny: bool, over: int) -> Row:
@@ -64,7 +63,7 @@ def measure(
     chosen = chosen_row(row, tiny, over)
     if chosen.place == "ranks":
         found = ranks.run(__name__, "measure_rank", over, row=row, variant=variant, steps=steps, tiny=tiny)
-        return found if variant in UNSENT else {**found, **_counted(chosen, variant, device)}
+        return {**_counted(chosen, variant, device), **found}
     with _place(chosen, device, backend) as mesh:
         return steady(Job(chosen, device, mesh), variant, steps)
 
@@ -74,7 +73,7 @@ def measure_rank(row: str, variant: str, steps: int, tiny: bool) -> Result:
     _settle("cpu")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     chosen = chosen_row(row, tiny, mesh.size())
-    return steady(Job(chosen, "cpu", mesh), variant, steps, counted=False)
+    return steady_rank(Job(chosen, "cpu", mesh), variant, steps)
 
 
 def _settle(device: str) -> None:
@@ -84,10 +83,7 @@ def _settle(device: str) -> None:
 
 def _counted(row: Row, variant: str, device: str) -> Result:
     with one_rank(device, (row.ranks,), backend=echo.NAME) as mesh:
-        training = VARIANTS[variant](Job(replace(row, place="one of many"), device, mesh))
-        for _ in range(2):
-            training.step()
-        return communicated(training)
+        return steady(Job(replace(row, place="one of many"), device, mesh), variant, steps=1)
 
 
 def _place(row: Row, device: str, backend: str) -> AbstractContextManager[DeviceMesh]:

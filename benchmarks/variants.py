@@ -12,7 +12,8 @@ all values are drawn from one distribution; elsewhere all begin with the same va
 | DDP | the same under DistributedDataParallel, `no_sync` until the last backward of a step |
 | FSDP2 | `fully_shard` of every block and of the model, bf16 parameters and reductions, `set_requires_gradient_sync` \
 off until the last backward of a step |
-| DeepSpeed 1, 2, 3 | its engine, defaults but for the stage; it counts backwards itself |
+| DeepSpeed 1, 2, 3 | its engine, defaults but for the stage, and a bucket no larger than the model; it counts \
+backwards itself |
 | zeroshard 0, 1, 2, 3 | `zeroshard.shard`, defaults but for the stage; gradients are reduced when the stage says |
 """
 

@@ -6,6 +6,7 @@ Trials run in this process but for those of real ranks, which are processes what
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +23,20 @@ import torch
 
 from benchmarks import peers, ranks, rows, scaling, steady, trial, variants
 from benchmarks.models import adapted, divided
+from benchmarks.rank import adamw
 from benchmarks.record import ROOT
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.train.flops import flops_per_token
 
 SMALL = rows.Row(layers=3, heads=2, width=32, batch=2, sequence=8, vocabulary=32, ranks=4)
 ALONE = replace(SMALL, place="alone", ranks=1)
+REPEATED = "1.4B, batch 2, accumulated 8 times"  # as tiny as the others, it is the same data twice a step
+HOLDING = ("DDP", "FSDP2", rows.ACCUMULATED[1])  # those that hold reductions back until the last backward
+BEFORE = steady.WARMUP["cpu"]  # steps before those that are timed, in a process of its own
+ONE_BY_ONE = (  # what ranks do
+    "from benchmarks.peers import measure_rank; work = given.pop('work'); "
+    "return {'found': [measure_rank(**given | {'row': row, 'variant': name}) for row, name in work]}"
+)
 DEEPSPEED = [name for name in variants.VARIANTS if name.startswith("DeepSpeed")]
 
 
@@ -208,13 +218,70 @@ def test_points_are_measured(axis: str, tensors: int) -> None:
 # ------------------------------------------------------------------------------------------------ real ranks
 
 
+def trained_by_one(row: rows.Row, over: int, steps: int) -> list[float]:
+    """The first rank's loss in each step, where one process trains plainly on the data of that many ranks."""
+    jobs = [variants.Job(row, "cpu", SimpleNamespace(get_rank=lambda rank=rank: rank)) for rank in range(over)]
+    model = jobs[0].model()
+    optimizer, first = adamw(model), []
+    for _ in range(steps):
+        losses = torch.stack([model(*job.inputs()) for job in jobs])
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first.append(losses[0].item())
+    return first
+
+
+def check_losses(found: list[dict[str, Any]], work: list[tuple[str, str]]) -> None:
+    """After the same steps every variant is where one process would be.
+
+    All begin with the same values and compute in fp32, in other orders. The tolerance is a hundred times the rounding
+    of a loss, and a hundredth of what a missed update makes, or a step on this rank's data alone. (The scale of
+    gradients is not seen: AdamW takes it out.)
+    """
+    row = peers.chosen_row("tiny", tiny=True, over=2)
+    both, own = (trained_by_one(row, over, BEFORE + 1) for over in (2, 1))
+    assert min(abs(other / both[-1] - 1) for other in (both[-2], own[-1])) > 1e-3
+    assert {which: result["loss"] for which, result in zip(work, found, strict=True)} == {
+        which: pytest.approx(both[-1], rel=1e-5) for which in work
+    }
+
+
 def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    found = peers.measure("tiny", "zeroshard 3", "cpu", steps=1, tiny=True, over=2)
+    """All variants on the same two processes: to start them takes longer than to train."""
+    subject(tmp_path, monkeypatch, ONE_BY_ONE)
+    names = [name for name in rows.REPLICATED if name not in (*rows.FLOORS, *DEEPSPEED)]
+    work = [*(("tiny", name) for name in names), *((REPEATED, name) for name in HOLDING)]
+    run, found = ranks.run, []
+
+    def one_by_one(module: str, function: str, over: int, **given: Any) -> dict[str, Any]:
+        assert (module, function) == (peers.__name__, peers.measure_rank.__name__)
+        found.extend(run("subject", "act", over, work=work, **given)["found"])
+        return found[work.index((given["row"], given["variant"]))]
+
+    monkeypatch.setattr(ranks, "run", one_by_one)
+    ours = peers.measure("tiny", "zeroshard 3", "cpu", steps=1, tiny=True, over=2)
     psi = sum(parameter.numel() for parameter in rows.ROWS["tiny"].tiny.build().parameters())
-    assert found["elements"] == pytest.approx(3 * psi, rel=0.08)
-    assert found["allocated"] > 2 * 4 * psi  # half of four fp32 states, and more
-    assert found["host_ms"] > 0 and not torch.distributed.is_initialized()
+    assert ours["elements"] == pytest.approx(3 * psi, rel=0.08)
+    assert ours["allocated"] > 2 * 4 * psi  # half of four fp32 states, and more
+    assert ours["host_ms"] > 0 and not torch.distributed.is_initialized()
+    check_losses(found, work)
+
+
+def test_deepspeed_trains_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processes of its own, where it may change torch as it likes."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    subject(tmp_path, monkeypatch, ONE_BY_ONE)
+    work = [(row, name) for row in ("tiny", REPEATED) for name in DEEPSPEED]
+    found = ranks.run("subject", "act", 2, work=work, steps=1, tiny=True)["found"]
+    check_losses(found, work)
+    given = {"row": "tiny", "variant": "DeepSpeed 2", "device": "cpu", "steps": 1, "tiny": True, "over": 2}
+    whole = trial._measured(peers.__name__, given, seconds=120)
+    psi = sum(parameter.numel() for parameter in rows.ROWS["tiny"].tiny.build().parameters())
+    assert whole["loss"] == found[work.index(("tiny", "DeepSpeed 2"))]["loss"]
+    assert whole["elements"] == pytest.approx(3 * psi, rel=0.01)  # its bucket is all-reduced, its parameters gathered
+    assert 2 * 4 * psi < whole["allocated"] < 8 * 4 * psi  # no buffer for 5e8 elements
 
 
 def subject(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
