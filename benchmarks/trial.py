@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import Record
-from benchmarks.table import Result
+from benchmarks.table import Result, said
 
 LATE = "no result after"
 ERROR_LENGTH = 3000  # characters of a failed process that are kept, its last ones
@@ -52,7 +52,7 @@ class Trials:
         seconds = min(self._timeout, self._end - begin)
         if seconds > 0:
             measured = _measured(self._module, arguments, seconds)
-            if seconds < self._timeout and "error" in measured and measured["error"].startswith(LATE):
+            if seconds < self._timeout and said(measured).startswith(LATE):
                 measured["error"] += f"\nthe budget of {self._budget:.0f} s was spent by then (see --budget)"
         else:
             measured = {"error": f"not run: the budget of {self._budget:.0f} s was spent (see --budget)"}
@@ -78,7 +78,7 @@ def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
             process.join()
         told = words.read_text(errors="replace")[-ERROR_LENGTH:] if words.exists() else ""
         if late:
-            return {"error": f"{LATE} {seconds:.0f} s\n{told}".strip()}
+            return {"error": f"{told.strip()}\n{LATE} {seconds:.0f} s".strip()}  # a table has its last line
         with contextlib.suppress(ValueError, OSError):
             if process.exitcode == 0:
                 return dict(json.loads(result.read_text()))

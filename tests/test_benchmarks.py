@@ -82,8 +82,8 @@ def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTO
         (
             "import sys, time; print('half way', file=sys.stderr, flush=True); time.sleep(60)",
             1,
-            "no result after 1 s",
             "half way",
+            "no result after 1 s",
         ),
     ],
 )
