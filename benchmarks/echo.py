@@ -49,7 +49,7 @@ class Echo(dist.ProcessGroup):
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any = None) -> Any:
         self._tell("all-gather", output)
         place, source = output.data_ptr(), part.data_ptr()
-        if part.dim() != 1:
+        if part.dim() != 1 or output.dim() != 1:
             output, part = output.view(-1), part.reshape(-1)
         if (part.nbytes | place | source) % WIDE.itemsize == 0:
             output, part = output.view(WIDE), part.view(WIDE)

@@ -29,6 +29,7 @@ from benchmarks.table import Result, said
 LATE = "no result after"
 ERROR_LENGTH = 3000  # characters of a failed process that are kept, its last ones
 THREADS = "OMP_NUM_THREADS"
+STARTING = threading.Lock()  # trials are started from several threads, and the environment is all threads'
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # all is measured with the allocator's defaults
 
 
@@ -69,7 +70,7 @@ def _measured(module: str, arguments: dict[str, Any], seconds: float) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         result, words = Path(folder, "result"), Path(folder, "words")
         process = context.Process(target=_be, args=(module, arguments, result, words))
-        with _one_thread(arguments):
+        with STARTING, _one_thread(arguments):
             process.start()
         process.join(seconds)
         late = process.is_alive()

@@ -197,3 +197,20 @@ def gradient_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
 def test_gradients_within_a_step(kind: Any, step: Step, stage: int) -> None:
     """Part by part: the mean over fewer rows has larger gradients at its input."""
     assert_same(built(kind), step, numbers(2, 6, 5, 7), stage=stage, whole=False, run=run_processes)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_that_makes_a_graph(stage: int) -> None:
+    """What is reduced is no part of it, in the second step either, and may be written into as ever."""
+
+    def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward(create_graph=True)
+        engine = getattr(model, "_zeroshard", None)
+        for gradient in engine.engine.gradients.of_flat.values() if engine is not None else ():
+            for tensor in (gradient.shard, gradient.local):
+                assert tensor is None or not tensor.requires_grad
+        return loss
+
+    assert_same(built(Continuous), step, numbers(3, 6, 5, 7), stage=stage)

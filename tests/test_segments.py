@@ -314,6 +314,19 @@ def test_what_is_small_and_stays_is_kept_apart_from_gathered_units(monkeypatch: 
     assert in_use <= best.needed <= 1.115 * in_use  # two units' places more, 1.14, where small ones are between them
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.3])  # for the first guess alone, for a few, for many
+def test_a_guess_needs_what_it_promises_however_short_the_time(seconds: float) -> None:
+    requests = requests_of_gathered_blocks()
+    for guess in Arrangement(requests).best(seconds):
+        needed = 0
+        for grown in (0, 1):
+            rehearsal = Rehearsal(guess.sizes)
+            for _ in range(2):
+                rehearsal.play([(tensor, nbytes + grown * nbytes // arrangement.GROWN) for tensor, nbytes in requests])
+            needed = max(needed, rehearsal.reserved)
+        assert guess.needed == needed, guess
+
+
 def test_nothing_is_made_for_what_fits_as_it_comes() -> None:
     assert Arrangement([]).best(seconds=1) == [Guess((), 0)]
     assert Arrangement([(1, 512 * MB), (1, 0), (2, 256 * MB), (2, 0)]).best(seconds=1)[0].sizes == ()

@@ -17,7 +17,7 @@ class FlatGradient:
         self.dtype = dtype
         self.local: torch.Tensor | None = None  # [numel]: this rank's own sum, not reduced yet
         self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
-        self.parts: list[torch.Tensor] = []  # each bucket's part of ``shard``
+        self.parts: list[torch.Tensor] = []  # of ``shard``, by bucket, where gradients are partitioned
         self.carried: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
         self.has_local = False
         self.has_shard = False

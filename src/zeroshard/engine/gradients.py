@@ -30,7 +30,8 @@ class Gradients:
 
     Partitioned gradients (stages 2 and 3) are packed into a ring of buckets as each unit's backward ends and reduced
     there, in one fixed order on every rank. Replicated gradients (stages 0 and 1) are summed in place over any number
-    of backwards and reduced once, where they lie, when the optimizer asks.
+    of backwards and reduced once, where they lie, when the optimizer asks. All that is no part of any graph, though a
+    backward may make one.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Gradients:
 
     # -- inside backward ----------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def finish(self, unit: Unit, sync: bool) -> None:
         """Take the gradients of a unit whose backward is over on this rank."""
         if not unit.trainable:
@@ -81,6 +83,7 @@ class Gradients:
             self._reduce(queue[self._next])
             self._next += 1
 
+    @torch.no_grad()
     def end_backward(self, sync: bool) -> None:
         """Finish the units that are left: those without gradient on this rank take part with zeros."""
         if self.partitioned and sync:
@@ -101,6 +104,7 @@ class Gradients:
 
     # -- between backward and step ------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def reduce_rest(self) -> None:
         """Reduce what this rank has only summed for itself so far."""
         self._pay()
@@ -121,6 +125,7 @@ class Gradients:
         self._settle()
         self.unreduced = False
 
+    @torch.no_grad()
     def apply_coefficient(self) -> None:
         """Clip now what was to be clipped at the step: a backward is about to add to it."""
         self._pay()
@@ -293,7 +298,7 @@ class Gradients:
                 under_way.popleft()()
         for finish in under_way:
             finish()
-        gradient.keep(shard)
+        gradient.shard = shard
         if gradient.carried is not None:
             shard.add_(gradient.carried)
             self._drop_carried(gradient)

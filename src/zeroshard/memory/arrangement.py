@@ -34,6 +34,7 @@ TURN = 40  # changes that are tried before another has its turn
 IDLE = 5  # turns without a new guess, after which it ends
 MOST = 6  # segments
 FEW = 6  # sizes, the largest
+OUT = 1.1  # times the least, from which on a guess is out of the running
 GROWN = 512  # a request is larger by this part of it, the second time
 APART = 0.05  # of its bytes: by so much another guess differs, or by its number of segments
 
@@ -64,6 +65,7 @@ class Arrangement:
         rounded = {_whole(nbytes) for _, nbytes in self._grown}
         self._sizes = sorted(size for size in rounded if size)
         self._needed: dict[Sizes, int] = {}
+        self._least: float = math.inf  # of what was needed so far
 
     def best(self, seconds: float) -> list[Guess]:
         """The guesses with which least is reserved from the second pass on, the best first; the last makes none.
@@ -102,6 +104,8 @@ class Arrangement:
     def _apart(self) -> list[Guess]:
         found: list[Sizes] = []
         for sizes in sorted(self._needed, key=self._rank):
+            if self._needed[sizes] > OUT * self._least:  # it may need more: it was not rehearsed to its end
+                break
             near = (len(sizes) == len(other) and abs(sum(sizes) - sum(other)) <= APART * sum(sizes) for other in found)
             if not any(near):
                 found.append(sizes)
@@ -112,7 +116,7 @@ class Arrangement:
         return [Guess(sizes, self._needed[sizes]) for sizes in found]
 
     def _over(self, end: float) -> bool:
-        return min(self._needed.values()) <= self._enough or time.perf_counter() > end
+        return self._least <= self._enough or time.perf_counter() > end
 
     def _rank(self, sizes: Sizes) -> tuple[int, int]:
         return self._needed[sizes], len(sizes)
@@ -125,6 +129,7 @@ class Arrangement:
         for part, size, below, count in product(LARGE, self._sizes[-FEW:], BELOW, range(2, MOST)):
             alike = max(UNIT, _whole(below * size) - UNIT)
             found.append((_whole(part * self._most), *[alike] * count))
+        random.Random(0).shuffle(found)  # time may be short for all, where a step makes many requests
         return found
 
     def _drawn(self, draw: random.Random) -> Sizes:
@@ -158,9 +163,10 @@ class Arrangement:
         Where they are a tenth more than with the best so far, it is out of the running, and not rehearsed to its end.
         """
         if sizes not in self._needed:
-            most = 1.1 * min(self._needed.values(), default=math.inf)
+            most = OUT * self._least
             needed = _played(sizes, self._grown, most)
             self._needed[sizes] = needed if needed > most else max(needed, _played(sizes, self._requests, most))
+            self._least = min(self._least, self._needed[sizes])
         return self._needed[sizes]
 
 

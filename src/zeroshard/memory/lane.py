@@ -33,11 +33,12 @@ class Lane:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._compute: Any = torch.Event(device) if self._stream is not None else None  # where compute was, last time
+        self._index = -1 if self._stream is None else self._stream.device_index
         self._stopwatch = stopwatch
 
     def __enter__(self) -> Lane:
         if self._stream is not None:
-            self._compute.record()
+            self._compute.record(*self._current())
             self._compute.wait(self._stream)
             self._stream.__enter__()
         return self
@@ -64,4 +65,10 @@ class Lane:
         """Make the compute stream wait for a mark."""
         if event is not None:
             with self._stopwatch:
-                event.wait()
+                event.wait(*self._current())
+
+    def _current(self) -> tuple[torch.cuda.Stream, ...]:
+        """The compute stream, where torch would take another device's: a thread may be at work for several."""
+        if torch.cuda.current_device() == self._index:
+            return ()
+        return (torch.cuda.current_stream(self._device),)
