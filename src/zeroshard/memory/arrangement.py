@@ -129,8 +129,9 @@ class Arrangement:
         for part, size, below, count in product(LARGE, self._sizes[-FEW:], BELOW, range(2, MOST)):
             alike = max(UNIT, _whole(below * size) - UNIT)
             found.append((_whole(part * self._most), *[alike] * count))
-        random.Random(0).shuffle(found)  # time may be short for all, where a step makes many requests
-        return found
+        simplest, others = found[:1], found[1:]
+        random.Random(0).shuffle(others)  # time may be short for all, where a step makes many requests
+        return simplest + others
 
     def _drawn(self, draw: random.Random) -> Sizes:
         """A few segments at random, smaller together than all that are needed without any."""
