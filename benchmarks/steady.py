@@ -35,7 +35,7 @@ def steady(job: Job, variant: str, steps: int) -> Result:
     if job.device == "cuda":
         peak = memory.peak()
     found = _model_of(job.row) if variant == "floor" else {}
-    return {**measured, **peak, **_loss(training), **found, **communicated(training)}
+    return {**measured, **peak, **found, **communicated(training)}
 
 
 def steady_rank(job: Job, variant: str, steps: int) -> Result:
@@ -46,12 +46,15 @@ def steady_rank(job: Job, variant: str, steps: int) -> Result:
     it stops while a collective is under way, the process may end with a fault.
     """
     training = _warm(job, variant)
-    return {**timed(training, steps, job.device), **_loss(training)}
+    return timed(training, steps, job.device)
 
 
 def timed(training: Trained, steps: int, device: str) -> Result:
-    """Times of single steps, in ms: whole, until the call returned, and what this process worked in that call."""
-    whole, returned, busy = [], [], []
+    """Times of single steps, in ms: whole, until the call returned, and what this process worked in that call.
+
+    And their losses: where all libraries begin with the same values, these say whether they do the same.
+    """
+    whole, returned, busy, losses = [], [], [], []
     for _ in range(steps):
         begin, worked = time.perf_counter(), time.process_time()
         training.step()
@@ -60,8 +63,11 @@ def timed(training: Trained, steps: int, device: str) -> Result:
         if device == "cuda":
             torch.cuda.synchronize()
         whole.append(1e3 * (time.perf_counter() - begin))
+        losses.append(training.loss)
     middle = {"ms": whole, "returned_ms": returned, "host_ms": busy}
-    return {**{name: statistics.median(times) for name, times in middle.items()}, "all_ms": whole, "steps": steps}
+    medians = {name: statistics.median(times) for name, times in middle.items()}
+    found = [loss.item() for loss in losses if loss is not None]
+    return {**medians, "all_ms": whole, "losses": found, **({"loss": found[-1]} if found else {}), "steps": steps}
 
 
 def communicated(training: Trained) -> Result:
@@ -81,10 +87,6 @@ def _warm(job: Job, variant: str) -> Trained:
     for _ in range(WARMUP[job.device]):
         training.step()
     return training
-
-
-def _loss(training: Trained) -> Result:
-    return {} if training.loss is None else {"loss": training.loss.item()}
 
 
 def _model_of(row: Row) -> Result:
