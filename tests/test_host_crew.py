@@ -21,6 +21,7 @@ from zeroshard.host.crew import Crew, Running
 from zeroshard.host.native import Kernels
 from zeroshard.host.options import AdamOptions, SGDOptions
 from zeroshard.host.recipe import Recipe
+from zeroshard.host.updates import HostUpdates
 from zeroshard.host.worker import Job
 
 ADAM = AdamOptions(lr=0.1, weight_decay=0.1)
@@ -268,14 +269,21 @@ def test_updates_ahead_that_are_dropped_and_begun_anew_change_no_bit(
 ) -> None:
     """The next backward finds updates of the last one in the line: of the same granules, and of no use."""
     case = Case(net="wide", groups=groups, steps=9, accumulate=(1, 1, 1, 1, 3, 1, 2, 1, 1), options={"stage": 2})
-    begun: list[Any] = []
-    ahead = Craft.ahead
+    begun = threading.Event()
+    ahead, landed = Craft.ahead, HostUpdates.landed
 
-    def counted(*arguments: Any) -> Any:
-        begun.append(None)
+    def noted(*arguments: Any) -> Any:
+        begun.set()
         return ahead(*arguments)
 
-    monkeypatch.setattr(Craft, "ahead", counted)
+    def awaited(updates: HostUpdates, flat: Any) -> None:
+        """Let the worker begin with the first before the step can drop them all."""
+        landed(updates, flat)
+        if updates._ahead:
+            assert begun.wait(60)
+
+    monkeypatch.setattr(Craft, "ahead", noted)
+    monkeypatch.setattr(HostUpdates, "landed", awaited)
     ours = train(0, 1, case, {"optimizer": "host", "threads": 2})
-    assert begun
+    assert begun.is_set()
     assert_same(ours, train(0, 1, case))
