@@ -136,10 +136,11 @@ def test_scratch_of_an_optimizers_own_kernels_is_that_of_one_bucket() -> None:
         model = stack(layers, 64)
         optimizer = torch.optim.AdamW(model.parameters(), fused=False)
         model, optimizer = zeroshard.shard(model, optimizer, bucket_size=BUCKET)
-        for _ in range(2):
+        seen = []
+        for _ in range(4):
             model(torch.ones(1, 64)).sum().backward()
-            found = allocated_bytes(optimizer.step)[0]
-        return found
+            seen.append(allocated_bytes(optimizer.step)[0])
+        return max(seen[1:])  # the first makes the states; and now and then torch's profiler has seen nothing
 
     assert most(1) == most(16) <= 3 * 4 * BUCKET
 
