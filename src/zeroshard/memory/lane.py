@@ -26,7 +26,7 @@ class Lane:
     hands memory out under a lane that still reads it, and what is in flight is bounded by who waits, not by luck.
 
     A unit changes lanes a few times a step. ``torch.Event`` and ``with stream:`` do that in C++; their namesakes in
-    ``torch.cuda`` ask for the current stream in Python each time, and took the host ten times as long (H200, 2.11).
+    ``torch.cuda`` ask for the current stream in Python: ``torch.cuda.stream`` took 15 µs, ``with stream:`` 1 (H200).
     """
 
     def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
