@@ -225,6 +225,7 @@ class Update:
         new = [one.run.parameter for one in batch if not self._inner.state.get(one.run.parameter)]
         try:
             self._set_gradients(batch, buffer)
+            self._engine.gradients.memory.shown |= self._in_one_call()  # to whom the library does not know
             self._inner.step()
             self._house(new)
         finally:  # after an error, too: another batch's step must not find them

@@ -23,7 +23,7 @@ class Away:
         engine.states.finish_updates()
         engine.drop_pins()
         tensors = _on_device(engine)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().size()}
         try:
             for storage in storages.values():
                 kept = tiers.borrow(storage.nbytes())

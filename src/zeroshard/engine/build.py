@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -137,7 +138,8 @@ class Builder:
             shard = self._tiers.zeros("parameters", flat.rest.parameters, numel, flat.dtype, pinned=True)
         elif self._partitioned:
             shard = shards[flat.dtype].take(numel)
-        with self._pool:
+        # What is partitioned has its full memory for a moment only: the pool would keep it, for one unit's size.
+        with self._pool if shard is None else nullcontext():
             flat.place(self._comm, shard)
         if shard is None:
             self._ledger.add("parameters", flat.full.nbytes)

@@ -281,7 +281,10 @@ class Engine:
 
     def about_to_run(self, inputs: Iterable[torch.Tensor]) -> None:
         """The whole model is about to be given these inputs."""
-        if self._segments is not None and torch.is_grad_enabled() and not self.running:
+        if not torch.is_grad_enabled() or self.running:
+            return
+        self.gradients.memory.abide(self.gradients.of_flat.values())
+        if self._segments is not None:
             self._segments.begin(sum(tensor.numel() for tensor in inputs))
 
     def _begin_forward(self, name: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.parameter import have_autograd_gradients, take_autograd_gradients
 from zeroshard.layout import Range
+from zeroshard.memory.arena import Arena
 
 
 class FlatGradient:
@@ -19,6 +20,7 @@ class FlatGradient:
         self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
         self.parts: list[torch.Tensor] = []  # of ``shard``, by bucket, where gradients are partitioned
         self.carried: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
+        self.arena: Arena | None = None  # that ``shard``, and ``local`` where gradients are replicated, lies in
         self.has_local = False
         self.has_shard = False
         self.used = [False] * len(flat.parameters)  # got a gradient on this rank since zero_grad()
@@ -36,6 +38,16 @@ class FlatGradient:
         """Have the reduced gradient here from now on."""
         self.shard = shard
         self.parts = [shard[home.slice] for home in self.flat.homes]
+
+    def sum_in(self, local: torch.Tensor) -> None:
+        """Sum this rank's own gradients here from now on."""
+        self.local = local
+        self.local_views = [self.flat.view(local, index) for index in range(len(self.flat.parameters))]
+
+    def leave_arena(self) -> None:
+        """Have no memory any more: somebody else may hold a part of it."""
+        self.arena = self.local = self.shard = None
+        self.local_views, self.parts = [], []
 
     def settle(self) -> None:
         """Wait until all of a shard outside the device is there."""

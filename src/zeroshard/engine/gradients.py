@@ -13,10 +13,10 @@ from zeroshard.comm import Communicator, Pending
 from zeroshard.config import Config
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient, norms_of
+from zeroshard.engine.gradient_memory import GradientMemory
 from zeroshard.engine.order import Order
 from zeroshard.engine.packer import Packer
 from zeroshard.engine.unit import Unit
-from zeroshard.memory.arena import Arena
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
@@ -57,8 +57,8 @@ class Gradients:
         self.unreduced = False  # some backward has only summed locally
         self.landed: Callable[[], Callable[[Flat], None] | None] = lambda: None  # weak: told of each complete shard
         self.look_for_overflow = False  # fp16: largest magnitudes are wanted too
-        self._comm, self._order, self._ledger, self._pool, self._config = comm, order, ledger, pool, config
-        self._tiers = tiers
+        self.memory = GradientMemory(pool, ledger, stays=config.offload is not None)
+        self._comm, self._order, self._ledger, self._config, self._tiers = comm, order, ledger, config, tiers
         self._lane = Lane(comm.device, comm.stopwatch)
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -89,7 +89,7 @@ class Gradients:
         if self.partitioned and sync:
             for unit in self._in_order()[self._next :]:
                 self._reduce(unit)
-            self.abort()
+            self._start_anew()
             self.unreduced = False
         else:
             self.unreduced = bool(self.units)
@@ -98,9 +98,23 @@ class Gradients:
         self._settle()
 
     def abort(self) -> None:
-        """Start the queue anew."""
+        """A backward was left by an exception: end what it has under way, and start the queue anew."""
+        if self._finished:
+            self._settle()
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self._next = 0
         self._finished.clear()
+
+    def forget_cleared(self) -> None:
+        """A gradient was cleared by itself: where it was the last one, their memory is of no use any more."""
+        if self.exist or self._with_autograd_gradients():
+            return
+        for gradient in self.of_flat.values():
+            self._drop_carried(gradient)
+            gradient.has_local = gradient.has_shard = False
+        self.memory.let_go(self.of_flat.values())
 
     # -- between backward and step ------------------------------------------------------------------------------
 
@@ -214,6 +228,8 @@ class Gradients:
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
+        if self._finished:  # a backward was left by an exception, and reductions of it may be under way
+            self._settle()
         self.coefficient = self.owed = None
         for gradient in self.of_flat.values():
             self._drop_carried(gradient)
@@ -224,11 +240,12 @@ class Gradients:
             else:
                 gradient.settle()
                 gradient.forget_norms()
-                for tensor in (gradient.local if gradient.has_local else None, gradient.shard):
-                    if tensor is not None:
-                        tensor.zero_()
+                held = ((gradient.local, gradient.has_local), (gradient.shard, gradient.has_shard))
+                for tensor in (tensor for tensor, there in held if there and tensor is not None):
+                    tensor.zero_()
         if set_to_none:
             self.unreduced = False
+            self.memory.let_go(self.of_flat.values())
 
     # -- summing locally ----------------------------------------------------------------------------------------
 
@@ -252,15 +269,16 @@ class Gradients:
     def _open_local(self, gradient: FlatGradient) -> torch.Tensor:
         flat = gradient.flat
         flat.arrive()  # an update of its values may still read the gradient of the step before
-        if gradient.local is None:
-            with self._pool:
-                gradient.local = torch.zeros(flat.layout.numel, dtype=gradient.dtype, device=flat.device)
-            gradient.local_views = [flat.view(gradient.local, index) for index in range(len(flat.parameters))]
-            self._ledger.add("gradients", gradient.local.nbytes)
-        elif gradient.shard is not None and gradient.has_shard and not gradient.has_local and not self.partitioned:
+        if self.partitioned:  # for as long as ``no_sync`` lasts
+            if gradient.local is None:
+                gradient.sum_in(self.memory.arena(flat.layout.numel, gradient.dtype, apart=True).tensor)
+        elif gradient.shard is not None and gradient.has_shard and not gradient.has_local:
             # A backward after the reduction and before zero_grad(): the reduced part lies in ``local``, save it.
             gradient.carried = gradient.shard.clone()
             self._ledger.add("gradients", gradient.carried.nbytes)
+        else:
+            self._open_arena(gradient)
+        assert gradient.local is not None
         return gradient.local
 
     def _drop_carried(self, gradient: FlatGradient) -> None:
@@ -464,18 +482,25 @@ class Gradients:
         return buffers[number % len(buffers)]
 
     def _open_shard(self, gradient: FlatGradient) -> None:
-        """Place the shard, in one arena for all flats of a dtype and in their order, so that runs can join them."""
-        if gradient.shard is not None:
-            return
-        if gradient.far:
+        """Have a place for the shard."""
+        if not gradient.far:
+            self._open_arena(gradient)
+        elif gradient.shard is None:
             tier, numel = gradient.flat.rest.gradients, gradient.flat.layout.shard_numel
             gradient.keep(self._tiers.zeros("gradients", tier, numel, gradient.dtype, pinned=True))
+
+    def _open_arena(self, gradient: FlatGradient) -> None:
+        """Have places for all flats of a dtype, in one arena and in their order, so that runs can join them."""
+        if gradient.arena is not None:
+            gradient.arena.open()
             return
         group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype and not other.far]
-        numel = sum(other.flat.layout.shard_numel for other in group)
-        arena = Arena("gradients", numel, gradient.dtype, self._pool, self._ledger)
-        for other in group:
-            other.keep(arena.take(other.flat.layout.shard_numel))
+        layouts = [other.flat.layout for other in group]
+        sizes = [layout.shard_numel if self.partitioned else layout.numel for layout in layouts]
+        arena = self.memory.arena(sum(sizes), gradient.dtype)
+        for other, numel in zip(group, sizes, strict=True):
+            other.arena = arena
+            (other.keep if self.partitioned else other.sum_in)(arena.take(numel))
 
     def _counted(self, made_by_autograd: list[torch.Tensor]) -> list[torch.Tensor]:
         """Count what autograd made for one unit, at its highest; it goes at once."""

@@ -205,6 +205,7 @@ class States:
         flat.arrive()  # an update of its values may still read it
         gradient.forget_norms()
         gradient.settle()
+        self._gradients.memory.shown = True
         part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
         return part if divided is None else divided.wrap(part)
 
@@ -216,3 +217,5 @@ class States:
             self.doubt()
             flat.arrive()  # an update of its values may still read it
             gradient.clear(card.index)
+            if not any(gradient.used):
+                self._gradients.forget_cleared()

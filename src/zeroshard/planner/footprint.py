@@ -3,8 +3,10 @@
 [Note: replaying memory]
 The trace has the activations; what the library adds to them follows from the moments between: a unit that is brought is
 there until it is let go, and the next one already comes (prefetch); gradients that autograd has made wait until the
-reduction after them begins; the ring of buckets is there from a backward's first reduction to its end; the update takes
-its buffer when all that is gone. The highest of these moments is the peak.
+reduction after them begins; the ring of buckets is there from a backward's first reduction to its end, and reduced
+gradients are from there to zero_grad(), which is taken to come before the next forward; the update takes its buffer
+when all that is gone. The highest of these moments is the peak. Where several backwards make a step, or states rest
+outside the device, gradients are there all the time ([Note: gradients that come and go]).
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Moment:
     what: str
     """What is running."""
     held: dict[str, float]
-    """By kind: "states", "activations", "kept inputs", "gathered", "gradients of autograd", "buckets", "step", …"""
+    """By kind: "states" (but for gradients), "gradients", "activations", "kept inputs", "gathered", "gradients of
+    autograd", "buckets", "step", …"""
 
     @property
     def total(self) -> float:
@@ -39,13 +42,13 @@ class Footprint:
     """Bytes that one rank holds."""
 
     states: dict[str, int]
-    """On the device at all times, by kind of state."""
+    """On the device after a backward, by kind of state."""
     far: dict[tuple[str, str], int]
     """Outside it, by (kind of state, tier)."""
     peak: Moment
     """The highest moment of a step on the device."""
     at_rest: float
-    """On the device between steps: states, and what stays from step to step beside them."""
+    """On the device between zero_grad() and the next forward: states, and what stays from step to step beside them."""
     travel: float
     """Host memory that states travel through."""
     kept_on_host: float = 0.0
@@ -80,16 +83,20 @@ def footprint(
     scratch: float = 0,
     timeline: bool = False,
     spans: Sequence[Span] | None = None,
+    gradients_stay: bool = False,
 ) -> Footprint:
     """Replay a trace: see [Note: replaying memory].
 
     ``workspace`` is what math libraries hold in the device's allocator, ``scratch`` what the optimizer's own kernels
-    take in a step, both in bytes. ``spans`` are those of the trace, if they were cut before.
+    take in a step, both in bytes. ``spans`` are those of the trace, if they were cut before. ``gradients_stay``: they
+    are there when a forward begins.
     """
     kept = sum(trace.kept)
     near = sum(sorted(trace.kept)[-NEAR_INPUTS:]) if inputs_on_host else kept
+    gradients = float(held.states["gradients"])
     always = {
-        "states": float(sum(held.states.values())),
+        "states": float(sum(held.states.values())) - gradients,
+        "gradients": gradients if gradients_stay else 0.0,
         "kept inputs": near,
         "buffers": trace.buffers,
         "inputs": trace.inputs,
@@ -97,11 +104,11 @@ def footprint(
         "landings": float(0 if held.placement.gradients else held.landings),
     }
     spans = spans_of(trace) if spans is None else spans
-    walk = _Walk(spans, held, on_gpu, prefetch)
+    walk = _Walk(spans, held, on_gpu, prefetch, gradients_stay)
     moments = [walk.over(span) for span in spans]
     best = max(moments, key=lambda moment: moment.total)
     best = Moment(best.what, {**always, **best.held})
-    step = Moment("step", {**always, "activations": 0.0, "step": float(held.step) + scratch})
+    step = Moment("step", {**always, "gradients": gradients, "activations": 0.0, "step": float(held.step) + scratch})
     if step.total > best.total:
         best = step
     return Footprint(
@@ -118,8 +125,11 @@ def footprint(
 class _Walk:
     """Where a replay is, and what the library holds there."""
 
-    def __init__(self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool) -> None:
+    def __init__(
+        self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool, gradients_stay: bool
+    ) -> None:
         self._held, self._on_gpu, self._prefetch = held, on_gpu, prefetch
+        self._reduced = gradients_stay  # whether reduced gradients are there
         self._orders = brought_in(spans)
         self._at = 0
         self._gathered: set[int] = set()
@@ -135,6 +145,7 @@ class _Walk:
             {
                 "activations": max(span.peak, span.begin + taken),
                 "gathered": gathered,
+                "gradients": float(self._held.states["gradients"]) if self._reduced else 0.0,
                 "gradients of autograd": self._waiting,
                 "buckets": float(self._held.ring) if self._ring else 0.0,
             },
@@ -150,6 +161,7 @@ class _Walk:
         elif mark.moment == "release":
             self._gathered.discard(mark.unit)
         elif mark.moment == "finish":
+            self._reduced = True
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
             self._ring = True

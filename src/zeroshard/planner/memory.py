@@ -27,7 +27,8 @@ class Memory:
     """Bytes on one rank, by kind of state, as :func:`zeroshard.report` counts them. Activations come on top."""
 
     states: dict[str, int]
-    """Held on the device from the first step on: "parameters", "gradients", "master weights", "optimizer states"."""
+    """Held on the device from the first step on: "parameters", "gradients" (those from a backward to zero_grad(); see
+    [Note: gradients that come and go]), "master weights", "optimizer states"."""
     working: dict[str, int]
     """The most that is held beside them at some moment of a step, by kind; "step" is never held with the others."""
     far: dict[tuple[str, str], int] = field(default_factory=dict)

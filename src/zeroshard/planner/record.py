@@ -17,11 +17,11 @@ Sizes are bytes, times seconds, rates a second; all of one device (one rank) unl
                                       micro_batch (samples a data-parallel rank and backward), accumulate
         fits, lacks                   whether it fits, and into what it does not
         memory                        what a device needs: peak, the allocator's rounding and the runtime's own
-        states                        on the device at all times, by kind of state
+        states                        on the device after a backward, by kind of state
         far                           outside it, by kind of state and tier
-        at_rest                       on the device between steps
+        at_rest                       on the device between zero_grad() and the next forward
         peak                          moment (what runs then), total, by_kind, of which "states" is the sum of those
-                                      above
+                                      above but for gradients, which are by themselves
         host, disk                    host memory and disk of one rank
         node                          host and disk of a node's ranks together
         traffic                       bytes a step by kind: collectives of the data axis under their names, of the

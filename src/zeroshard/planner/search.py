@@ -128,8 +128,8 @@ def _batches(
     for micro in divisors if micro_batches is None else [m for m in micro_batches if each % m == 0]:
         choice = _with(begin, micro, each // micro)
         yield choice
-        if micro_batches is None and not _may_fit(subject, choice, devices, machine):
-            return  # nor will a larger one
+        if micro_batches is None and not _may_fit(subject, _with(begin, micro, 1), devices, machine):
+            return  # nor will a larger one; with several backwards a step it takes more
 
 
 def _growing(subject: Subject, begin: Choice, devices: int, machine: Machine) -> Iterator[Choice]:

@@ -169,7 +169,8 @@ class Subject:
 
     def footprint(self, choice: Choice, ranks: int, machine: Machine, timeline: bool = False) -> Footprint:
         """What a choice holds on each of ``ranks``."""
-        key = (replace(choice, accumulate=1, offload=None), repr(choice.offload), ranks, machine, timeline)
+        alike = replace(choice, accumulate=min(choice.accumulate, 2), offload=None)
+        key = (alike, repr(choice.offload), ranks, machine, timeline)
         if key not in self._footprints:
             self._footprints[key] = self._footprint(choice, ranks, machine, timeline)
         return self._footprints[key]
@@ -188,6 +189,7 @@ class Subject:
             scratch=self._scratch * min(trained, self._config.bucket_size),
             timeline=timeline,
             spans=traced.work.spans,
+            gradients_stay=choice.accumulate > 1 or choice.offload is not None,
         )
 
     def pace(self, choice: Choice, ranks: int, machine: Machine) -> Pace:

@@ -61,10 +61,10 @@ def hue(kind: str) -> str:
 def by_kind(moment: Moment, states: dict[str, int]) -> dict[str, float]:
     """What is held at a moment, with the states by kind, and small kinds in one.
 
-    >>> by_kind(Moment("head", {"states": 6.0, "inputs": 1.0, "libraries": 2.0}), {"parameters": 2, "gradients": 4})
-    {'parameters': 2.0, 'gradients': 4.0, 'other': 3.0}
+    >>> by_kind(Moment("head", {"states": 2.0, "inputs": 1.0, "libraries": 2.0}), {"parameters": 2, "gradients": 4})
+    {'parameters': 2.0, 'other': 3.0}
     """
-    found = {kind: float(nbytes) for kind, nbytes in states.items()}
+    found = {kind: float(nbytes) for kind, nbytes in states.items() if kind != "gradients"}
     for kind, nbytes in moment.held.items():
         if kind != "states":
             known = kind if kind in HUES else OTHER

@@ -1,0 +1,58 @@
+"""GradientMemory: the device memory that gradients lie in, from a backward to zero_grad().
+
+[Note: gradients that come and go]
+Between zero_grad() and the first reduction of a backward no gradient has a value, and there lies the loss, where a step
+holds most. So zero_grad() gives the memory back, and backward takes it again, where the loss has just been. It does so
+at once for all gradients: flat by flat they would stand among the temporaries of backward (GPT 1.4B on one rank: 35.0
+GB were reserved so, of 31.6). Tensors over it stay what they are (:meth:`Arena.close`), unless somebody was given one,
+as ``parameter.grad``: as in plain PyTorch it is theirs then, and other memory is taken.
+
+Where gradients are there when a training forward begins, they are there at the loss: several backwards make a step, or
+zero_grad() comes between forward and backward. They are then moved into the pool, once ([Note: memory apart]), and keep
+their memory from then on. So they do where states rest outside the device, whose updates read them while the next
+forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from zeroshard.engine.flat_gradient import FlatGradient
+from zeroshard.memory.arena import Arena
+from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.pool import Pool
+
+
+class GradientMemory:
+    """Where the gradients of one model lie on the device: see [Note: gradients that come and go]."""
+
+    def __init__(self, pool: Pool, ledger: Ledger, stays: bool) -> None:
+        self.stays = stays
+        self.shown = False  # somebody may hold a gradient of those that are there
+        self._pool, self._ledger = pool, ledger
+
+    def arena(self, numel: int, dtype: torch.dtype, apart: bool = False) -> Arena:
+        """Memory for neighbouring gradients; ``apart``: in the pool in any case."""
+        return Arena("gradients", numel, dtype, self._pool, self._ledger, apart=apart or self.stays)
+
+    def let_go(self, gradients: Collection[FlatGradient]) -> None:
+        """All gradients are forgotten: give their memory back."""
+        if not self.stays:
+            for arena in _arenas(gradients):
+                arena.drop() if self.shown else arena.close()
+            for gradient in gradients if self.shown else ():
+                gradient.leave_arena()
+        self.shown = False
+
+    def abide(self, gradients: Collection[FlatGradient]) -> None:
+        """A training forward begins: what is there now is there at the loss, and keeps its memory from now on."""
+        if not self.stays and any(gradient.has_local or gradient.has_shard for gradient in gradients):
+            self.stays = True
+            for arena in _arenas(gradients):
+                arena.move_apart()
+
+
+def _arenas(gradients: Collection[FlatGradient]) -> set[Arena]:
+    return {gradient.arena for gradient in gradients if gradient.arena is not None}

@@ -1,0 +1,266 @@
+"""Gradients' memory comes and goes: see [Note: gradients that come and go]."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from live import live_bytes
+from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, simple_loop, split
+from ranks import run_processes, run_threads
+from torch import nn
+
+import zeroshard
+
+NET = make_net()  # here: threads would draw from one generator
+MODES = [(stage, world) for world in (1, 2, 3) for stage in (0, 1, 2, 3)]
+
+
+def held(model: nn.Module) -> int:
+    memory = zeroshard.report(model).memory
+    return memory["gradients", "device"].now if ("gradients", "device") in memory else 0
+
+
+def plain() -> tuple[Any, torch.optim.Optimizer]:
+    model = copy.deepcopy(NET)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sharded(stage: int) -> tuple[Any, Any]:
+    return zeroshard.shard(*plain(), stage=stage, bucket_size=64)
+
+
+def trained_plainly(data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model, optimizer = plain()
+    simple_loop(model, optimizer, data)
+    return dict(model.named_parameters())
+
+
+# ------------------------------------------------------------------------------------------------ given back
+
+
+@pytest.mark.parametrize(("stage", "world"), MODES)
+def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int, world: int) -> None:
+    def body(rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+        model, optimizer = sharded(stage)
+        found = []
+        for batch in batches(4):
+            net_loss(model, split(batch, rank, world)).backward()
+            found.append(held(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(held(model))
+        return found, full_parameters(model)
+
+    wanted = trained_plainly(batches(4))
+    least = 4 * sum(parameter.numel() for parameter in wanted.values()) // (world if stage > 1 else 1)
+    for found, parameters in run_threads(world, body):
+        assert all(now >= least for now in found[::2])
+        assert found[1::2] == [0] * 4
+        assert_close(parameters, wanted)
+
+
+def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
+    model, optimizer = sharded(stage)
+    for batch in batches(2):
+        optimizer.zero_grad()
+        net_loss(model, split(batch, rank, 2)).backward()
+        optimizer.step()
+    before = live_bytes()
+    optimizer.zero_grad()
+    return before - live_bytes(), zeroshard.report(model).memory["gradients", "device"].peak
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_live_tensors_say_so_too(stage: int) -> None:
+    for freed, most in run_processes(2, freed_by_zero_grad, stage):
+        assert freed == most > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_cleared_one_by_one_give_it_back_too(stage: int, world: int) -> None:
+    def body(rank: int) -> tuple[int, int, dict[str, torch.Tensor]]:
+        model, optimizer = sharded(stage)
+        net_loss(model, split(batches(1)[0], rank, world)).backward()
+        parameters = list(model.parameters())
+        for parameter in parameters[:-1]:
+            parameter.grad = None
+        before = held(model)
+        parameters[-1].grad = None
+        after = held(model)
+        for batch in batches(2):
+            net_loss(model, split(batch, rank, world)).backward()
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+        return before, after, full_parameters(model)
+
+    for before, after, parameters in run_threads(world, body):
+        assert before > after == 0
+        assert_close(parameters, trained_plainly(batches(2)))
+
+
+# ------------------------------------------------------------------------------------------------ kept
+
+
+@pytest.mark.parametrize(("stage", "world"), MODES)
+def test_gradients_that_are_there_when_a_forward_begins_keep_their_memory(stage: int, world: int) -> None:
+    """Two backwards make a step: at the second one's loss they are there anyway."""
+
+    def body(rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+        model, optimizer = sharded(stage)
+        found = []
+        for first, second in zip(batches(6)[::2], batches(6)[1::2], strict=True):
+            for batch in (first, second):
+                net_loss(model, split(batch, rank, world)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(held(model))
+        return found, full_parameters(model)
+
+    model, optimizer = plain()
+    for first, second in zip(batches(6)[::2], batches(6)[1::2], strict=True):
+        net_loss(model, first).backward()
+        net_loss(model, second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, parameters in run_threads(world, body):
+        assert found[0] > 0
+        assert len(set(found)) == 1
+        assert_close(parameters, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (0, 2), (2, 2), (3, 2)])
+def test_gradients_made_zero_are_added_to(stage: int, world: int) -> None:
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = sharded(stage)
+        optimizer.zero_grad(set_to_none=False)  # there are none
+        for batch in batches(3):
+            net_loss(model, split(batch, rank, world)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return full_parameters(model)
+
+    for parameters in run_threads(world, body):
+        assert_close(parameters, trained_plainly(batches(3)))
+
+
+# ------------------------------------------------------------------------------------------------ in other hands
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_gradient_that_somebody_holds_is_theirs(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(stage)
+        other, plainly = plain()
+        for first in (True, False):
+            for one, its in ((model, optimizer), (other, plainly)):
+                net_loss(one, batches(2)[0 if first else 1]).backward()
+                if first:
+                    kept = {name: parameter.grad for name, parameter in one.named_parameters()}
+                    copies = {name: gradient.clone() for name, gradient in kept.items()}
+                its.zero_grad()
+                if first:
+                    assert held(model) == 0
+                    one.kept, one.copies = kept, copies
+        for one in (model, other):  # a backward has come since
+            assert_equal(one.kept, one.copies)
+
+    run_threads(1, body)
+
+
+class Remembering(torch.optim.Optimizer):
+    """Goes by the gradient before, too, of which it keeps no copy."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    before = self.state[parameter].get("before")
+                    parameter.sub_(group["lr"] * (parameter.grad if before is None else parameter.grad + 0.5 * before))
+                    self.state[parameter]["before"] = parameter.grad
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
+def test_an_optimizer_may_keep_the_gradients_it_was_given(stage: int, world: int) -> None:
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model: Any = copy.deepcopy(NET)
+        model, optimizer = zeroshard.shard(model, Remembering(model.parameters()), stage=stage, bucket_size=64)
+        for batch in batches(4):
+            net_loss(model, split(batch, rank, world)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)
+
+    model = copy.deepcopy(NET)
+    simple_loop(model, Remembering(model.parameters()), batches(4))
+    for parameters in run_threads(world, body):
+        assert_close(parameters, dict(model.named_parameters()))
+
+
+# ------------------------------------------------------------------------------------------------ left in the middle
+
+
+class Fails(torch.autograd.Function):
+    """Raises in backward, when told to."""
+
+    on = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Fails.on:
+            raise ValueError("on purpose")
+        return gradient
+
+
+def left_in_the_middle(rank: int, stage: int, world: int) -> dict[str, torch.Tensor]:
+    model, optimizer = sharded(stage)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+    for number, batch in enumerate(batches(4)):
+        Fails.on = number in (0, 2)
+        try:
+            net_loss(model, split(batch, rank, world)).backward()
+            optimizer.step()
+        except ValueError:
+            pass
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 2), (3, 3)])
+def test_a_backward_that_was_left_leaves_nothing_that_writes(stage: int, world: int) -> None:
+    """Its reductions may be under way when zero_grad() takes the memory away."""
+    for parameters in run_processes(world, left_in_the_middle, stage, world):
+        assert_close(parameters, trained_plainly(batches(4)[1::2]))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_states_go_away_and_come_back_with_and_without_gradients(there: bool) -> None:
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = sharded(2)
+        for batch in batches(3):
+            net_loss(model, split(batch, rank, 2)).backward()
+            if there:
+                zeroshard.offload_states(model)
+                zeroshard.reload_states(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not there:
+                zeroshard.offload_states(model)
+                zeroshard.reload_states(model)
+        assert held(model) == 0
+        return full_parameters(model)
+
+    for parameters in run_threads(2, body):
+        assert_close(parameters, trained_plainly(batches(3)))
