@@ -94,6 +94,34 @@ def test_bf16_on_one_nccl_rank_equals_the_reference_written_by_hand() -> None:
     run_processes(1, one_nccl_rank)
 
 
+def gradients_come_and_go(rank: int, world: int, stage: int, backwards: int) -> None:
+    """Training, with the gradients' memory given back or kept: the same bits, and the memory that is said."""
+    found = []
+    for given_back in (True, False):
+        torch.manual_seed(0)
+        model = GPT(SMALL).cuda()
+        model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, precision="bf16")
+        for number in range(8):
+            for tokens in torch.randint(256, (backwards, 4, 64), device="cuda"):
+                model(tokens, tokens).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            torch.cuda.synchronize()
+            before, held = torch.cuda.memory_allocated(), zeroshard.report(model).memory["gradients", "device"].now
+            optimizer.zero_grad(set_to_none=given_back)
+            freed = before - torch.cuda.memory_allocated()
+            assert held >= 2 * SMALL.parameters // (world if stage > 1 else 1)
+            assert freed == pytest.approx(held if given_back and backwards == 1 else 0, abs=4096), number
+        found.append(full_parameters(model))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 3)])
+def test_gradients_memory_is_given_back_and_taken_again_on_the_gpu(world: int, stage: int, backwards: int) -> None:
+    run_processes(world, gradients_come_and_go, world, stage, backwards)
+
+
 def no_syncs(rank: int, precision: str, stage: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore

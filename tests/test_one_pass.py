@@ -297,7 +297,7 @@ def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
             net_loss(model, batch).backward()
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # gradients stay where they are
         return held(model, optimizer)
 
     (one,) = assert_same_in_one_pass(1, body)
@@ -337,7 +337,7 @@ def test_what_is_noted_holds_until_something_moves() -> None:
         def step() -> int:
             net_loss(model, batches(1)[0]).backward()
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=False)  # gradients stay where they are
             return len(kernels[0].laid)
 
         assert (step(), step(), step()) == (1, 1, 1)

@@ -29,10 +29,11 @@ class Report:
     """Ψ: elements of all parameters."""
     memory: dict[tuple[str, str], Bytes] = field(default_factory=dict)
     """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
-    "gradients": what was summed or reduced; "master weights", "optimizer states"; "buckets": the ring gradients travel
-    through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32 during a step;
-    "staging": one unit while it is being partitioned; "activations": what checkpoint_activations() keeps; "ahead of the
-    step": what an update outside the device writes beside the old values; "away": see offload_states()."""
+    "gradients": what was summed or reduced, until zero_grad(); "master weights", "optimizer states"; "buckets": the
+    ring gradients travel through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32
+    during a step; "staging": one unit while it is being partitioned; "activations": what checkpoint_activations()
+    keeps; "ahead of the step": what an update outside the device writes beside the old values; "away": see
+    offload_states()."""
     total: Bytes = field(default_factory=Bytes)
     """On the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class Report:
 
     @property
     def states(self) -> int:
-        """Bytes of model states at rest: parameters, gradients, and optimizer states with their master copy."""
+        """Bytes of model states now: parameters, gradients, and optimizer states with their master copy."""
         return sum(held.now for (kind, _), held in self.memory.items() if kind in STATES)
 
     @property

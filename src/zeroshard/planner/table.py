@@ -156,7 +156,8 @@ def parts(plan: Plan) -> tuple[float, float, float]:
     """Bytes at the peak: of states, of activations, and all else."""
     held = plan.footprint.peak.held
     kept = sum(held.get(kind, 0.0) for kind in ACTIVATIONS)
-    return held["states"], kept, plan.footprint.peak.total - held["states"] - kept
+    states = held["states"] + held["gradients"]
+    return states, kept, plan.footprint.peak.total - states - kept
 
 
 def shortly(choice: Choice) -> str:
