@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from live import live_bytes
+from one_pass import in_one_pass
 from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, simple_loop, split
 from ranks import run_processes, run_threads
 from torch import nn
@@ -81,26 +82,112 @@ def test_live_tensors_say_so_too(stage: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_cleared_one_by_one_give_it_back_too(stage: int, world: int) -> None:
+def test_gradients_cleared_one_by_one(stage: int, world: int) -> None:
+    """On one rank that gives their memory back, too. Of several, each knows only which gradients it has made itself."""
+
     def body(rank: int) -> tuple[int, int, dict[str, torch.Tensor]]:
         model, optimizer = sharded(stage)
-        net_loss(model, split(batches(1)[0], rank, world)).backward()
         parameters = list(model.parameters())
-        for parameter in parameters[:-1]:
-            parameter.grad = None
+
+        def clear() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        net_loss(model, split(batches(1)[0], rank, world)).backward()
+        optimizer.clip_grad_norm_(1.0)
         before = held(model)
-        parameters[-1].grad = None
+        clear()
         after = held(model)
         for batch in batches(2):
             net_loss(model, split(batch, rank, world)).backward()
             optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
+            clear()
         return before, after, full_parameters(model)
 
     for before, after, parameters in run_threads(world, body):
-        assert before > after == 0
+        assert after == (0 if world == 1 else before)
         assert_close(parameters, trained_plainly(batches(2)))
+
+
+def test_a_clip_is_forgotten_with_the_gradients_cleared_one_by_one() -> None:
+    """A step in one pass leaves it to be made good later: there is nothing to make good any more."""
+    wanted = None
+    for one_by_one in (False, True):
+        with in_one_pass():
+            model: Any = copy.deepcopy(NET)
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+            model, optimizer = zeroshard.shard(model, optimizer, precision="bf16")
+            for batch in batches(3):
+                net_loss(model, batch).backward()
+                optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+                for parameter in model.parameters() if one_by_one else ():
+                    parameter.grad = None
+                if not one_by_one:
+                    optimizer.zero_grad()
+            assert held(model) == 0
+        found = full_parameters(model)
+        assert_equal(found, wanted or found)
+        wanted = found
+
+
+class Either(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.layers[which](x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])  # in stage 3 all ranks run the same units
+def test_what_another_rank_has_made_stays_when_ones_own_is_cleared(stage: int) -> None:
+    """Each rank uses another layer, and both clear the first one's gradient."""
+    net = Either()
+
+    def body(rank: int) -> list[dict[str, torch.Tensor]]:
+        model: Any = copy.deepcopy(net)
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        found = []
+        for _ in range(2):
+            model(torch.ones(1, 8), rank).sum().backward()
+            optimizer.clip_grad_norm_(1e9)
+            for parameter in model.layers[0].parameters():
+                parameter.grad = None
+            optimizer.step()
+            found.append(full_parameters(model))
+            for parameter in model.parameters():  # as model.zero_grad() does: of each that has one
+                if stage or parameter.grad is not None:
+                    parameter.grad = None
+        return found
+
+    first, second = run_threads(2, body)
+    for ours, theirs in zip(first, second, strict=True):
+        assert_equal(ours, theirs)
+    moved = [not torch.equal(first[-1][name], value) for name, value in net.named_parameters()]
+    assert moved == [False, False, True, True]
+    distance = net.layers[1].weight - first[-1]["layers.1.weight"]
+    torch.testing.assert_close(distance, torch.full_like(distance, 2 * 0.1 * 0.5))
+
+
+def test_what_no_sync_has_summed_is_given_back_and_counted_once() -> None:
+    def body(rank: int) -> list[int]:
+        model, optimizer = sharded(2)
+        optimizer.inner.register_step_post_hook(lambda *_: None)  # it is shown the gradients
+        found = []
+        for batch in batches(3):
+            net_loss(model, split(batch, rank, 2)).backward()
+            optimizer.step()
+            with zeroshard.no_sync(model):
+                net_loss(model, split(batch, rank, 2)).backward()
+            optimizer.zero_grad()
+            found.append(held(model))
+        return found
+
+    for found in run_threads(2, body):
+        assert found[0] == found[1] == found[2]
 
 
 # ------------------------------------------------------------------------------------------------ kept
@@ -224,7 +311,7 @@ class Fails(torch.autograd.Function):
         return gradient
 
 
-def left_in_the_middle(rank: int, stage: int, world: int) -> dict[str, torch.Tensor]:
+def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> dict[str, torch.Tensor]:
     model, optimizer = sharded(stage)
     model.blocks[0].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
     for number, batch in enumerate(batches(4)):
@@ -233,16 +320,48 @@ def left_in_the_middle(rank: int, stage: int, world: int) -> dict[str, torch.Ten
             net_loss(model, split(batch, rank, world)).backward()
             optimizer.step()
         except ValueError:
-            pass
+            if away:
+                zeroshard.offload_states(model)
+                with torch.no_grad(), pytest.raises(RuntimeError, match="reload_states"):
+                    net_loss(model, batch)  # the pass that was left is not gone on with, either
+                zeroshard.reload_states(model)
         optimizer.zero_grad()
     return full_parameters(model)
 
 
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 2), (3, 3)])
-def test_a_backward_that_was_left_leaves_nothing_that_writes(stage: int, world: int) -> None:
-    """Its reductions may be under way when zero_grad() takes the memory away."""
-    for parameters in run_processes(world, left_in_the_middle, stage, world):
+def test_a_backward_that_was_left_leaves_nothing_that_writes(stage: int, world: int, away: bool) -> None:
+    """Its reductions may be under way when zero_grad(), or offload_states(), takes the memory away."""
+    for parameters in run_processes(world, left_in_the_middle, stage, world, away):
         assert_close(parameters, trained_plainly(batches(4)[1::2]))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_no_gradient_is_cleared_and_no_forward_begun_while_states_are_away(stage: int) -> None:
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = sharded(stage)
+        for batch in batches(3):
+            net_loss(model, split(batch, rank, 2)).backward()
+            zeroshard.offload_states(model)
+            for use in (
+                optimizer.zero_grad,
+                lambda: setattr(next(iter(model.parameters())), "grad", None),
+                lambda b=batch: net_loss(model, b),
+            ):
+                with pytest.raises(RuntimeError, match="reload_states"):
+                    use()
+            assert held(model) == 0
+            zeroshard.reload_states(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            zeroshard.offload_states(model)
+            optimizer.zero_grad()  # there are none
+            zeroshard.reload_states(model)
+        return full_parameters(model)
+
+    for parameters in run_threads(2, body):
+        assert_close(parameters, trained_plainly(batches(3)))
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -80,9 +80,9 @@ def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
     model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, stage=stage, **options)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(3):
+        optimizer.zero_grad()
         model(tokens, tokens).backward()
         optimizer.step()
-        optimizer.zero_grad()
     return zeroshard.report(model)
 
 

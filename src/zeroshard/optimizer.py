@@ -141,6 +141,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zero."""
+        if self._engine.gradients.held:
+            self._engine.states.refuse_away()
         self._engine.states.doubt()
         if not set_to_none:
             self._engine.states.finish_updates()
@@ -262,12 +264,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             comm.all_reduce_everywhere(merged, what, dist.ReduceOp.MAX)
             if not all(flags):
                 flags = tuple(bool(flag) for flag in merged.tolist())
+                position = iter(flags)
+                for gradient in gradients.values():
+                    gradient.used = [next(position) for _ in gradient.used]
         self._all_used = all(flags)
         if self._all_used:
             return
-        position = iter(flags)
-        for gradient in gradients.values():
-            gradient.used = [next(position) for _ in gradient.used]
         for index, runs in enumerate(self._runs):  # by group: so every stage cuts alike, and rounds alike
             if len({used for run in runs for used in self._used_in(run)}) > 1:
                 if self._host is not None:

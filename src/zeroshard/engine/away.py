@@ -21,6 +21,7 @@ class Away:
         engine.states.settle()
         engine.states.doubt()  # first: what is made ahead of the step reads gradients that are about to go
         engine.states.finish_updates()
+        engine.gradients.end_reductions()
         engine.drop_pins()
         tensors = _on_device(engine)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().size()}

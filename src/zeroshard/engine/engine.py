@@ -210,8 +210,8 @@ class Engine:
             return
         if isinstance(error, DiskError):  # parameters could not be read, so the others wait for a gather already
             self.comm.control.tell_failure(str(error))
-        elif not (isinstance(error, RanksDisagreeError) or self.states.spoilt):  # else there is nothing to give
-            self._take_part_in_rest()
+        elif not (isinstance(error, RanksDisagreeError) or self.states.spoilt or self.states.away is not None):
+            self._take_part_in_rest()  # else there is nothing to give
         self._abort_forward()
 
     def fetch(self, unit: Unit) -> bool:
@@ -283,6 +283,9 @@ class Engine:
         """The whole model is about to be given these inputs."""
         if not torch.is_grad_enabled() or self.running:
             return
+        if self._backward_on:  # it was left by an exception
+            self._abort_backward()
+        self.states.refuse_away()
         self.gradients.memory.abide(self.gradients.of_flat.values())
         if self._segments is not None:
             self._segments.begin(sum(tensor.numel() for tensor in inputs))

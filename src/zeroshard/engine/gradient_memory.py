@@ -9,8 +9,8 @@ as ``parameter.grad``: as in plain PyTorch it is theirs then, and other memory i
 
 Where gradients are there when a training forward begins, they are there at the loss: several backwards make a step, or
 zero_grad() comes between forward and backward. They are then moved into the pool, once ([Note: memory apart]), and keep
-their memory from then on. So they do where states rest outside the device, whose updates read them while the next
-forward runs.
+their memory from then on, which the next backward fills anew whoever holds a part of it. So they do where states rest
+outside the device, whose updates read them while the next forward runs.
 """
 
 from __future__ import annotations

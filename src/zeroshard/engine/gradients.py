@@ -99,22 +99,26 @@ class Gradients:
 
     def abort(self) -> None:
         """A backward was left by an exception: end what it has under way, and start the queue anew."""
-        if self._finished:
-            self._settle()
+        self.end_reductions()
         self._start_anew()
+
+    def end_reductions(self) -> None:
+        """End what a backward that was left by an exception has under way."""
+        if self._read_by_lane or any(ring.busy for ring in self._rings.values()):
+            self._settle()
 
     def _start_anew(self) -> None:
         self._next = 0
         self._finished.clear()
 
     def forget_cleared(self) -> None:
-        """A gradient was cleared by itself: where it was the last one, their memory is of no use any more."""
-        if self.exist or self._with_autograd_gradients():
-            return
-        for gradient in self.of_flat.values():
-            self._drop_carried(gradient)
-            gradient.has_local = gradient.has_shard = False
-        self.memory.let_go(self.of_flat.values())
+        """A gradient was cleared by itself: where it was the last one, forget all, and give their memory back.
+
+        Not where there are several ranks: a parameter without gradient here may have got one from another.
+        """
+        alone = self._comm.ranks == 1 and self._comm.tensor.size == 1
+        if alone and not self.exist and not self._with_autograd_gradients():
+            self.clear(set_to_none=True)
 
     # -- between backward and step ------------------------------------------------------------------------------
 
@@ -178,6 +182,11 @@ class Gradients:
             gradient.settle()
 
     @property
+    def held(self) -> bool:
+        """Whether there are gradients, of this rank or reduced."""
+        return any(gradient.has_local or gradient.has_shard for gradient in self.of_flat.values())
+
+    @property
     def exist(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(True in gradient.used for gradient in self.of_flat.values())
@@ -228,12 +237,13 @@ class Gradients:
 
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
-        if self._finished:  # a backward was left by an exception, and reductions of it may be under way
-            self._settle()
+        self.end_reductions()
         self.coefficient = self.owed = None
         for gradient in self.of_flat.values():
             self._drop_carried(gradient)
             if set_to_none:
+                if self.partitioned:  # summed inside ``no_sync``
+                    self._drop_local(gradient)
                 gradient.take()
                 gradient.used = [False] * len(gradient.used)
                 gradient.has_local = gradient.has_shard = False
@@ -245,6 +255,7 @@ class Gradients:
                     tensor.zero_()
         if set_to_none:
             self.unreduced = False
+            self._read_by_lane.clear()  # no reduction is under way
             self.memory.let_go(self.of_flat.values())
 
     # -- summing locally ----------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ class States:
         self._order.begin("read the gradients")
         self._gradients.reduce_rest()
         self._gradients.apply_coefficient()
-        if not gradient.used[card.index] or gradient.shard is None:
+        if not gradient.used[card.index] or gradient.shard is None or not gradient.has_shard:
             return None
         self.doubt()  # whoever has it may write into it
         flat.arrive()  # an update of its values may still read it
@@ -214,6 +214,8 @@ class States:
         flat = card.flat()
         gradient = self._gradients.of_flat.get(flat) if flat is not None else None
         if flat is not None and gradient is not None:
+            if self._gradients.held:
+                self.refuse_away()
             self.doubt()
             flat.arrive()  # an update of its values may still read it
             gradient.clear(card.index)

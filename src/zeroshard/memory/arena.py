@@ -69,15 +69,22 @@ class Arena:
             self._open = False
 
     def move_apart(self) -> None:
-        """Move what is there into the pool, for good. Parts that were handed out go with it."""
-        if self._apart:
+        """Move what is there into the pool, for good, if there is room. Parts that were handed out go with it."""
+        if self._apart or not self._open or self._pool.device.type != "cuda":
+            self._apart = True
             return
-        self._apart = True
-        if self._open and self._pool.device.type == "cuda":
+        try:
             values = self.tensor.clone()
-            self.close()
+        except torch.OutOfMemoryError:
+            return
+        self.close()
+        self._apart = True
+        try:
             self.open()
-            self.tensor.copy_(values)
+        except torch.OutOfMemoryError:
+            self._apart = False
+            self.open()
+        self.tensor.copy_(values)
 
     def _memory(self) -> AbstractContextManager[object]:
         return self._pool if self._apart else nullcontext()

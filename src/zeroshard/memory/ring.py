@@ -65,6 +65,11 @@ class Ring:
         self._turn = (self._turn + 1) % len(self.slots)
         return slot
 
+    @property
+    def busy(self) -> bool:
+        """Whether a reduction is under way."""
+        return any(slot.finish is not None for slot in self.slots)
+
     def settle(self) -> None:
         """End every reduction under way, the longest first."""
         for slot in self.slots[self._turn :] + self.slots[: self._turn]:
