@@ -6,6 +6,7 @@ Sizes: a rank's part of the smallest model is already more than a bucket, so tha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live import allocated_bytes
+from live import BlindProfilerError, allocated_bytes
 from plain import Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
 from ranks import run_processes, run_threads
 from torch import nn
@@ -143,11 +144,13 @@ def test_scratch_of_an_optimizers_own_kernels_is_that_of_one_bucket() -> None:
         model = stack(layers, 64)
         optimizer = torch.optim.AdamW(model.parameters(), fused=False)
         model, optimizer = zeroshard.shard(model, optimizer, bucket_size=BUCKET)
-        seen = []
-        for _ in range(4):
+        for step in range(20):
             model(torch.ones(1, 64)).sum().backward()
-            seen.append(allocated_bytes(optimizer.step)[0])
-        return max(seen[1:])  # the first makes the states; and once, unexplained, one was measured as 0
+            with contextlib.suppress(BlindProfilerError):
+                taken, _ = allocated_bytes(optimizer.step)
+                if step:  # the first makes the states
+                    return taken
+        raise AssertionError("torch's profiler has seen none of 20 steps")
 
     assert most(1) == most(16) <= 3 * 4 * BUCKET
 
