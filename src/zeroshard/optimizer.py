@@ -141,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or make them zero."""
-        if self._engine.gradients.held:
+        if self._engine.gradients.memory.held:
             self._engine.states.refuse_away()
         self._engine.states.doubt()
         if not set_to_none:

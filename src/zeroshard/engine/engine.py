@@ -281,13 +281,7 @@ class Engine:
 
     def about_to_run(self, inputs: Iterable[torch.Tensor]) -> None:
         """The whole model is about to be given these inputs."""
-        if not torch.is_grad_enabled() or self.running:
-            return
-        if self._backward_on:  # it was left by an exception
-            self._abort_backward()
-        self.states.refuse_away()
-        self.gradients.memory.abide(self.gradients.of_flat.values())
-        if self._segments is not None:
+        if self._segments is not None and torch.is_grad_enabled() and not self.running:
             self._segments.begin(sum(tensor.numel() for tensor in inputs))
 
     def _begin_forward(self, name: str) -> None:
@@ -296,6 +290,8 @@ class Engine:
         self.states.refuse_spoilt(*self.states.spoilt)
         self.states.refuse_away()
         self.states.refuse_thawed()
+        if torch.is_grad_enabled():
+            self.gradients.memory.abide()
         self._brought.clear()
         self._pins.disown()
         self._trace = Trace()

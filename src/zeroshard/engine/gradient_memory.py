@@ -28,31 +28,54 @@ from zeroshard.memory.pool import Pool
 class GradientMemory:
     """Where the gradients of one model lie on the device: see [Note: gradients that come and go]."""
 
-    def __init__(self, pool: Pool, ledger: Ledger, stays: bool) -> None:
+    def __init__(
+        self, gradients: Collection[FlatGradient], partitioned: bool, pool: Pool, ledger: Ledger, stays: bool
+    ) -> None:
         self.stays = stays
         self.shown = False  # somebody may hold a gradient of those that are there
-        self._pool, self._ledger = pool, ledger
+        self._gradients, self._partitioned, self._pool, self._ledger = gradients, partitioned, pool, ledger
 
-    def arena(self, numel: int, dtype: torch.dtype, apart: bool = False) -> Arena:
-        """Memory for neighbouring gradients; ``apart``: in the pool in any case."""
-        return Arena("gradients", numel, dtype, self._pool, self._ledger, apart=apart or self.stays)
+    @property
+    def held(self) -> bool:
+        """Whether there are gradients, of this rank or reduced."""
+        return any(gradient.has_local or gradient.has_shard for gradient in self._gradients)
 
-    def let_go(self, gradients: Collection[FlatGradient]) -> None:
+    def open(self, gradient: FlatGradient) -> None:
+        """Have places for all flats of a dtype, in one arena and in their order, so that runs can join them."""
+        if gradient.arena is not None:
+            gradient.arena.open()
+            return
+        group = [other for other in self._gradients if other.dtype == gradient.dtype and not other.far]
+        layouts = [other.flat.layout for other in group]
+        sizes = [layout.shard_numel if self._partitioned else layout.numel for layout in layouts]
+        arena = self._arena(sum(sizes), gradient.dtype, apart=self.stays)
+        for other, numel in zip(group, sizes, strict=True):
+            other.arena = arena
+            (other.keep if self._partitioned else other.sum_in)(arena.take(numel))
+
+    def open_sum(self, gradient: FlatGradient) -> None:
+        """Have a place for what this rank sums of a partitioned gradient, for as long as ``no_sync`` lasts."""
+        if gradient.local is None:
+            gradient.sum_in(self._arena(gradient.flat.layout.numel, gradient.dtype, apart=True).tensor)
+
+    def let_go(self) -> None:
         """All gradients are forgotten: give their memory back."""
         if not self.stays:
-            for arena in _arenas(gradients):
+            for arena in self._arenas():
                 arena.drop() if self.shown else arena.close()
-            for gradient in gradients if self.shown else ():
+            for gradient in self._gradients if self.shown else ():
                 gradient.leave_arena()
         self.shown = False
 
-    def abide(self, gradients: Collection[FlatGradient]) -> None:
+    def abide(self) -> None:
         """A training forward begins: what is there now is there at the loss, and keeps its memory from now on."""
-        if not self.stays and any(gradient.has_local or gradient.has_shard for gradient in gradients):
+        if not self.stays and self.held:
             self.stays = True
-            for arena in _arenas(gradients):
+            for arena in self._arenas():
                 arena.move_apart()
 
+    def _arena(self, numel: int, dtype: torch.dtype, apart: bool) -> Arena:
+        return Arena("gradients", numel, dtype, self._pool, self._ledger, apart)
 
-def _arenas(gradients: Collection[FlatGradient]) -> set[Arena]:
-    return {gradient.arena for gradient in gradients if gradient.arena is not None}
+    def _arenas(self) -> set[Arena]:
+        return {gradient.arena for gradient in self._gradients if gradient.arena is not None}

@@ -57,7 +57,8 @@ class Gradients:
         self.unreduced = False  # some backward has only summed locally
         self.landed: Callable[[], Callable[[Flat], None] | None] = lambda: None  # weak: told of each complete shard
         self.look_for_overflow = False  # fp16: largest magnitudes are wanted too
-        self.memory = GradientMemory(pool, ledger, stays=config.offload is not None)
+        every, stays = self.of_flat.values(), config.offload is not None
+        self.memory = GradientMemory(every, self.partitioned, pool, ledger, stays)
         self._comm, self._order, self._ledger, self._config, self._tiers = comm, order, ledger, config, tiers
         self._lane = Lane(comm.device, comm.stopwatch)
         self._rings: dict[torch.dtype, Ring] = {}
@@ -182,11 +183,6 @@ class Gradients:
             gradient.settle()
 
     @property
-    def held(self) -> bool:
-        """Whether there are gradients, of this rank or reduced."""
-        return any(gradient.has_local or gradient.has_shard for gradient in self.of_flat.values())
-
-    @property
     def exist(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(True in gradient.used for gradient in self.of_flat.values())
@@ -250,13 +246,14 @@ class Gradients:
             else:
                 gradient.settle()
                 gradient.forget_norms()
-                held = ((gradient.local, gradient.has_local), (gradient.shard, gradient.has_shard))
-                for tensor in (tensor for tensor, there in held if there and tensor is not None):
-                    tensor.zero_()
+                if gradient.has_local and gradient.local is not None:
+                    gradient.local.zero_()
+                if gradient.has_shard and gradient.shard is not None:
+                    gradient.shard.zero_()
         if set_to_none:
             self.unreduced = False
             self._read_by_lane.clear()  # no reduction is under way
-            self.memory.let_go(self.of_flat.values())
+            self.memory.let_go()
 
     # -- summing locally ----------------------------------------------------------------------------------------
 
@@ -280,15 +277,14 @@ class Gradients:
     def _open_local(self, gradient: FlatGradient) -> torch.Tensor:
         flat = gradient.flat
         flat.arrive()  # an update of its values may still read the gradient of the step before
-        if self.partitioned:  # for as long as ``no_sync`` lasts
-            if gradient.local is None:
-                gradient.sum_in(self.memory.arena(flat.layout.numel, gradient.dtype, apart=True).tensor)
+        if self.partitioned:
+            self.memory.open_sum(gradient)
         elif gradient.shard is not None and gradient.has_shard and not gradient.has_local:
             # A backward after the reduction and before zero_grad(): the reduced part lies in ``local``, save it.
             gradient.carried = gradient.shard.clone()
             self._ledger.add("gradients", gradient.carried.nbytes)
         else:
-            self._open_arena(gradient)
+            self.memory.open(gradient)
         assert gradient.local is not None
         return gradient.local
 
@@ -495,23 +491,10 @@ class Gradients:
     def _open_shard(self, gradient: FlatGradient) -> None:
         """Have a place for the shard."""
         if not gradient.far:
-            self._open_arena(gradient)
+            self.memory.open(gradient)
         elif gradient.shard is None:
             tier, numel = gradient.flat.rest.gradients, gradient.flat.layout.shard_numel
             gradient.keep(self._tiers.zeros("gradients", tier, numel, gradient.dtype, pinned=True))
-
-    def _open_arena(self, gradient: FlatGradient) -> None:
-        """Have places for all flats of a dtype, in one arena and in their order, so that runs can join them."""
-        if gradient.arena is not None:
-            gradient.arena.open()
-            return
-        group = [other for other in self.of_flat.values() if other.dtype == gradient.dtype and not other.far]
-        layouts = [other.flat.layout for other in group]
-        sizes = [layout.shard_numel if self.partitioned else layout.numel for layout in layouts]
-        arena = self.memory.arena(sum(sizes), gradient.dtype)
-        for other, numel in zip(group, sizes, strict=True):
-            other.arena = arena
-            (other.keep if self.partitioned else other.sum_in)(arena.take(numel))
 
     def _counted(self, made_by_autograd: list[torch.Tensor]) -> list[torch.Tensor]:
         """Count what autograd made for one unit, at its highest; it goes at once."""

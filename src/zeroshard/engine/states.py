@@ -214,7 +214,7 @@ class States:
         flat = card.flat()
         gradient = self._gradients.of_flat.get(flat) if flat is not None else None
         if flat is not None and gradient is not None:
-            if self._gradients.held:
+            if self._gradients.memory.held:
                 self.refuse_away()
             self.doubt()
             flat.arrive()  # an update of its values may still read it
