@@ -41,7 +41,7 @@ def over_gloo(events: list[tuple[str, int]], stage: int) -> list[tuple[str, int]
     """What the engine asked for: on gloo it makes a reduce-scatter of an all-reduce, as gloo itself does inside."""
     asked = []
     for kind, nbytes in events:
-        scattered = kind == "all-reduce" and stage > 0 and nbytes > 1024  # the rest: which parameters were used
+        scattered = kind == "all-reduce" and stage > 0 and nbytes >= 1024  # the rest: which parameters were used
         asked.append(("reduce-scatter", nbytes // 2) if scattered else (kind, nbytes))
     return asked
 

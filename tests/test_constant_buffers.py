@@ -38,7 +38,7 @@ WIDER = {1: (2, 64), 4: (2, 128), 16: (2, 256)}
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 SMALL = 4096  # bytes: scalars of each flat, such as its norm
 every_way_to_grow = pytest.mark.parametrize(
-    ("precision", "deeper"), [("fp32", True), ("bf16", True), ("fp16", True), ("bf16", False)]
+    ("precision", "deeper"), [("fp32", True), ("bf16", True), ("fp16", True), ("fp32", False)]
 )
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -64,7 +64,8 @@ def measured(rank: int, stage: int, precision: str, sizes: dict[int, tuple[int, 
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     options = {"stage": stage, "precision": precision, "bucket_size": BUCKET, "loss_scale": 1.0, "units": (Layer,)}
-    return {times: measured_once(*size, **options) for times, size in sizes.items()}
+    reduced = None if sizes == DEEPER else "bf16"  # where nothing has to be cast, nothing is packed
+    return {times: measured_once(*size, **options, reduce_dtype=reduced) for times, size in sizes.items()}
 
 
 def measured_once(layers: int, width: int, **options: Any) -> Found:
@@ -114,9 +115,10 @@ def test_buffers_of_models_of_1_4_and_16_times_the_parameters_are_the_same(
     buffers = {"buckets", "step", *(("gathered", "autograd", "staging") if deeper else ())} & peaks[1].keys()
     for times in (4, 16):
         assert {kind: peaks[times][kind] for kind in buffers} == {kind: peaks[1][kind] for kind in buffers}
-    ring = 2 * BUCKET * BYTES[precision]
-    assert peaks[1].get("buckets", 0) == {0: 0, 1: ring // WORLD}.get(stage, ring + ring // WORLD)
-    assert peaks[1]["step"] == (0 if precision == "fp32" else 4 * BUCKET)
+    ring = 2 * BUCKET * (BYTES[precision] if deeper else BYTES["bf16"])
+    packed = 0 if deeper else ring  # what large gradients take that are reduced as they lie is autograd's
+    assert peaks[1].get("buckets", 0) == {0: 0, 1: ring // WORLD}.get(stage, packed + ring // WORLD)
+    assert peaks[1]["step"] == (0 if precision == "fp32" and deeper else 4 * BUCKET)
     assert [predicted for _, _, predicted in found.values()] == [peaks[1]["step"]] * 3
 
 
@@ -133,7 +135,8 @@ def test_passes_and_clipping_of_a_deeper_model_allocate_no_more_than_activations
     found = grown(stage, precision, True)
     for times, (layers, width) in DEEPER.items():
         activations = (layers - DEEPER[1][0]) * width * BYTES[precision]  # each layer keeps its input
-        assert abs(found[times][1]["passes"] - found[1][1]["passes"]) <= activations + SMALL
+        waiting = width * width * BYTES[precision]  # a gradient that is being reduced while the next two are made
+        assert abs(found[times][1]["passes"] - found[1][1]["passes"]) <= activations + waiting + SMALL
         assert abs(found[times][1]["clip"] - found[1][1]["clip"]) <= SMALL
 
 

@@ -16,6 +16,7 @@ from plain import assert_close, assert_equal, batches, full_parameters, make_net
 from ranks import run_processes
 
 import zeroshard
+from benchmarks.echo import Echo
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.train.pulse import Pulse
 
@@ -120,6 +121,64 @@ def gradients_come_and_go(rank: int, world: int, stage: int, backwards: int) -> 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 1), (2, 3)])
 def test_gradients_memory_is_given_back_and_taken_again_on_the_gpu(world: int, stage: int, backwards: int) -> None:
     run_processes(world, gradients_come_and_go, world, stage, backwards)
+
+
+class Late(Echo):
+    """One rank of many whose reductions are read long after they were launched, on a stream of their own."""
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(5_000_000)  # some milliseconds
+            super()._reduce_scatter_base(output, whole)
+        return Arrived(stream.record_event())
+
+    reduce_scatter_single = _reduce_scatter_base
+
+
+class Arrived:
+    """What torch calls a work."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Make the present stream wait."""
+        self._event.wait()
+
+
+def held_after_training(group: type[Echo], stage: int) -> list[torch.Tensor]:
+    """What the first rank of four holds after steps in which large gradients are reduced where autograd made them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    name = f"fake_{group.__name__.lower()}"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, lambda _, rank, size, __: group(rank, size), devices=["cpu", "cuda"])
+    dist.init_process_group(name, store=FakeStore(), rank=0, world_size=4)
+    torch.manual_seed(0)
+    model = GPT(SMALL).cuda()
+    options = {"precision": "bf16", "bucket_size": 2**16}
+    model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, units=("blocks.*",), **options)
+    for tokens in torch.randint(256, (4, 4, 64), device="cuda"):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    return [run.parameter.detach().clone() for run in optimizer._all_runs()]
+
+
+def late_reductions(rank: int, stage: int) -> None:
+    dist.destroy_process_group()
+    at_once, late = (held_after_training(group, stage) for group in (Echo, Late))
+    assert len(at_once) == len(late)
+    for soon, later in zip(at_once, late, strict=True):
+        assert torch.equal(soon, later)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_reduced_as_it_lies_lives_until_it_was_read(stage: int) -> None:
+    run_processes(1, late_reductions, stage)
 
 
 def no_syncs(rank: int, precision: str, stage: int) -> None:

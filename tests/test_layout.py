@@ -63,7 +63,8 @@ def test_buckets_tile_the_flat_and_respect_their_size(numels: list[int], bucket_
         assert bucket.numel % quantum == 0
         end = bucket.end
     assert end == layout.numel
-    assert len({bucket.numel for bucket in layout.buckets[:-1]}) <= 1
+    shared = [bucket.numel for bucket in layout.buckets if layout.sole(bucket) is None]
+    assert len(set(shared[:-1])) <= 1
 
 
 @given(**cuts)
@@ -128,6 +129,30 @@ def test_a_parameter_larger_than_a_bucket_is_cut_over_buckets() -> None:
         Range(512, 768),
         Range(768, 1000),
     ]
+
+
+@given(**cuts)
+def test_a_large_parameter_that_divides_evenly_has_buckets_of_its_own(
+    numels: list[int], bucket_size: int, parts: int
+) -> None:
+    layout = FlatLayout.build(numels, bucket_size, parts)
+    within: dict[int, int] = {}  # elements of each parameter that lie in buckets of no other
+    for bucket in layout.buckets:
+        sole = layout.sole(bucket)
+        assert layout.pieces(bucket) == [sole] or sole is None
+        if sole is not None:
+            within[sole.parameter] = within.get(sole.parameter, 0) + sole.within.numel
+    for index, numel in enumerate(numels):
+        if numel and 4 * numel >= bucket_size and numel % (ALIGN * parts) == 0:
+            assert within[index] == numel
+
+
+def test_large_parameters_lie_behind_the_others_and_cost_no_bucket_more_than_they_fill() -> None:
+    layout = FlatLayout.build([512, 10, 256, 10], bucket_size=512, parts=2)
+    assert layout.order == (1, 3, 0, 2)
+    assert layout.starts == (128, 0, 640, 64)
+    assert layout.buckets == (Range(0, 128), Range(128, 640), Range(640, 896))
+    assert [layout.sole(bucket) is not None for bucket in layout.buckets] == [False, True, True]
 
 
 def test_with_more_ranks_than_elements_the_first_rank_owns_all() -> None:

@@ -110,6 +110,11 @@ class Communicator:
         # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
         self._reduce_group = _twin(self.shard.group) if backend == "nccl" else self.shard.group
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether :meth:`reduce_scatter` writes into what it is given."""
+        return self._blocks_host and self.shard.size > 1
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
         """Collect every rank's ``shard`` into ``output``, in rank order."""
         self.counters.add("all-gather", output.nbytes)
@@ -121,7 +126,7 @@ class Communicator:
         return self._pending(_all_gather(output, part, group=axis.group, async_op=True), what)
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
-        """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``. ``packed`` may be overwritten."""
+        """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``; see also ``overwrites``."""
         if self.shard.size == 1:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)

@@ -14,6 +14,14 @@ ranks. Three ranks, two buckets::
 Cutting buckets, not parameters, is why all ranks hold the same number of bytes whatever the shapes are, why a
 collective needs no copy before or after it, and why a parameter may be larger than a bucket. Bucket ``b`` of the
 shard starts at ``bucket.start // parts``, since every earlier bucket gave ``1/parts`` of its length.
+
+[Note: large parameters]
+One of at least a quarter of ``bucket_size`` lies behind the others, in buckets of its own, if it divides evenly: its
+gradient is then reduced as autograd has made it, without a copy into a bucket ([Note: what needs no packing]). That
+takes at most five collectives where one would do, and no element moves twice::
+
+    flat      |  bias, weight 0, bias … |pad|  weight 1 (large)             |  weight 3 (large)     |
+    buckets   |          bucket 0           |   bucket 1    |   bucket 2    |       bucket 3        |
 """
 
 from __future__ import annotations
@@ -88,21 +96,25 @@ class FlatLayout:
     starts: tuple[int, ...]
     buckets: tuple[Range, ...]
     parts: int  # how many ranks share the flat
+    order: tuple[int, ...]  # the parameters as they lie
 
     @classmethod
     def build(cls, numels: Sequence[int], bucket_size: int, parts: int) -> FlatLayout:
-        """Lay the parameters out and cut them: see [Note: the packed layout]."""
-        starts, total = [], 0
-        for numel in numels:
-            starts.append(total)
-            total += round_up(numel, ALIGN)
+        """Lay the parameters out and cut them: see [Note: the packed layout] and [Note: large parameters]."""
         quantum = ALIGN * parts  # every bucket divides evenly, on vector boundaries
+        alone = [bucket_size <= 4 * numel and numel % quantum == 0 for numel in numels]
+        small, large = ([i for i, is_large in enumerate(alone) if is_large is kind] for kind in (False, True))
+        starts, total = [0] * len(numels), 0
+        for index in small:
+            starts[index] = total
+            total += round_up(numels[index], ALIGN)
         total = round_up(total, quantum)
-        most = max(bucket_size // quantum, 1) * quantum
-        count = max(-(-total // most), 1)
-        length = max(round_up(-(-total // count), quantum), quantum)  # even lengths: buffers are as long as the longest
-        cuts = [*range(0, total, length), total]
-        return cls(tuple(numels), tuple(starts), tuple(Range(a, b) for a, b in pairwise(cuts)), parts)
+        buckets = _cut(Range(0, total), bucket_size, quantum)
+        for index in large:
+            starts[index] = total
+            total += numels[index]
+            buckets += _cut(Range(starts[index], total), bucket_size, quantum)
+        return cls(tuple(numels), tuple(starts), tuple(buckets), parts, (*small, *large))
 
     @property
     def numel(self) -> int:
@@ -131,6 +143,11 @@ class FlatLayout:
         """The parts of parameters in ``bucket``, ``at`` counted from the bucket's start."""
         return list(self._pieces(bucket, 0))
 
+    def sole(self, bucket: Range) -> Piece | None:
+        """The part of a parameter that ``bucket`` is, if it is one and nothing else."""
+        pieces = self.pieces(bucket)
+        return pieces[0] if len(pieces) == 1 and pieces[0].within.numel == bucket.numel else None
+
     def gaps(self, bucket: Range) -> list[Range]:
         """The alignment in ``bucket`` that belongs to no parameter, counted from the bucket's start."""
         gaps, last = [], 0
@@ -155,11 +172,20 @@ class FlatLayout:
         return list(self._pieces(self.owned(bucket, rank), 0))
 
     def _pieces(self, span: Range, origin: int) -> Iterator[Piece]:
-        first = max(bisect_right(self.starts, span.start) - 1, 0)  # the one parameter that may begin before the span
-        for index in range(first, bisect_left(self.starts, span.end)):
+        order, start = self.order, self.starts.__getitem__
+        first = max(bisect_right(order, span.start, key=start) - 1, 0)  # the one that may begin before the span
+        for index in order[first : bisect_left(order, span.end, key=start)]:
             common = span.meet(self.parameter(index))
             if common is not None:
                 yield Piece(index, common.moved(-self.starts[index]), origin + common.start - span.start)
+
+
+def _cut(span: Range, bucket_size: int, quantum: int) -> list[Range]:
+    """Cut a stretch into buckets, each a multiple of ``quantum``, as the stretch is."""
+    most = max(bucket_size // quantum, 1) * quantum
+    count = max(-(-span.numel // most), 1)
+    length = max(round_up(-(-span.numel // count), quantum), quantum)  # even: buffers are as long as the longest
+    return [Range(a, b) for a, b in pairwise([*range(span.start, span.end, length), span.end])]
 
 
 def shared_rooms(sizes: Sequence[int]) -> list[int]:

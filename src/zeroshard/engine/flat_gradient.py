@@ -18,6 +18,7 @@ class FlatGradient:
         self.dtype = dtype
         self.local: torch.Tensor | None = None  # [numel]: this rank's own sum, not reduced yet
         self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
+        self.soles = [flat.layout.sole(bucket) for bucket in flat.layout.buckets]  # buckets within one parameter
         self.parts: list[torch.Tensor] = []  # of ``shard``, by bucket, where gradients are partitioned
         self.carried: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
         self.arena: Arena | None = None  # that ``shard``, and ``local`` where gradients are replicated, lies in
@@ -65,6 +66,16 @@ class FlatGradient:
         taken = take_autograd_gradients(self.flat.parameters)
         self.used = [before or now is not None for before, now in zip(self.used, taken, strict=True)]
         return taken
+
+    def as_it_lies(self, number: int, taken: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """A bucket that can be reduced without being packed: see [Note: what needs no packing]."""
+        piece = self.soles[number]
+        if piece is None or self.has_local or self.far:
+            return None
+        tensor = taken[piece.parameter]
+        if tensor is None or tensor.dtype != self.dtype or tensor.stride() != self.flat.strides[piece.parameter]:
+            return None
+        return self.flat.line(tensor, piece.parameter)[piece.within.slice]
 
     def pending(self) -> bool:
         """Whether autograd has left gradients here."""

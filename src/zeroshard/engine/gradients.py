@@ -11,11 +11,11 @@ import torch
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.config import Config
+from zeroshard.engine.buckets import Buckets
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient, norms_of
 from zeroshard.engine.gradient_memory import GradientMemory
 from zeroshard.engine.order import Order
-from zeroshard.engine.packer import Packer
 from zeroshard.engine.unit import Unit
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -61,9 +61,7 @@ class Gradients:
         self.memory = GradientMemory(every, self.partitioned, pool, ledger, stays)
         self._comm, self._order, self._ledger, self._config, self._tiers = comm, order, ledger, config, tiers
         self._lane = Lane(comm.device, comm.stopwatch)
-        self._rings: dict[torch.dtype, Ring] = {}
-        self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._packers: dict[tuple[Flat, int, int], Packer] = {}  # by flat, bucket and slot
+        self._buckets = Buckets(every, comm, config.ring, ledger)
         self._next = 0  # position in the queue
         self._finished: set[Unit] = set()
         self._read_by_lane: list[torch.Tensor] = []  # kept until compute has waited for the lane
@@ -105,7 +103,7 @@ class Gradients:
 
     def end_reductions(self) -> None:
         """End what a backward that was left by an exception has under way."""
-        if self._read_by_lane or any(ring.busy for ring in self._rings.values()):
+        if self._read_by_lane or self._buckets.busy:
             self._settle()
 
     def _start_anew(self) -> None:
@@ -316,7 +314,7 @@ class Gradients:
             if self._comm.shard.size == 1:
                 under_way.append(partial(self._average, mine, what))
             else:
-                reduced = self._landing(gradient.dtype, number)[: home.numel]
+                reduced = self._buckets.landing(gradient.dtype, number)[: home.numel]
                 pending = self._comm.reduce_scatter(reduced, local[bucket.start : bucket.end], what)
                 under_way.append(partial(self._land, pending, reduced, mine, what, add=False))
             if len(under_way) == self._config.ring:
@@ -340,30 +338,31 @@ class Gradients:
             self._add_local(unit)
         for gradient in self._of[unit]:
             taken = gradient.take()
+            ready = self._buckets.as_they_lie(gradient, taken)
+            ring = self._buckets.open(gradient, ready, self._settle)
             self._read_by_lane += self._counted([tensor for tensor in taken if tensor is not None])
-            ring = self._ring(gradient.dtype)
-            ring.open()
             self._open_shard(gradient)
             gradient.flat.arrive()  # an update of its values may still read the gradient of the step before
             with self._lane:
-                for number in range(len(gradient.flat.layout.buckets)):
-                    self._launch(gradient, ring, number, taken, unit.reduce_event)
+                for number, found in enumerate(ready):
+                    self._launch(gradient, ring, number, taken, found, unit.reduce_event)
             gradient.has_shard = True
             self._drop_local(gradient)
         if self._comm.device.type != "cuda":
             self._read_by_lane.clear()
 
     def _launch(
-        self, gradient: FlatGradient, ring: Ring, number: int, taken: list[torch.Tensor | None], what: str
+        self,
+        gradient: FlatGradient,
+        ring: Ring,
+        number: int,
+        taken: list[torch.Tensor | None],
+        ready: torch.Tensor | None,
+        what: str,
     ) -> None:
         slot = ring.take()
         slot.settle()
-        packer = self._packer(gradient.flat, number, slot)
-        packed = packer.packed
-        if gradient.has_local and gradient.local is not None:
-            packed.copy_(gradient.local[gradient.flat.layout.buckets[number].slice])
-        else:
-            packer.pack(taken)
+        packed = self._buckets.pack(gradient, number, slot, taken) if ready is None else ready
         mine, add = gradient.parts[number], gradient.has_shard
         if gradient.far:
             result = packed if self._comm.shard.size == 1 else slot.reduced[: mine.numel()]
@@ -373,16 +372,9 @@ class Gradients:
         if gradient.far:
             slot.finish = partial(self._land_far, pending, slot, result, gradient, number, what, add)
         else:
-            slot.finish = partial(self._land_near, pending, result, gradient, number, what, add)
+            slot.finish = partial(self._land_near, pending, result, gradient, number, what, add, ready)
         if self._comm.ranks == 1:  # nobody is waited for
             slot.settle()
-
-    def _packer(self, flat: Flat, number: int, slot: Slot) -> Packer:
-        packer = self._packers.get((flat, number, slot.index))
-        if packer is None:
-            bucket = flat.layout.buckets[number]
-            packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, slot.packed[: bucket.numel])
-        return packer
 
     def _land(self, pending: Pending, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
         """End a reduction: sum over the replicas, average, and put the result where it belongs."""
@@ -394,10 +386,19 @@ class Gradients:
             shard.copy_(result)
 
     def _land_near(
-        self, pending: Pending, result: torch.Tensor, gradient: FlatGradient, number: int, what: str, add: bool
+        self,
+        pending: Pending,
+        result: torch.Tensor,
+        gradient: FlatGradient,
+        number: int,
+        what: str,
+        add: bool,
+        read: torch.Tensor | None,
     ) -> None:
-        """End the reduction of a gradient that rests on the device."""
+        """End the reduction of a gradient that rests on the device. ``read``: autograd's own, which it has read."""
         self._land(pending, result, gradient.parts[number], what, add)
+        if read is not None and self._comm.device.type == "cuda":
+            self._read_by_lane.append(read)
         self._tell(gradient, number)
 
     def _land_far(
@@ -452,12 +453,10 @@ class Gradients:
     def _settle(self) -> None:
         """Finish every reduction under way, so that compute may use the results."""
         with self._lane:
-            for ring in self._rings.values():
-                ring.settle()
+            self._buckets.settle()
         self._lane.join(self._lane.mark())
         self._read_by_lane.clear()
-        for ring in self._rings.values():
-            ring.close()
+        self._buckets.close()
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -466,27 +465,6 @@ class Gradients:
 
     def _with_autograd_gradients(self) -> list[Unit]:
         return [unit for unit in self.units if any(gradient.pending() for gradient in self._of[unit])]
-
-    def _layouts(self, dtype: torch.dtype) -> list[tuple[int, int]]:
-        """(elements, elements per rank) of every bucket reduced in ``dtype``."""
-        layouts = [g.flat.layout for g in self.of_flat.values() if g.dtype == dtype]
-        return [(bucket.numel, bucket.numel // layout.parts) for layout in layouts for bucket in layout.buckets]
-
-    def _ring(self, dtype: torch.dtype) -> Ring:
-        if dtype not in self._rings:
-            longest = max((whole for whole, _ in self._layouts(dtype)), default=0)
-            parts, device = self._comm.shard.size, self._comm.device
-            self._rings[dtype] = Ring(self._config.ring, longest, parts, dtype, device, self._ledger)
-        return self._rings[dtype]
-
-    def _landing(self, dtype: torch.dtype, number: int) -> torch.Tensor:
-        """One of the few buffers that parts of replicated gradients are reduced into."""
-        buffers = self._landings.setdefault(dtype, [])
-        if not buffers:
-            longest = max((part for _, part in self._layouts(dtype)), default=0)
-            buffers += [torch.empty(longest, dtype=dtype, device=self._comm.device) for _ in range(self._config.ring)]
-            self._ledger.add("buckets", sum(buffer.nbytes for buffer in buffers))
-        return buffers[number % len(buffers)]
 
     def _open_shard(self, gradient: FlatGradient) -> None:
         """Have a place for the shard."""

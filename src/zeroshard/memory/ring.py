@@ -34,15 +34,16 @@ class Ring:
     """
 
     def __init__(
-        self, slots: int, numel: int, parts: int, dtype: torch.dtype, device: torch.device, ledger: Ledger
+        self, slots: int, packed: int, reduced: int, dtype: torch.dtype, device: torch.device, ledger: Ledger
     ) -> None:
+        self.longest = packed  # elements of the longest bucket that can be packed
         self._ledger = ledger
         self._open = True
         self.slots = [
             Slot(
                 index,
-                torch.empty(numel, dtype=dtype, device=device),
-                torch.empty(numel // parts, dtype=dtype, device=device),
+                torch.empty(packed, dtype=dtype, device=device),
+                torch.empty(reduced, dtype=dtype, device=device),
             )
             for index in range(slots)
         ]

@@ -12,7 +12,7 @@ from zeroshard.config import Config
 from zeroshard.device.strip import PASSED
 from zeroshard.device.strip import STATES as STATES_OF_ADAM
 from zeroshard.engine.units import Plan, plan_units
-from zeroshard.layout import FlatLayout, Range, shared_rooms
+from zeroshard.layout import FlatLayout, Piece, Range, shared_rooms
 from zeroshard.memory.ledger import STATES
 from zeroshard.memory.tiers import travel_bytes
 from zeroshard.placement import Placement
@@ -62,10 +62,11 @@ def predict_memory(
     True
     """
     found = holdings(model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states)
+    under_way = max((unit.last_unpacked for unit in found.units), default=0)  # in place of copies in the ring
     working = {
         "gathered": 2 * max((unit.whole for unit in found.units), default=0) if found.placement.parameters else 0,
         "autograd": 2 * max((unit.gradient for unit in found.units), default=0),
-        "buckets": found.ring if found.placement.gradients else found.landings,
+        "buckets": max(found.widest_ring, found.ring + under_way) if found.placement.gradients else found.landings,
         "step": found.step,
     }
     return Memory(found.states, working, found.far)
@@ -85,6 +86,8 @@ class UnitBytes:
     parameters: str  # the tier that its shard rests in
     shard: int  # bytes of its shard
     sent: int  # bytes of its gradient that leave the device
+    unpacked: int  # bytes of its gradient that are reduced where autograd has made them
+    last_unpacked: int  # bytes of the gradients that the next unit's reductions find still under way
     blocks: int = 1  # that it was made of: see [Note: small blocks]
 
 
@@ -98,6 +101,7 @@ class Holdings:
     states: dict[str, int]
     far: dict[tuple[str, str], int]
     ring: int  # bytes of the buckets that gradients travel through in backward
+    widest_ring: int  # bytes of the same where none of them can be reduced as it lies
     landings: int  # bytes of the same where whole gradients are reduced at the step
     step: int  # bytes of the buffer that the update takes
     travel: int  # bytes of host memory that far states travel through
@@ -131,18 +135,14 @@ def holdings(
     every = [flat for unit in flats for flat in unit]
     rests, travel = _rests(every, placement, config, optimizer_states, on_gpu)
     states, far = _states(every, rests, placement, optimizer_states)
-    buckets: dict[torch.dtype, int] = {}  # bytes of the largest, by the dtype it is reduced in: each has a ring
-    for flat in every:
-        if flat.trained:
-            longest = max((bucket.numel for bucket in flat.layout.buckets), default=0) * flat.reduced.itemsize
-            buckets[flat.reduced] = max(buckets.get(flat.reduced, 0), longest)
-    ring = config.ring * sum(buckets.values())
+    packed, part = _ring(every, rests, config.ring, parts, on_gpu)
+    longest, _ = _ring(every, rests, config.ring, parts, False)
     at_once = one_pass and on_gpu and optimizer_states == len(STATES_OF_ADAM)
     copies = [flat for flat in every if flat.trained and flat.is_copied(at_once)]
     copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
     rooms, numbered = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
     units = [
-        _unit(plan, unit, [next(rooms) for _ in unit], [next(numbered) for _ in unit])
+        _unit(plan, unit, [next(rooms) for _ in unit], [next(numbered) for _ in unit], config.ring if on_gpu else 0)
         for plan, unit in zip(plans, flats, strict=True)
     ]
     return Holdings(
@@ -151,8 +151,9 @@ def holdings(
         parts,
         states,
         far,
-        ring=ring + ring // parts,
-        landings=ring // parts if parts > 1 else 0,
+        ring=packed + part,
+        widest_ring=longest + part,
+        landings=part if parts > 1 else 0,
         step=min(copied, longest_run(config.bucket_size)) * widest,
         travel=travel,
         updated=max((flat.update_bytes(optimizer_states, at_once) for flat in every if flat.trained), default=0),
@@ -174,6 +175,11 @@ class _Flat:
     def nbytes(self) -> int:
         """Of its full parameters."""
         return self.layout.numel * self.dtype.itemsize
+
+    def unpacked(self, rest: Rest) -> list[Piece | None]:
+        """Of each bucket, the part of a parameter that a GPU reduces as it lies: [Note: what needs no packing]."""
+        as_made = self.trained and self.dtype == self.reduced and rest.gradients == "device"
+        return [self.layout.sole(bucket) if as_made else None for bucket in self.layout.buckets]
 
     def body(self, optimizer_states: int) -> Body:
         """The same, as ``rests.py`` wants it."""
@@ -214,7 +220,21 @@ def _flats(
     return flats
 
 
-def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest]) -> UnitBytes:
+def _ring(flats: list[_Flat], rests: list[Rest], slots: int, parts: int, as_they_lie: bool) -> tuple[int, int]:
+    """Bytes of the buckets that gradients are packed into, and of a rank's parts; each dtype has a ring of its own."""
+    packed: dict[torch.dtype, int] = {}
+    longest: dict[torch.dtype, int] = {}
+    for flat, rest in zip(flats, rests, strict=True):
+        for bucket, unpacked in zip(flat.layout.buckets, flat.unpacked(rest), strict=True) if flat.trained else ():
+            longest[flat.reduced] = max(longest.get(flat.reduced, 0), bucket.numel)
+            if unpacked is None or not as_they_lie:
+                packed[flat.reduced] = max(packed.get(flat.reduced, 0), bucket.numel)
+    most = sum(numel * dtype.itemsize for dtype, numel in longest.items())
+    return slots * sum(numel * dtype.itemsize for dtype, numel in packed.items()), slots * most // parts
+
+
+def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], slots: int) -> UnitBytes:
+    """What a unit takes. ``slots``: of the ring, where gradients are reduced as they lie; else 0."""
     trained = [(flat, rest) for flat, rest in zip(flats, rests, strict=True) if flat.trained]
     far: dict[str, int] = {}
     for _, rest in trained:
@@ -222,6 +242,8 @@ def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest]) -
             if tier != "device":
                 far[tier] = far.get(tier, 0) + span.numel
     tiers = [rest.parameters for rest in rests if rest.parameters != "device"]
+    unpacked = [(flat, piece) for flat, rest in trained if slots for piece in flat.unpacked(rest)]
+    last = {(flat, piece.parameter) for flat, piece in unpacked[-slots:] if piece is not None}
     return UnitBytes(
         plan.name,
         whole=sum(flat.nbytes for flat in flats),
@@ -235,6 +257,8 @@ def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest]) -
         sent=sum(
             f.layout.shard_numel * f.reduced.itemsize for f, rest in trained if rest.far or rest.gradients != "device"
         ),
+        unpacked=sum(piece.within.numel * flat.dtype.itemsize for flat, piece in unpacked if piece is not None),
+        last_unpacked=sum(flat.layout.numels[parameter] * flat.dtype.itemsize for flat, parameter in last),
         blocks=plan.blocks if plan.is_block else 1,
     )
 

@@ -312,7 +312,8 @@ class _Clock:
             self.compute += 2 * sizes.gradient / self._machine.bandwidth
             return
         self._wait("reduce", self._reductions)
-        begin = max(self.compute, self.host) + (sizes.gradient + sizes.reduced) / self._machine.bandwidth
+        copied = sizes.gradient + sizes.reduced - 2 * sizes.unpacked
+        begin = max(self.compute, self.host) + copied / self._machine.bandwidth
         self._reductions = self._over_the_wire(begin, "reduce-scatter", sizes.reduced)
         if sizes.sent:
             self._reductions += sizes.sent / self._machine.pcie

@@ -1,0 +1,214 @@
+"""Large gradients are reduced as autograd has made them; numbers, and what users have seen of them, stay the same."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from plain import assert_close, assert_equal, full_parameters
+from ranks import run_processes, run_threads
+from torch import nn
+
+import zeroshard
+from zeroshard.comm import Communicator
+from zeroshard.config import Config
+from zeroshard.engine.flat_gradient import FlatGradient
+from zeroshard.planner.memory import holdings, predict_memory
+
+WIDTH, LAYERS = 48, 3
+LARGE = 64 * WIDTH  # elements of each large weight: a multiple of 64 elements a rank, for 1, 2, 3 and 4 of them
+ALIGNED = 3 * 64 * 4  # elements that all else of a layer takes at most
+
+
+class Layer(nn.Module):
+    """Two large weights and some small parameters between them. ``skip``: the second is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        up = self.up(self.norm(x)).relu()
+        return x + (up[..., :WIDTH] if skip else self.down(up))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor, skip: bool = False) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, skip)
+        return x.float().square().mean()
+
+
+@functools.cache
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def data(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+def plainly(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(data(rank, step))
+
+
+def with_a_rank_that_skips(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """In the second step the last weight of each layer has no gradient on the first rank, in the third on none."""
+    return model(data(rank, step), skip=step == 2 or (step == 1 and rank == 0))
+
+
+def trained(rank: int, model: nn.Module, loss: Loss, backwards: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = zeroshard.shard(model, optimizer, **{"units": (Layer,), **options})
+    for step in range(4):
+        for number in range(backwards):
+            optimizer.scale(loss(model, rank, step + 7 * number)).backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+# ----------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("loss", [plainly, with_a_rank_that_skips])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_stages_2_and_3_train_as_stage_1_does_which_packs_nothing(world: int, precision: str, loss: Loss) -> None:
+    wanted, *found = (
+        run_threads(world, partial(trained, stage=stage, precision=precision, bucket_size=LARGE), stack(), loss)
+        for stage in (1, 2, 3)
+    )
+    for ranks in found:
+        for parameters in ranks:
+            assert_equal(parameters, wanted[0])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_backwards_add_up_as_where_all_is_packed(world: int) -> None:
+    wanted, found = (
+        run_threads(world, partial(trained, backwards=3, bucket_size=size), stack(), plainly)
+        for size in (8 * LARGE, LARGE)
+    )
+    assert_close(found[0], wanted[0], 1e-5)  # the norm is summed in another order
+
+
+def test_a_parameter_larger_than_a_bucket_is_reduced_in_parts() -> None:
+    wanted, found = (
+        run_threads(2, partial(trained, stage=stage, bucket_size=LARGE // 3), stack(), plainly) for stage in (1, 3)
+    )
+    assert_equal(found[0], wanted[0])
+
+
+# -------------------------------------------------------------------------------------------- what is not copied
+
+
+class Reduced:
+    """What each rank has given to reductions: elements, and how many of them where autograd has made them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.every: dict[int, int] = {}
+        self.as_they_lay: dict[int, int] = {}
+        made: dict[int, set[int]] = {}  # addresses, by rank
+        take, reduce_scatter = FlatGradient.take, Communicator.reduce_scatter
+
+        def taking(gradient: FlatGradient) -> list[torch.Tensor | None]:
+            taken = take(gradient)
+            made[dist.get_rank()] = {g.data_ptr() for g in taken if g is not None}
+            return taken
+
+        def reducing(comm: Communicator, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Any:
+            rank = dist.get_rank()
+            self.every[rank] = self.every.get(rank, 0) + packed.numel()
+            self.as_they_lay[rank] = self.as_they_lay.get(rank, 0) + packed.numel() * (packed.data_ptr() in made[rank])
+            return reduce_scatter(comm, shard, packed, what)
+
+        monkeypatch.setattr(FlatGradient, "take", taking)
+        monkeypatch.setattr(Communicator, "reduce_scatter", reducing)
+
+
+def one_backward(rank: int, model: nn.Module, skip: bool = False, **options: Any) -> int:
+    """The most bytes that the ring had."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, _ = zeroshard.shard(model, optimizer, **{"stage": 3, "units": (Layer,), "bucket_size": LARGE, **options})
+    model(data(rank, 0), skip=skip and rank == 0).backward()
+    return zeroshard.report(model).memory["buckets", "device"].peak
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_large_gradients_are_reduced_where_autograd_has_made_them(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reduced = Reduced(monkeypatch)
+    rings = run_threads(world, one_backward, stack())
+    for rank, ring in enumerate(rings):
+        assert reduced.as_they_lay[rank] == LAYERS * 2 * LARGE
+        assert 0 < reduced.every[rank] - reduced.as_they_lay[rank] <= LAYERS * ALIGNED
+        assert ring <= 2 * 4 * (ALIGNED + LARGE // world)
+    planned = holdings(stack(), Config(stage=3, units=(Layer,), bucket_size=LARGE), ranks=world)
+    assert (planned.ring, sum(unit.unpacked for unit in planned.units)) == (rings[0], LAYERS * 2 * LARGE * 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"precision": "bf16", "reduce_dtype": "fp32"}, 0),
+        ({"bucket_size": 8 * LARGE}, 0),  # less than a quarter of it
+        ({"stage": 2}, LAYERS * 2 * LARGE),
+        ({"offload": {"optimizer": "host"}}, 0),  # they leave the device
+    ],
+)
+def test_what_has_to_be_cast_or_sent_or_is_small_is_packed(
+    options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduced = Reduced(monkeypatch)
+    run_threads(2, partial(one_backward, **options), stack())
+    assert reduced.as_they_lay[0] == expected
+
+
+def test_the_ring_grows_where_a_large_gradient_is_missing() -> None:
+    """Zeros take its place, and these have to lie somewhere."""
+    usual, grown = (run_threads(2, one_backward, stack(), skip) for skip in (False, True))
+    assert usual[0] == usual[1] == grown[1]
+    assert grown[0] == 2 * 4 * (LARGE + LARGE // 2) > usual[0]
+    assert grown[0] <= predict_memory(stack(), ranks=2, units=(Layer,), bucket_size=LARGE).working["buckets"]
+
+
+# ------------------------------------------------------------------------------------------ what users have kept
+
+
+def kept_gradients(rank: int, stage: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients that a hook of the user's has kept, each with a copy made at that moment."""
+    model = copy.deepcopy(stack())
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in model.layers:
+        layer.down.weight.register_post_accumulate_grad_hook(lambda p: kept.append((p.grad, p.grad.clone())))
+    model, _ = zeroshard.shard(model, stage=stage, units=(Layer,), bucket_size=LARGE)
+    model(data(rank, 0)).backward()
+    zeroshard.full_gradient(model, "layers.0.up.weight")
+    return kept
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_a_hook_has_kept_is_not_overwritten(run: Callable[..., Any], stage: int) -> None:
+    for kept in run(2, kept_gradients, stage):
+        assert len(kept) == LAYERS
+        for gradient, copied in kept:
+            assert torch.equal(gradient, copied)
