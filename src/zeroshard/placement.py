@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroshard.offload import Offload
 
@@ -25,6 +25,11 @@ class Placement:
 
     >>> Placement.of_stage(3, ranks=1, offload=Offload(optimizer="host"))
     Placement(parameters=False, gradients=True, optimizer=False)
+
+    or a unit is cast from its master whenever it is brought: then units come and go.
+
+    >>> Placement.of_stage(3, ranks=1, cast=True)
+    Placement(parameters=True, gradients=False, optimizer=False)
     """
 
     parameters: bool  # partitioned: a unit is gathered for its computation and released after it
@@ -32,14 +37,16 @@ class Placement:
     optimizer: bool  # partitioned: each rank updates its shard, and parameters are gathered from all
 
     @classmethod
-    def of_stage(cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1) -> Placement:
+    def of_stage(
+        cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1, cast: bool = False
+    ) -> Placement:
         """Look the stage up, and refuse to offload what its ranks hold whole.
 
-        ``ranks`` are those of the shard axis, of which there are ``replicas``.
+        ``ranks`` are those of the shard axis, of which there are ``replicas``. ``cast``: gathers cast masters.
         """
         row = _TABLE[stage] if ranks > 1 else _TABLE[0]
         if offload is None:
-            return row
+            return row if ranks > 1 or not cast else replace(row, parameters=_TABLE[stage].parameters)
         if offload.parameters and not _TABLE[stage].parameters:
             raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
         leave = _TABLE[stage].gradients or ranks * replicas == 1  # one by one in backward

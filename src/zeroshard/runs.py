@@ -150,11 +150,11 @@ def _spans(flat: Flat, names: set[str]) -> Iterator[tuple[Range, torch.Tensor, S
     """Yield what the named parameters have of a flat's shard: where, what to update, and the far stretch if any."""
     members = {index for index, name in enumerate(flat.names) if name in names}
     whole = len(members) == len(flat.names)
-    for home, owned in zip(flat.homes, flat.owned, strict=True) if members else ():
+    for number, home in enumerate(flat.homes) if members else ():
         wanted = [home] if whole else [span for index, _, span in Part(flat, home).segments() if index in members]
         for span in wanted:
             if flat.master is None:
-                yield span, owned[span.start - home.start : span.end - home.start], None
+                yield span, flat.owned[number][span.start - home.start : span.end - home.start], None
                 continue
             for stretch, common in flat.master.parts(span):
                 values = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]

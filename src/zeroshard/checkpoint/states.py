@@ -107,7 +107,7 @@ class ShardedStates:
         found: dict[str, Held] = {}
         for flat in self._flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
-            steady = flat.master is not None or flat.shard is not None  # else the user may write into it
+            steady = flat.master is not None or flat.partitioned  # else the user may write into it
             for name in flat.names:
                 found[name] = Held(self._lines[name].shape, dtype, self._lines[name].order, steady=steady)
             for index, within, values in flat.held():

@@ -4,8 +4,9 @@
 Under bf16 and fp16 torch's way is three passes: gradients are copied into a buffer in fp32, the fused kernel updates
 the master, and the master is copied into the parameters: 40 bytes a parameter, and the buffer. One kernel reads the
 reduced gradient where it lies, unscales and clips it on the way, updates master, momentum and variance, and writes the
-parameter in 16 bits into this rank's part: 28 bytes, and no buffer. The result is torch's to the bit
-([Note: every bit of the fused kernel]); the states are torch's too, under its names, in the optimizer's own ``state``.
+parameter in 16 bits into this rank's part: 28 bytes, and no buffer; 26, where no such part is kept
+([Note: cast on gather]). The result is torch's to the bit ([Note: every bit of the fused kernel]); the states are
+torch's too, under its names, in the optimizer's own ``state``.
 
 Where things lie is noted once, in a table on the device (``table.py``), and holds as long as the addresses do. So a
 step is a few launches, however many units, buckets and runs there are. Nothing waits for the device: step counts, loss
@@ -184,7 +185,7 @@ class OnePass:
                 shard = gradients[part.flat].shard
                 assert shard is not None
                 yield shard.data_ptr()
-                yield part.flat.owned[0].data_ptr()
+                yield 0 if part.flat.is_cast else part.flat.owned[0].data_ptr()
 
     def _strips(self, number: int, run: Run, state: dict[str, Any]) -> Iterator[Strip]:
         offset = 0
@@ -192,18 +193,19 @@ class OnePass:
             for start, gradient, place in self._places(part):
                 here = slice(offset + start, offset + start + gradient.numel())
                 master = run.parameter.data[here]
-                copy = None if place.data_ptr() == master.data_ptr() else place
+                copy = None if place is None or place.data_ptr() == master.data_ptr() else place
                 yield Strip(number, gradient, master, state[STATES[0]][here], state[STATES[1]][here], copy)
             offset += part.span.numel
 
-    def _places(self, part: Part) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield (first element in the part, gradient, parameter in computation), bucket by bucket."""
+    def _places(self, part: Part) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """Yield (first element in the part, gradient, parameter in computation, if it is kept), bucket by bucket."""
         flat, shard = part.flat, self._engine.gradients.of_flat[part.flat].shard
         assert shard is not None
-        for home, owned in zip(flat.homes, flat.owned, strict=True):
+        for number, home in enumerate(flat.homes):
             common = home.meet(part.span)
             if common is not None:
-                place = owned[common.start - home.start : common.end - home.start]
+                within = slice(common.start - home.start, common.end - home.start)
+                place = None if flat.is_cast else flat.owned[number][within]
                 yield common.start - part.span.start, shard[common.slice], place
 
 

@@ -22,7 +22,7 @@ class Strip:
     master: torch.Tensor  # fp32
     exp_avg: torch.Tensor  # fp32
     exp_avg_sq: torch.Tensor  # fp32
-    copy: torch.Tensor | None  # the parameter in computation, in 16 bits; None: it is the master itself
+    copy: torch.Tensor | None  # the parameter in computation, in 16 bits; None: none is kept beside the master
 
 
 @dataclass(frozen=True)

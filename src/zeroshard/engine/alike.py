@@ -42,7 +42,16 @@ def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config,
         grad = "requires grad" if p.requires_grad else "frozen"
         described.append([name, f"{tuple(p.shape)} {p.dtype}, {grad}, {updated.get(name, 'in no optimizer')}"])
     described += [["buffer " + name, f"{tuple(b.shape)} {b.dtype}"] for name, b in model.named_buffers()]
-    decisive = ("stage", "precision", "reduce_dtype", "keep_fp32", "bucket_size", "units", "prefetch")
+    decisive = (
+        "stage",
+        "precision",
+        "reduce_dtype",
+        "keep_fp32",
+        "cast_on_gather",
+        "bucket_size",
+        "units",
+        "prefetch",
+    )
     options = {name: str(getattr(config, name)) for name in decisive}
     options["offload"] = config.offload.described if config.offload is not None else "None"
     theirs = control.exchange("model", json.dumps([described, options]))

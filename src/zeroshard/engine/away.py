@@ -70,7 +70,7 @@ class Away:
 def _on_device(engine: Engine) -> list[torch.Tensor]:
     """Every tensor of a model's states that rests on the device."""
     flats = [flat for unit in engine.units for flat in unit.flats]
-    tensors = [flat.full for flat in flats if flat.shard is None]
+    tensors = [flat.full for flat in flats if not flat.partitioned]
     tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.far]
     for flat in flats:
         tensors += [s.tensor for s in (flat.master.stretches if flat.master is not None else ()) if not s.far]

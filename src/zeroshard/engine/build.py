@@ -91,7 +91,7 @@ class Builder:
         numel = sum(span.numel for spans in near.values() for span in spans)
         masters = Arena("master weights", numel, torch.float32, self._pool, self._ledger) if numel else None
         shards: dict[torch.dtype, Arena] = {}
-        resting = [flat for flat in flats if self._partitioned and not flat.far]
+        resting = [flat for flat in flats if self._partitioned and not flat.far and not self._is_cast(flat)]
         for dtype in dict.fromkeys(flat.dtype for flat in resting):
             numel = sum(flat.layout.shard_numel for flat in resting if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._ledger)
@@ -132,16 +132,16 @@ class Builder:
             flat.rest = rest
 
     def _place(self, flat: Flat, shards: dict[torch.dtype, Arena]) -> None:
-        """Allocate a flat: its shard in its tier, or all of it on the device."""
+        """Allocate a flat: its shard in its tier, if it keeps one, or all of it on the device."""
         shard, numel = None, flat.layout.shard_numel
         if self._partitioned and flat.far:
             shard = self._tiers.zeros("parameters", flat.rest.parameters, numel, flat.dtype, pinned=True)
-        elif self._partitioned:
+        elif self._partitioned and not self._is_cast(flat):
             shard = shards[flat.dtype].take(numel)
         # What is partitioned has its full memory for a moment only: the pool would keep it, for one unit's size.
-        with self._pool if shard is None else nullcontext():
-            flat.place(self._comm, shard)
-        if shard is None:
+        with nullcontext() if self._partitioned else self._pool:
+            flat.place(self._comm, self._partitioned, shard)
+        if not self._partitioned:
             self._ledger.add("parameters", flat.full.nbytes)
 
     def _exact(self, flat: Flat) -> torch.dtype:
@@ -198,6 +198,11 @@ class Builder:
         """Whether an optimizer updates something else than the parameters in computation: exacter, or elsewhere."""
         apart = self._precision.has_master(flat.dtype) or flat.rest.far or flat.far
         return self._is_trained(flat) and apart
+
+    def _is_cast(self, flat: Flat) -> bool:
+        """Whether a partitioned flat keeps its master alone: see [Note: cast on gather]."""
+        near = not flat.far and not flat.rest.far
+        return self._config.casts_masters and near and self._has_master(flat) and self._exact(flat) != flat.dtype
 
     @torch.no_grad()
     def _fill(self, unit: Unit, plan: Plan) -> None:

@@ -32,6 +32,12 @@ class Flat:
     to zero and gathering resizes it back: the storage object stays the same, so views that autograd saved stay valid,
     and the all-gather lands where the views look, without a copy. ``parameter.data = view`` gives each parameter a
     version counter of its own, so refilling the storage does not look like an in-place change to autograd.
+
+    [Note: cast on gather]
+    Where ``Config.cast_on_gather`` asks for it, a partitioned flat with an fp32 master on the device has no shard: what
+    this rank owns, in the dtype of computation, is the master's, cast. A gather casts it into its place in ``full``,
+    which is where an all-gather wants it. The optimizer then writes the master alone. Since the shard of other flats is
+    always their master, cast, no number changes.
     """
 
     def __init__(
@@ -63,8 +69,9 @@ class Flat:
         )
         self.device = device
         self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
-        self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned
-        self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``
+        self.partitioned = False  # whether ``full`` comes and goes
+        self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned, unless it is cast
+        self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``, if kept
         self.landings: list[torch.Tensor] = []  # the same parts' places in ``full``
         self.homes = tuple(layout.in_shard(bucket) for bucket in layout.buckets)  # the same parts' places in the shard
         self.rest = Rest()  # in which tiers its states rest
@@ -82,6 +89,11 @@ class Flat:
     def far(self) -> bool:
         """Whether this rank's part of the parameters rests outside the device."""
         return self.rest.parameters != "device"
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the master is all that this rank keeps of its part: see [Note: cast on gather]."""
+        return self.partitioned and self.shard is None
 
     @property
     def on_disk(self) -> bool:
@@ -106,10 +118,10 @@ class Flat:
             ).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def place(self, comm: Communicator, shard: torch.Tensor | None) -> None:
-        """Allocate: the breathing storage and a shard when partitioned, else the full tensor alone."""
+    def place(self, comm: Communicator, partitioned: bool, shard: torch.Tensor | None) -> None:
+        """Allocate: the breathing storage when partitioned, beside a shard or a master; else the full tensor alone."""
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.shard = shard
+        self.partitioned, self.shard = partitioned, shard
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
         self._nothing = torch.full(
             (), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
@@ -121,8 +133,8 @@ class Flat:
         parts = [self.layout.owned(bucket, comm.shard.rank) for bucket in self.layout.buckets]
         self.landings = [self.full[part.start : part.end] for part in parts]
         self.owned = self.landings
-        if shard is not None:
-            self.owned = [shard[home.start : home.end] for home in self.homes]
+        if partitioned:
+            self.owned = [shard[home.start : home.end] for home in self.homes] if shard is not None else []
             self.full.untyped_storage().resize_(0)
 
     def stand_in(self, shape: torch.Size) -> torch.Tensor:
@@ -131,20 +143,28 @@ class Flat:
 
     def scatter(self, values: torch.Tensor, rank: int) -> None:
         """Keep this rank's part of ``values``, a full tensor laid out like this flat."""
-        for bucket, home, owned in zip(self.layout.buckets, self.homes, self.owned, strict=True):
+        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.homes, strict=True)):
             part = self.layout.owned(bucket, rank)
-            owned.copy_(values[part.start : part.end])
+            if not self.is_cast:
+                self.owned[number].copy_(values[part.start : part.end])
             if self.master is not None:
                 self.master.write(home, values[part.start : part.end])
-        if self.shard is None:
+        if not self.partitioned:
             self.full.copy_(values)
+
+    def computed(self, number: int) -> torch.Tensor:
+        """This rank's part of a bucket, in the dtype of computation, wherever it rests."""
+        if not self.is_cast or self.master is None:
+            return self.owned[number]
+        return self.master.read(self.homes[number], self.device).to(self.dtype)
 
     def held(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
         """Yield (parameter, elements of it, their exact values, the master's where there is one) this rank owns."""
-        for bucket, home, owned in zip(self.layout.buckets, self.homes, self.owned, strict=True):
+        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.homes, strict=True)):
             for piece in self.layout.owned_pieces(bucket, self.rank):
                 if self.master is None:
-                    yield piece.parameter, piece.within, owned[piece.at : piece.at + piece.within.numel]
+                    values = self.owned[number][piece.at : piece.at + piece.within.numel]
+                    yield piece.parameter, piece.within, values
                     continue
                 first = home.start + piece.at
                 for common, values in self.master.within(Range(first, first + piece.within.numel)):
@@ -165,12 +185,16 @@ class Flat:
 
     def update_from_master(self, near: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's parts and the master's parts they are to be copied from; ``near``: those on the device."""
+        return ([], []) if self.is_cast else self._paired(self.owned, near)
+
+    def _paired(self, parts: list[torch.Tensor], near: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Places in parts of the buckets, and what of the master belongs there, unless it is there already."""
         places: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for home, owned in zip(self.homes, self.owned, strict=True):
+        for home, part in zip(self.homes, parts, strict=True):
             for stretch, common in self.master.parts(home) if self.master is not None else ():
                 source = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]
-                place = owned[common.start - home.start : common.end - home.start]
+                place = part[common.start - home.start : common.end - home.start]
                 if not (near and stretch.far) and place.data_ptr() != source.data_ptr():
                     places.append(place)
                     sources.append(source)
@@ -185,6 +209,11 @@ class Flat:
     def bring(self) -> list[torch.Tensor]:
         """Return this rank's part of each bucket on the device, for the other ranks to gather."""
         self.arrive()
+        if self.is_cast:
+            places, sources = self._paired(self.landings, near=True)
+            if places:
+                torch._foreach_copy_(places, sources)
+            return self.landings
         if not self.far or self.shard is None:
             return self.owned
         shard = self.shard if self.reader is None else self.reader.take(self.shard)

@@ -228,8 +228,8 @@ class Unit:
         for flat in self.flats:
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             flat.arrive()
-            for bucket, owned in zip(flat.layout.buckets, flat.owned, strict=True):
-                self._gather_whole(fresh[bucket.start : bucket.end], owned)
+            for number, bucket in enumerate(flat.layout.buckets):
+                self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number))
             copies.append(fresh)
         self._undress()
         for flat, fresh in zip(self.flats, copies, strict=True):
@@ -262,8 +262,8 @@ class Unit:
         for flat in self.flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
             whole = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-            for bucket, home, owned in zip(flat.layout.buckets, flat.homes, flat.owned, strict=True):
-                mine = owned if flat.master is None else flat.master.read(home, flat.device)
+            for number, (bucket, home) in enumerate(zip(flat.layout.buckets, flat.homes, strict=True)):
+                mine = flat.owned[number] if flat.master is None else flat.master.read(home, flat.device)
                 self._gather_whole(whole[bucket.start : bucket.end], mine)
             for index, parameter in enumerate(flat.parameters):
                 view = flat.view(whole, index)
@@ -306,9 +306,9 @@ class Unit:
             master = flat.master.read(flat.homes[number], flat.device)
             kept = torch.where(master.to(flat.dtype) == new, master, new.to(master.dtype))  # what is unchanged is exact
             flat.master.write(flat.homes[number], kept)
-        if flat.shard is None:
+        if not flat.partitioned:
             flat.buckets[number].copy_(values)
-        else:
+        elif not flat.is_cast:
             flat.owned[number].copy_(new)
 
     def _all_gather(self, flats: list[Flat]) -> list[Pending]:

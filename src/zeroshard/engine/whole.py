@@ -47,7 +47,7 @@ def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     engine.order.begin("read a parameter")
     engine.states.finish_updates()
     engine.states.refuse_spoilt("weights")
-    if flat.master is None and flat.shard is None:  # every rank has all of it
+    if flat.master is None and not flat.partitioned:  # every rank has all of it
         return undivided(engine.comm, flat.view(flat.full, index).clone(), flat, index)
     dtype = flat.dtype if flat.master is None else flat.master.dtype
     line = torch.zeros(flat.layout.numels[index], dtype=dtype, device=flat.device)

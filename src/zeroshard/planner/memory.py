@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class UnitBytes:
     sent: int  # bytes of its gradient that leave the device
     unpacked: int  # bytes of its gradient that are reduced where autograd has made them
     last_unpacked: int  # bytes of the gradients that the next unit's reductions find still under way
+    cast: int = 0  # bytes that a gather reads and writes on the device, to cast its shard
     blocks: int = 1  # that it was made of: see [Note: small blocks]
 
 
@@ -127,22 +128,26 @@ def holdings(
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
     data_ranks = ranks // tensor
-    placement = Placement.of_stage(config.stage, data_ranks, config.offload)
+    placement = Placement.of_stage(config.stage, data_ranks, config.offload, cast=config.casts_masters)
     parts = data_ranks if placement.optimizer else 1
     plans = plan_units(model, config.units, config.bucket_size) if plans is None else plans
     named, precision, held = dict(model.named_parameters()), Precision(model, config), local_numels(model, tensor)
     flats = [_flats([(n, named[n], held[n]) for n in plan.parameters], config, precision, parts) for plan in plans]
     every = [flat for unit in flats for flat in unit]
     rests, travel = _rests(every, placement, config, optimizer_states, on_gpu)
+    cast = config.casts_masters and placement.parameters
+    every = [replace(flat, cast=cast and flat.may_cast(rest)) for flat, rest in zip(every, rests, strict=True)]
+    numbered = iter(every)
+    flats = [[next(numbered) for _ in unit] for unit in flats]
     states, far = _states(every, rests, placement, optimizer_states)
     packed, part = _ring(every, rests, config.ring, parts, on_gpu)
     longest, _ = _ring(every, rests, config.ring, parts, False)
     at_once = one_pass and on_gpu and optimizer_states == len(STATES_OF_ADAM)
     copies = [flat for flat in every if flat.trained and flat.is_copied(at_once)]
     copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
-    rooms, numbered = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
+    rooms, resting = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
     units = [
-        _unit(plan, unit, [next(rooms) for _ in unit], [next(numbered) for _ in unit], config.ring if on_gpu else 0)
+        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], config.ring if on_gpu else 0)
         for plan, unit in zip(plans, flats, strict=True)
     ]
     return Holdings(
@@ -170,6 +175,7 @@ class _Flat:
     reduced: torch.dtype  # of its gradient
     updated: torch.dtype  # that the optimizer sees
     trained: bool
+    cast: bool = False  # keeps its master alone: see [Note: cast on gather]
 
     @property
     def nbytes(self) -> int:
@@ -187,6 +193,10 @@ class _Flat:
         state_bytes = (1 + optimizer_states) * self.updated.itemsize
         return Body(homes, self.trained, self.dtype.itemsize, self.reduced.itemsize, state_bytes)
 
+    def may_cast(self, rest: Rest) -> bool:
+        """Whether it could do with its master alone, were it partitioned."""
+        return self.trained and self.updated != self.dtype and rest.parameters == "device" and not rest.far
+
     def is_copied(self, one_pass: bool) -> bool:
         """Whether an update takes a copy of the gradient in the master's dtype."""
         if one_pass and self.updated == torch.float32 and self.reduced in PASSED:
@@ -198,7 +208,7 @@ class _Flat:
 
         With a copy of the gradient, that is written and read, and the master read once more for the parameter.
         """
-        parameter = 0 if self.dtype == self.updated else self.dtype.itemsize
+        parameter = 0 if self.dtype == self.updated or self.cast else self.dtype.itemsize
         moved = 2 * (1 + optimizer_states) * self.updated.itemsize + self.reduced.itemsize + parameter
         if self.is_copied(one_pass):
             moved += (2 + bool(parameter)) * self.updated.itemsize
@@ -259,6 +269,7 @@ def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], s
         ),
         unpacked=sum(piece.within.numel * flat.dtype.itemsize for flat, piece in unpacked if piece is not None),
         last_unpacked=sum(flat.layout.numels[parameter] * flat.dtype.itemsize for flat, parameter in last),
+        cast=sum(f.layout.shard_numel * (f.updated.itemsize + f.dtype.itemsize) for f in flats if f.cast),
         blocks=plan.blocks if plan.is_block else 1,
     )
 
@@ -285,7 +296,8 @@ def _states(
 
     for flat, rest in zip(flats, rests, strict=True):
         layout = flat.layout
-        count("parameters", rest.parameters, layout.shard_numel if placement.parameters else layout.numel, flat.dtype)
+        numel = 0 if flat.cast else layout.shard_numel if placement.parameters else layout.numel
+        count("parameters", rest.parameters, numel, flat.dtype)
         if not flat.trained:
             continue
         count("gradients", rest.gradients, layout.shard_numel if placement.gradients else layout.numel, flat.reduced)

@@ -282,6 +282,7 @@ class _Clock:
             self._up = max(self._up, ready) + sizes.shard / self._machine.pcie
             self._count("pcie", sizes.shard)
             ready = self._up
+        ready += sizes.cast / self._machine.bandwidth
         self._gathers = self._over_the_wire(ready, "all-gather", sizes.whole)
         self._coming[unit] = self._gathers
 

@@ -70,7 +70,15 @@ def _elsewhere(options: Options, ranks: int) -> tuple[str, str]:
 
 def _planned(module: nn.Module, chosen: ShardOptions, stage: int, ranks: int, precision: str) -> Memory:
     offload = chosen.offloaded if stage == 3 else {**chosen.offloaded, "parameters": "device"}
-    return predict_memory(module, ranks=ranks, tensor=chosen.tensor, stage=stage, precision=precision, offload=offload)
+    return predict_memory(
+        module,
+        ranks=ranks,
+        tensor=chosen.tensor,
+        stage=stage,
+        precision=precision,
+        offload=offload,
+        cast_on_gather=chosen.cast_on_gather,
+    )
 
 
 def _inputs(options: Options, language_model: LanguageModel, precision: str, tokens: int) -> str:

@@ -249,6 +249,7 @@ def _shard(
         stage=options.sharding.stage,
         offload=options.sharding.offloaded,
         precision=precision,
+        cast_on_gather=options.sharding.cast_on_gather,
         timeout=options.sharding.timeout,
         init_fn=language_model.init_fn,
     )

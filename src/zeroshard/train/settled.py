@@ -52,6 +52,7 @@ def settle(
         "sequence": sequence,
         "loss": loss,
         "precision": precision,
+        "cast_on_gather": sharding.cast_on_gather,
         "directory": sharding.offload_directory,
     }
     try:

@@ -43,7 +43,9 @@ def sharding(options: Options, precision: str) -> list[tuple[str, str]]:
     """
     name = options.sharding.configuration
     changed = "" if name is None or options == options.configured(name) else ", changed"
-    lines = [("ZeRO", (f"{name}{changed}: " if name else "") + f"stage {options.sharding.stage}, {precision}")]
+    cast = options.sharding.cast_on_gather and options.sharding.stage == 3 and precision in ("bf16", "fp16")
+    how = f"stage {options.sharding.stage}, {precision}{', cast from the master at each gather' if cast else ''}"
+    lines = [("ZeRO", (f"{name}{changed}: " if name else "") + how)]
     if options.sharding.offload != "device" and options.sharding.offload_fraction:
         part = "" if options.sharding.offload_fraction == 1 else f"{options.sharding.offload_fraction:.0%} of "
         lines.append(("tiers", f"{part}optimizer states on {options.sharding.offload}, updated there"))
