@@ -123,6 +123,29 @@ def test_gradients_memory_is_given_back_and_taken_again_on_the_gpu(world: int, s
     run_processes(world, gradients_come_and_go, world, stage, backwards)
 
 
+def cast_or_kept(rank: int, world: int) -> None:
+    """The same bits whether a gather casts the master or finds a 16-bit shard, which is what is saved."""
+    found, held = [], []
+    for cast in (False, True):
+        torch.manual_seed(0)
+        model = GPT(SMALL).cuda()
+        model, optimizer = zeroshard.shard(model, adamw(model), precision="bf16", cast_on_gather=cast)
+        for tokens in torch.randint(256, (6, 4, 64), device="cuda"):
+            model(tokens, tokens).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            held.append(zeroshard.report(model).states)
+            optimizer.zero_grad()
+        found.append(full_parameters(model))
+    assert_equal(*found)
+    assert held[5] - held[11] == pytest.approx(2 * SMALL.parameters / world, rel=0.02)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_casting_masters_as_they_are_gathered_changes_no_bit_on_the_gpu(world: int) -> None:
+    run_processes(world, cast_or_kept, world)
+
+
 class Late(Echo):
     """One rank of many whose reductions are read long after they were launched, on a stream of their own."""
 

@@ -73,6 +73,7 @@ class Flat:
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned, unless it is cast
         self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``, if kept
         self.landings: list[torch.Tensor] = []  # the same parts' places in ``full``
+        self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # landings, and what is cast into them
         self.homes = tuple(layout.in_shard(bucket) for bucket in layout.buckets)  # the same parts' places in the shard
         self.rest = Rest()  # in which tiers its states rest
         self.master: Spread | None = None  # [layout.shard_numel], what an optimizer updates in the parameters' stead
@@ -210,9 +211,9 @@ class Flat:
         """Return this rank's part of each bucket on the device, for the other ranks to gather."""
         self.arrive()
         if self.is_cast:
-            places, sources = self._paired(self.landings, near=True)
-            if places:
-                torch._foreach_copy_(places, sources)
+            self._casts = self._casts or self._paired(self.landings, near=True)
+            if self._casts[0]:
+                torch._foreach_copy_(*self._casts)
             return self.landings
         if not self.far or self.shard is None:
             return self.owned
