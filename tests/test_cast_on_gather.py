@@ -93,7 +93,7 @@ def test_every_number_is_the_same_over_gloo_processes() -> None:
     assert_same(run_processes(2, numbers, 2, with_it(case)), run_processes(2, numbers, 2, case))
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4)])
 def test_every_number_is_the_same_on_a_mesh_of_replicas(mesh: tuple[int, int]) -> None:
     case = Case(mesh=mesh, clip=(0.1,), options=BF16)
     assert_same(run_threads(4, numbers, 4, with_it(case)), run_threads(4, numbers, 4, case))
@@ -241,6 +241,30 @@ def test_elsewhere_nothing_changes(what: str, world: int) -> None:
     config = {**BF16, **changes, "offload": offload}
     plain, cast = (predict_memory(make_net(), ranks=world, cast_on_gather=on, **config) for on in (False, True))
     assert plain == cast
+
+
+def resident(rank: int, trained: bool, mesh: tuple[int, int] | None) -> bool:
+    """Whether parameters can be read outside forward."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters()) if trained else None
+    where = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    model, _ = zeroshard.shard(model, optimizer, mesh=where, stage=3, precision="bf16", cast_on_gather=True)
+    try:
+        model.state_dict()
+    except RuntimeError as error:
+        assert "there in forward and backward alone" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("world", "trained", "mesh", "expected"), [(1, True, None, False), (1, False, None, True), (2, True, (2, 1), True)]
+)
+def test_units_come_and_go_only_where_that_saves_memory(
+    world: int, trained: bool, mesh: tuple[int, int] | None, expected: bool
+) -> None:
+    """On one rank there must be masters; of replicas each holds everything, and need not use the same units."""
+    assert run_threads(world, resident, trained, mesh) == [expected] * world
 
 
 def test_of_states_that_rest_partly_outside_the_device_the_rest_has_no_copy() -> None:

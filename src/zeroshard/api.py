@@ -114,7 +114,8 @@ def shard(
     verify_same_model(model, _described(optimizer, names), config, control)
     if "checkpoint" in wanted:
         chosen.recompute(model)
-    placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas, config.casts_masters)
+    cast = config.casts_masters and bool(trained)
+    placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
     comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     tiers = Tiers(config.offload, device, ledger)

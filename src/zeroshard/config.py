@@ -51,9 +51,10 @@ class Config:
     cast_on_gather: bool = False
     """Stage 3 under "bf16" and "fp16": keep no 16-bit copy of this rank's part of the parameters; each gather casts the
     master. 14Ψ/N bytes of states instead of 16Ψ/N, for reading 4 bytes an element instead of 2 whenever a unit is
-    brought. One rank alone, with nothing outside the device, then brings and releases units, too. What is not trained,
-    stays in fp32 or rests outside the device keeps what it has; in other stages and precisions nothing changes. The
-    numbers are the same to the bit."""
+    brought. One rank alone, with nothing outside the device, then brings and releases units, too: its parameters are
+    there in forward and backward only, as those of many ranks are. What is not trained, stays in fp32 or rests outside
+    the device keeps what it has; in other stages and precisions nothing changes. The numbers are the same to the
+    bit."""
 
     units: tuple[str | type[nn.Module], ...] | None = None
     """Which modules are units: classes, or shell patterns of module names ("layers.*"). None: the repeated blocks of

@@ -16,9 +16,10 @@ collective needs no copy before or after it, and why a parameter may be larger t
 shard starts at ``bucket.start // parts``, since every earlier bucket gave ``1/parts`` of its length.
 
 [Note: large parameters]
-One of at least a quarter of ``bucket_size`` lies behind the others, in buckets of its own, if it divides evenly: its
+One of at least a third of ``bucket_size`` lies behind the others, in buckets of its own, if it divides evenly: its
 gradient is then reduced as autograd has made it, without a copy into a bucket ([Note: what needs no packing]). That
-takes at most five collectives where one would do, and no element moves twice::
+takes at most four collectives where one would do, each of which the host has to launch; smaller ones would cost it more
+time than they save the device::
 
     flat      |  bias, weight 0, bias … |pad|  weight 1 (large)             |  weight 3 (large)     |
     buckets   |          bucket 0           |   bucket 1    |   bucket 2    |       bucket 3        |
@@ -102,7 +103,7 @@ class FlatLayout:
     def build(cls, numels: Sequence[int], bucket_size: int, parts: int) -> FlatLayout:
         """Lay the parameters out and cut them: see [Note: the packed layout] and [Note: large parameters]."""
         quantum = ALIGN * parts  # every bucket divides evenly, on vector boundaries
-        alone = [bucket_size <= 4 * numel and numel % quantum == 0 for numel in numels]
+        alone = [bucket_size <= 3 * numel and numel % quantum == 0 for numel in numels]
         small, large = ([i for i, is_large in enumerate(alone) if is_large is kind] for kind in (False, True))
         starts, total = [0] * len(numels), 0
         for index in small:

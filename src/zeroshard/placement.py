@@ -46,7 +46,8 @@ class Placement:
         """
         row = _TABLE[stage] if ranks > 1 else _TABLE[0]
         if offload is None:
-            return row if ranks > 1 or not cast else replace(row, parameters=_TABLE[stage].parameters)
+            alone = ranks * replicas == 1
+            return replace(row, parameters=_TABLE[stage].parameters) if cast and alone else row
         if offload.parameters and not _TABLE[stage].parameters:
             raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
         leave = _TABLE[stage].gradients or ranks * replicas == 1  # one by one in backward

@@ -22,9 +22,12 @@ class Buckets:
     gradient that autograd has made, where that has the dtype and the strides it would be packed in: a copy saved, which
     reads and writes the gradient once beside a computation that wants the same memory. The gradient then has to live
     until the reduction has read it, so its slot of the ring, whose buffer is not used, keeps it until it is settled,
-    and the lane's list until compute has waited for the lane. A backend that overwrites what it reduces is given a copy
-    all the same: whoever has seen the gradient in a hook may have kept it. The ring is as long as the longest bucket
-    that is packed in any case, until another one has to be.
+    and the lane's list until compute has waited for the lane. That is when the next unit's gradients are there: where
+    a unit has such buckets (which all ranks know alike), its reductions end before those of the next begin, so that no
+    more than two units' gradients are in memory. A backend that overwrites what it reduces is given a copy all the
+    same: whoever has seen the gradient in a hook may have kept it. The ring is as long as the longest bucket that is
+    packed in any case, until another one has to be. Not so where there are replicas: to grow, it ends what is under way
+    at a moment of this rank's own, and what is summed over replicas when it ends has to come in one order on all ranks.
     """
 
     def __init__(self, gradients: Iterable[FlatGradient], comm: Communicator, slots: int, ledger: Ledger) -> None:
@@ -32,6 +35,7 @@ class Buckets:
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
         self._packers: dict[tuple[Flat, int, int], Packer] = {}  # by flat, bucket and slot
+        self.keep_gradients = False  # whether reductions under way may be reading autograd's own
 
     @property
     def busy(self) -> bool:
@@ -42,6 +46,7 @@ class Buckets:
         """End every reduction under way."""
         for ring in self._rings.values():
             ring.settle()
+        self.keep_gradients = False
 
     def close(self) -> None:
         """Free the rings' buffers until they are wanted again."""
@@ -67,6 +72,7 @@ class Buckets:
                 self._packers.clear()
             ring = self._rings[gradient.dtype] = self._ring(gradient.dtype, longest)
         ring.open()
+        self.keep_gradients |= not self._comm.overwrites and any(sole is not None for sole in gradient.soles)
         return ring
 
     def pack(self, gradient: FlatGradient, number: int, slot: Slot, taken: list[torch.Tensor | None]) -> torch.Tensor:
@@ -104,7 +110,8 @@ class Buckets:
         return max((bucket.numel // layout.parts for layout in layouts for bucket in layout.buckets), default=0)
 
     def _always_packed(self, gradient: FlatGradient) -> list[int]:
-        """Elements of the buckets that are packed whatever autograd makes."""
-        every = self._comm.overwrites or gradient.far or gradient.flat.dtype != gradient.dtype
+        """Elements of the buckets that there is room for from the beginning: those packed whatever autograd makes."""
+        comm = self._comm
+        every = comm.overwrites or bool(comm.replicas) or gradient.far or gradient.flat.dtype != gradient.dtype
         pairs = zip(gradient.flat.layout.buckets, gradient.soles, strict=True)
         return [bucket.numel for bucket, sole in pairs if every or sole is None]

@@ -75,6 +75,8 @@ class FlatGradient:
         tensor = taken[piece.parameter]
         if tensor is None or tensor.dtype != self.dtype or tensor.stride() != self.flat.strides[piece.parameter]:
             return None
+        if tensor.is_conj() or tensor.is_neg():  # its memory has other values
+            return None
         return self.flat.line(tensor, piece.parameter)[piece.within.slice]
 
     def pending(self) -> bool:

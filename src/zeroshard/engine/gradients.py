@@ -332,6 +332,9 @@ class Gradients:
     def _reduce(self, unit: Unit) -> None:
         """Pack a unit's gradients bucket by bucket and start their reduction, beside the computation."""
         self._order.check(unit.reduce_event)
+        if self._buckets.keep_gradients:
+            with self._lane:
+                self._buckets.settle()
         self._lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
         self._read_by_lane.clear()
         if any(gradient.has_local for gradient in self._of[unit]):

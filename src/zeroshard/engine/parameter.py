@@ -323,8 +323,11 @@ def _complaint(parameter: Any, func: Callable[..., Any]) -> str:
     card = card_of(parameter)
     name = card.name if card is not None else "a parameter"
     action = getattr(func, "__name__", str(func)).strip("_")
+    flat = card.flat() if card is not None else None
+    alone = flat is not None and flat.layout.parts == 1
+    where = "there in forward and backward alone" if alone else "partitioned over the ranks"
     return (
-        f"the values of {name!r} are partitioned over the ranks, so {action!r} cannot use them here. Use them on all "
-        "ranks inside `with zeroshard.gathered(model):` (for state_dict() too), or name a writing rank to change them: "
+        f"the values of {name!r} are {where}, so {action!r} cannot use them here. Use them on all ranks inside "
+        "`with zeroshard.gathered(model):` (for state_dict() too), or name a writing rank to change them: "
         "`with zeroshard.gathered(model, write_rank=0):`"
     )

@@ -174,7 +174,8 @@ def deepened_holdings(shallow: Holdings, deeper: Holdings, extra: int, bucket_si
     kept = [
         replace(u, name=s.name) for u, s in zip(deeper.units[:begin] + deeper.units[end:], shallow.units, strict=True)
     ]
-    if kept != shallow.units or (deeper.ring, deeper.landings) != (shallow.ring, shallow.landings):
+    buffers = [(one.ring, one.widest_ring, one.landings) for one in (shallow, deeper)]
+    if kept != shallow.units or buffers[0] != buffers[1]:
         raise UnevenError("a block in the middle does not hold what the others hold: hold the whole model")
     block = deeper.units[begin:end]
     copies = [replace(unit) for _ in range(extra + 1) for unit in block]

@@ -3,11 +3,10 @@
 [Note: replaying memory]
 The trace has the activations; what the library adds to them follows from the moments between: a unit that is brought is
 there until it is let go, and the next one already comes (prefetch); gradients that autograd has made wait until the
-reduction after them begins, or the one after that where they are reduced as they lie ([Note: what needs no packing]);
-the ring of buckets is there from a backward's first reduction to its end, and reduced gradients are from there to
-zero_grad(), which is taken to come before the next forward; the update takes its buffer when all that is gone. The
-highest of these moments is the peak. Where several backwards make a step, or states rest outside the device, gradients
-are there all the time ([Note: gradients that come and go]).
+reduction after them begins; the ring of buckets is there from a backward's first reduction to its end, and reduced
+gradients are from there to zero_grad(), which is taken to come before the next forward; the update takes its buffer
+when all that is gone. The highest of these moments is the peak. Where several backwards make a step, or states rest
+outside the device, gradients are there all the time ([Note: gradients that come and go]).
 """
 
 from __future__ import annotations
@@ -135,7 +134,6 @@ class _Walk:
         self._at = 0
         self._gathered: set[int] = set()
         self._waiting = 0.0  # bytes of gradients that a reduction still reads
-        self._under_way = 0.0  # bytes of these that it still will when the next unit's are there
         self._ring = False
 
     def over(self, span: Span) -> Moment:
@@ -167,13 +165,12 @@ class _Walk:
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
             self._ring = True
-            self._waiting = mark.nbytes + self._under_way if self._on_gpu else 0.0
-            self._under_way = self._held.units[mark.unit].last_unpacked
+            self._waiting = mark.nbytes if self._on_gpu else 0.0
             return 0.0 if self._on_gpu else mark.nbytes
         elif mark.moment == "end forward":
             self._at = 0
         elif mark.moment == "end backward":
-            self._ring, self._waiting, self._under_way = False, 0.0, 0.0
+            self._ring, self._waiting = False, 0.0
             self._gathered.clear()
         return 0.0
 

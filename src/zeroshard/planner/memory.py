@@ -62,11 +62,10 @@ def predict_memory(
     True
     """
     found = holdings(model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states)
-    under_way = max((unit.last_unpacked for unit in found.units), default=0)  # in place of copies in the ring
     working = {
         "gathered": 2 * max((unit.whole for unit in found.units), default=0) if found.placement.parameters else 0,
         "autograd": 2 * max((unit.gradient for unit in found.units), default=0),
-        "buckets": max(found.widest_ring, found.ring + under_way) if found.placement.gradients else found.landings,
+        "buckets": found.widest_ring if found.placement.gradients else found.landings,
         "step": found.step,
     }
     return Memory(found.states, working, found.far)
@@ -87,7 +86,6 @@ class UnitBytes:
     shard: int  # bytes of its shard
     sent: int  # bytes of its gradient that leave the device
     unpacked: int  # bytes of its gradient that are reduced where autograd has made them
-    last_unpacked: int  # bytes of the gradients that the next unit's reductions find still under way
     cast: int = 0  # bytes that a gather reads and writes on the device, to cast its shard
     blocks: int = 1  # that it was made of: see [Note: small blocks]
 
@@ -147,7 +145,7 @@ def holdings(
     copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
     rooms, resting = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
     units = [
-        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], config.ring if on_gpu else 0)
+        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], as_they_lie=on_gpu)
         for plan, unit in zip(plans, flats, strict=True)
     ]
     return Holdings(
@@ -243,8 +241,7 @@ def _ring(flats: list[_Flat], rests: list[Rest], slots: int, parts: int, as_they
     return slots * sum(numel * dtype.itemsize for dtype, numel in packed.items()), slots * most // parts
 
 
-def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], slots: int) -> UnitBytes:
-    """What a unit takes. ``slots``: of the ring, where gradients are reduced as they lie; else 0."""
+def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], as_they_lie: bool) -> UnitBytes:
     trained = [(flat, rest) for flat, rest in zip(flats, rests, strict=True) if flat.trained]
     far: dict[str, int] = {}
     for _, rest in trained:
@@ -252,8 +249,6 @@ def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], s
             if tier != "device":
                 far[tier] = far.get(tier, 0) + span.numel
     tiers = [rest.parameters for rest in rests if rest.parameters != "device"]
-    unpacked = [(flat, piece) for flat, rest in trained if slots for piece in flat.unpacked(rest)]
-    last = {(flat, piece.parameter) for flat, piece in unpacked[-slots:] if piece is not None}
     return UnitBytes(
         plan.name,
         whole=sum(flat.nbytes for flat in flats),
@@ -267,8 +262,12 @@ def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], s
         sent=sum(
             f.layout.shard_numel * f.reduced.itemsize for f, rest in trained if rest.far or rest.gradients != "device"
         ),
-        unpacked=sum(piece.within.numel * flat.dtype.itemsize for flat, piece in unpacked if piece is not None),
-        last_unpacked=sum(flat.layout.numels[parameter] * flat.dtype.itemsize for flat, parameter in last),
+        unpacked=sum(
+            piece.within.numel * flat.dtype.itemsize
+            for flat, rest in trained
+            for piece in flat.unpacked(rest)
+            if as_they_lie and piece is not None
+        ),
         cast=sum(f.layout.shard_numel * (f.updated.itemsize + f.dtype.itemsize) for f in flats if f.cast),
         blocks=plan.blocks if plan.is_block else 1,
     )
