@@ -16,7 +16,7 @@ from zeroshard.train.batching import Batching
 from zeroshard.train.directory import RunDirectory, new_directory, newest_run
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.launch import first_failure
+from zeroshard.train.launch import ACCOUNTS, first_failure, report_failure
 from zeroshard.train.options import DataOptions, ModelOptions, Options, StepOptions
 from zeroshard.train.pulse import Pulse
 from zeroshard.train.record import paper_traffic
@@ -147,6 +147,23 @@ def test_sruns_words_are_translated_and_sbatchs_are_not_a_rank() -> None:
 )
 def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
     assert first_of_list(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("error", "missed"),
+    [
+        ("Connection closed by peer [127.0.0.1]:4242", True),
+        ("Connection reset. This is typically caused by a remote worker hanging or bugs in the application.", True),
+        ("my own mistake", False),
+    ],
+)
+def test_what_gloo_says_of_another_rank_is_no_error_of_ones_own(
+    error: str, missed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ACCOUNTS, str(tmp_path))
+    report_failure(RuntimeError(error), rank=0)
+    told = first_failure(tmp_path, {0: 1, 1: -9})
+    assert told.startswith("rank 1 was killed" if missed else "rank 0 failed")
 
 
 def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from zeroshard.train.errors import TrainingError
 ACCOUNTS = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
 GRACE = 120  # seconds that ranks have for their last checkpoint once they are told to stop
 LAST_WORDS = 3  # seconds that a rank has to write its record once another has failed
+GONE = ("Connection closed by peer", "remote worker")  # what gloo says of another rank, whatever it met of its end
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -89,7 +90,7 @@ def report_failure(error: BaseException, rank: int) -> None:
     directory = os.environ.get(ACCOUNTS)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
-        missed = isinstance(error, (RanksDisagreeError, DistError)) or "Connection closed by peer" in str(error)
+        missed = isinstance(error, (RanksDisagreeError, DistError)) or any(words in str(error) for words in GONE)
         told = {"rank": rank, "moment": time.time(), "account": account, "missed": missed}
         partial.write_text(json.dumps(told))
         partial.rename(partial.with_suffix(".account.json"))
