@@ -90,8 +90,7 @@ def trained(rank: int, model: nn.Module, loss: Loss, backwards: int = 1, **optio
 
 
 @pytest.mark.parametrize("loss", [plainly, with_a_rank_that_skips])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "precision"), [(2, "bf16"), (3, "fp32"), (4, "bf16")])
 def test_stages_2_and_3_train_as_stage_1_does_which_packs_nothing(world: int, precision: str, loss: Loss) -> None:
     wanted, *found = (
         run_threads(world, partial(trained, stage=stage, precision=precision, bucket_size=LARGE), stack(), loss)
@@ -135,8 +134,7 @@ def skipped_on_one_rank(rank: int, model: nn.Module, at: int, **options: Any) ->
     return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ring", [1, 2, 3])
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(("at", "ring"), [(0, 1), (1, 2), (0, 3)])
 def test_replicas_sum_in_one_order_though_one_rank_has_no_gradient(at: int, ring: int) -> None:
     (wanted, *_), found = (
         run_threads(4, partial(skipped_on_one_rank, stage=stage, ring=ring), stack(), at) for stage in (1, 3)

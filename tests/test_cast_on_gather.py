@@ -63,7 +63,7 @@ def numbers(rank: int, world: int, case: Case) -> Any:
 # ------------------------------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(
     "case",
     [
@@ -433,8 +433,8 @@ def test_a_plan_counts_with_it() -> None:
         assert plain.states["parameters"] == pytest.approx(2 * PSI / devices, rel=ALIGNMENT)
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_stage_left_to_a_plan_fits_where_only_it_does(ranks: int) -> None:
+def test_a_stage_left_to_a_plan_fits_where_only_it_does() -> None:
+    ranks = 8
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, context=16, layers=4, heads=8, width=512))
     asked = {"batch": ranks, "sequence": 16, "precision": "bf16", "micro_batch": 1}
