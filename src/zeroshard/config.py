@@ -61,10 +61,11 @@ class Config:
     the model are found by themselves."""
 
     bucket_size: int = 2**27
-    """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B). A step
-    also updates that many elements at a time: torch's elementwise optimizers are stepped several times where a rank's
-    part is larger. An optimizer of another class, or one with hooks on its ``step`` or a ``step`` of its own, is called
-    once, with all of its part's gradients: where these need a copy in fp32, that takes 4Ψ/N bytes."""
+    """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B). A
+    parameter of at least a third of them has collectives of its own, and its gradient needs no copy before it is
+    reduced. A step also updates that many elements at a time: torch's elementwise optimizers are stepped several times
+    where a rank's part is larger. An optimizer of another class, or one with hooks on its ``step`` or a ``step`` of its
+    own, is called once, with all of its part's gradients: where these need a copy in fp32, that takes 4Ψ/N bytes."""
 
     ring: int = 2
     """How many gradient buckets may be on their way at once. Each takes ``bucket_size`` elements."""

@@ -35,7 +35,7 @@ class Buckets:
         self._rings: dict[torch.dtype, Ring] = {}
         self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
         self._packers: dict[tuple[Flat, int, int], Packer] = {}  # by flat, bucket and slot
-        self.keep_gradients = False  # whether reductions under way may be reading autograd's own
+        self.reads_gradients = False  # whether reductions under way may be reading autograd's own
 
     @property
     def busy(self) -> bool:
@@ -46,7 +46,7 @@ class Buckets:
         """End every reduction under way."""
         for ring in self._rings.values():
             ring.settle()
-        self.keep_gradients = False
+        self.reads_gradients = False
 
     def close(self) -> None:
         """Free the rings' buffers until they are wanted again."""
@@ -55,8 +55,8 @@ class Buckets:
 
     def as_they_lie(self, gradient: FlatGradient, taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Of each bucket, what can be reduced without being packed, of what autograd has made."""
-        numbers = range(len(gradient.soles))
-        return [None if self._comm.overwrites else gradient.as_it_lies(number, taken) for number in numbers]
+        may = self._may_lie(gradient)
+        return [gradient.as_it_lies(number, taken) if may else None for number in range(len(gradient.soles))]
 
     def open(self, gradient: FlatGradient, ready: list[torch.Tensor | None], settle: Callable[[], None]) -> Ring:
         """Have a ring for a gradient of which all but what is ``ready`` is packed.
@@ -72,7 +72,7 @@ class Buckets:
                 self._packers.clear()
             ring = self._rings[gradient.dtype] = self._ring(gradient.dtype, longest)
         ring.open()
-        self.keep_gradients |= not self._comm.overwrites and any(sole is not None for sole in gradient.soles)
+        self.reads_gradients |= self._may_lie(gradient) and any(sole is not None for sole in gradient.soles)
         return ring
 
     def pack(self, gradient: FlatGradient, number: int, slot: Slot, taken: list[torch.Tensor | None]) -> torch.Tensor:
@@ -109,9 +109,12 @@ class Buckets:
         layouts = [gradient.flat.layout for gradient in self._of(dtype)]
         return max((bucket.numel // layout.parts for layout in layouts for bucket in layout.buckets), default=0)
 
+    def _may_lie(self, gradient: FlatGradient) -> bool:
+        """Whether buckets within one parameter may be reduced as they lie; all ranks say the same."""
+        return not (self._comm.overwrites or gradient.far or gradient.flat.dtype != gradient.dtype)
+
     def _always_packed(self, gradient: FlatGradient) -> list[int]:
         """Elements of the buckets that there is room for from the beginning: those packed whatever autograd makes."""
-        comm = self._comm
-        every = comm.overwrites or bool(comm.replicas) or gradient.far or gradient.flat.dtype != gradient.dtype
+        every = bool(self._comm.replicas) or not self._may_lie(gradient)
         pairs = zip(gradient.flat.layout.buckets, gradient.soles, strict=True)
         return [bucket.numel for bucket, sole in pairs if every or sole is None]

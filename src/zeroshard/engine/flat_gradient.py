@@ -70,7 +70,7 @@ class FlatGradient:
     def as_it_lies(self, number: int, taken: list[torch.Tensor | None]) -> torch.Tensor | None:
         """A bucket that can be reduced without being packed: see [Note: what needs no packing]."""
         piece = self.soles[number]
-        if piece is None or self.has_local or self.far:
+        if piece is None or self.has_local:
             return None
         tensor = taken[piece.parameter]
         if tensor is None or tensor.dtype != self.dtype or tensor.stride() != self.flat.strides[piece.parameter]:

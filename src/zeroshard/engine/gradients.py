@@ -28,10 +28,10 @@ from zeroshard.placement import Placement
 class Gradients:
     """All gradients of one model.
 
-    Partitioned gradients (stages 2 and 3) are packed into a ring of buckets as each unit's backward ends and reduced
-    there, in one fixed order on every rank. Replicated gradients (stages 0 and 1) are summed in place over any number
-    of backwards and reduced once, where they lie, when the optimizer asks. All that is no part of any graph, though a
-    backward may make one.
+    Partitioned gradients (stages 2 and 3) are reduced as each unit's backward ends, where they lie or packed into a
+    ring of buckets, in one fixed order on every rank. Replicated gradients (stages 0 and 1) are summed in place over
+    any number of backwards and reduced once, where they lie, when the optimizer asks. All that is no part of any graph,
+    though a backward may make one.
     """
 
     def __init__(
@@ -330,9 +330,9 @@ class Gradients:
     # -- packing and reducing -----------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
-        """Pack a unit's gradients bucket by bucket and start their reduction, beside the computation."""
+        """Start to reduce a unit's gradients bucket by bucket, beside the computation; pack what has to be."""
         self._order.check(unit.reduce_event)
-        if self._buckets.keep_gradients:
+        if self._buckets.reads_gradients:  # which could not go before
             with self._lane:
                 self._buckets.settle()
         self._lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
