@@ -29,9 +29,16 @@ def deep(layers: int, width: int = 8) -> GPT:
 
 def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> None:
     assert units_of(deep(31))[1:32] == [f"blocks.{number}" for number in range(31)]
-    assert units_of(deep(33))[1:4] == ["blocks.0+blocks.1", "blocks.2+blocks.3", "blocks.4+blocks.5"]
-    assert units_of(deep(33))[17] == "blocks.32"  # none is left to go with it
-    assert len([name for name in units_of(deep(96)) if "blocks" in name]) == 16
+    assert units_of(deep(33))[1] == "blocks.0"  # none is left to go with it
+    assert units_of(deep(33))[2:4] == ["blocks.1+blocks.2", "blocks.3+blocks.4"]
+    assert len([name for name in units_of(deep(96)) if "blocks" in name]) == 19  # of 6 at most
+
+
+def test_no_group_is_larger_than_all_the_blocks_behind_it() -> None:
+    """The last ones run backward beside all the activations there are."""
+    sizes = [name.count("+") + 1 for name in units_of(deep(100)) if "blocks" in name]
+    assert sizes[-5:] == [6, 4, 2, 1, 1]
+    assert sum(sizes) == 100 and set(sizes[1:-4]) == {6}
 
 
 def test_blocks_with_many_parameters_stay_alone() -> None:
@@ -46,7 +53,7 @@ def test_blocks_of_two_containers_do_not_go_together() -> None:
             self.left, self.right = deep(33).blocks, deep(33).blocks
 
     names = units_of(Two())
-    assert "left.32" in names and "right.0+right.1+right.2+right.3" in names
+    assert "left.29+left.30+left.31+left.32" in names and "right.0" in names and "right.32" in names
     assert not any("left" in name and "right" in name for name in names)
 
 

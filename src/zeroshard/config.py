@@ -68,7 +68,8 @@ class Config:
     own, is called once, with all of its part's gradients: where these need a copy in fp32, that takes 4Ψ/N bytes."""
 
     ring: int = 2
-    """How many gradient buckets may be on their way at once. Each takes ``bucket_size`` elements."""
+    """How many gradient buckets may be on their way at once. Each takes ``bucket_size`` elements, and up to a third
+    more where there are short ones too."""
 
     prefetch: bool = True
     """Gather the next unit while the present one computes. Off: one unit less in memory, no overlap."""

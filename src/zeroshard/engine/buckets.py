@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -11,7 +11,7 @@ from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.engine.packer import Packer
 from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.ring import Ring, Slot
+from zeroshard.memory.ring import Ring, Slot, buffer_lengths
 
 
 class Buckets:
@@ -25,9 +25,8 @@ class Buckets:
     and the lane's list until compute has waited for the lane. That is when the next unit's gradients are there: where
     a unit has such buckets (which all ranks know alike), its reductions end before those of the next begin, so that no
     more than two units' gradients are in memory. A backend that overwrites what it reduces is given a copy all the
-    same: whoever has seen the gradient in a hook may have kept it. The ring is as long as the longest bucket that is
-    packed in any case, until another one has to be. Not so where there are replicas: to grow, it ends what is under way
-    at a moment of this rank's own, and what is summed over replicas when it ends has to come in one order on all ranks.
+    same: whoever has seen the gradient in a hook may have kept it. Where one rank has to pack such a bucket, as it has
+    no gradient of it, its slot has a buffer of that length, whose memory is taken then.
     """
 
     def __init__(self, gradients: Iterable[FlatGradient], comm: Communicator, slots: int, ledger: Ledger) -> None:
@@ -58,29 +57,29 @@ class Buckets:
         may = self._may_lie(gradient)
         return [gradient.as_it_lies(number, taken) if may else None for number in range(len(gradient.soles))]
 
-    def open(self, gradient: FlatGradient, ready: list[torch.Tensor | None], settle: Callable[[], None]) -> Ring:
-        """Have a ring for a gradient of which all but what is ``ready`` is packed.
-
-        Where it has to become longer, for what mostly lies as it should, ``settle`` ends what is under way in it.
-        """
-        pairs = zip(gradient.flat.layout.buckets, ready, strict=True)
-        longest = max((bucket.numel for bucket, found in pairs if found is None), default=0)
+    def slots(self, gradient: FlatGradient, ready: list[torch.Tensor | None]) -> list[Slot]:
+        """A slot for each bucket, with memory for what has to be packed: all but what is ``ready``."""
         ring = self._rings.get(gradient.dtype)
-        if ring is None or ring.longest < longest:
-            if ring is not None:
-                settle()
-                self._packers.clear()
-            ring = self._rings[gradient.dtype] = self._ring(gradient.dtype, longest)
-        ring.open()
+        if ring is None:
+            ring = self._rings[gradient.dtype] = self._ring(gradient.dtype)
+        slots = [ring.take() for _ in ready]
+        for slot, bucket, home, found in zip(
+            slots, gradient.flat.layout.buckets, gradient.flat.homes, ready, strict=True
+        ):
+            if found is None:
+                slot.packed.open(bucket.numel)
+            if gradient.is_reduced_aside:
+                slot.reduced.open(home.numel)
         self.reads_gradients |= self._may_lie(gradient) and any(sole is not None for sole in gradient.soles)
-        return ring
+        return slots
 
     def pack(self, gradient: FlatGradient, number: int, slot: Slot, taken: list[torch.Tensor | None]) -> torch.Tensor:
         """Fill a slot with a bucket of what this rank has summed before, or else of what autograd has made."""
         flat, bucket = gradient.flat, gradient.flat.layout.buckets[number]
         packer = self._packers.get((flat, number, slot.index))
         if packer is None:
-            packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, slot.packed[: bucket.numel])
+            packed = slot.packed.open(bucket.numel)[: bucket.numel]
+            packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, packed)
         if gradient.has_local and gradient.local is not None:
             packer.packed.copy_(gradient.local[bucket.slice])
         else:
@@ -91,30 +90,24 @@ class Buckets:
         """One of the few buffers that parts of replicated gradients are reduced into."""
         buffers = self._landings.setdefault(dtype, [])
         if not buffers:
-            part, device = self._longest_part(dtype), self._comm.device
+            homes = [home.numel for g in self._gradients if g.dtype == dtype for home in g.flat.homes]
+            part, device = max(homes, default=0), self._comm.device
             buffers += [torch.empty(part, dtype=dtype, device=device) for _ in range(self._slots)]
             self._ledger.add("buckets", sum(buffer.nbytes for buffer in buffers))
         return buffers[number % len(buffers)]
 
-    def _ring(self, dtype: torch.dtype, longest: int) -> Ring:
-        packed = [longest, *(length for g in self._of(dtype) for length in self._always_packed(g))]
-        part, device = self._longest_part(dtype), self._comm.device
-        return Ring(self._slots, max(packed), part, dtype, device, self._ledger)
-
-    def _of(self, dtype: torch.dtype) -> list[FlatGradient]:
-        return [gradient for gradient in self._gradients if gradient.dtype == dtype]
-
-    def _longest_part(self, dtype: torch.dtype) -> int:
-        """Elements of a rank's part of the longest bucket."""
-        layouts = [gradient.flat.layout for gradient in self._of(dtype)]
-        return max((bucket.numel // layout.parts for layout in layouts for bucket in layout.buckets), default=0)
+    def _ring(self, dtype: torch.dtype) -> Ring:
+        of_dtype = [gradient for gradient in self._gradients if gradient.dtype == dtype]
+        packed: list[int] = []
+        lying: list[int] = []
+        for gradient in of_dtype:
+            may = self._may_lie(gradient)
+            for bucket, sole in zip(gradient.flat.layout.buckets, gradient.soles, strict=True):
+                (lying if may and sole is not None else packed).append(bucket.numel)
+        lengths = {*buffer_lengths(packed), *buffer_lengths(lying)}
+        parts = buffer_lengths(home.numel for gradient in of_dtype for home in gradient.flat.homes)
+        return Ring(self._slots, lengths, parts, dtype, self._comm.device, self._ledger)
 
     def _may_lie(self, gradient: FlatGradient) -> bool:
         """Whether buckets within one parameter may be reduced as they lie; all ranks say the same."""
         return not (self._comm.overwrites or gradient.far or gradient.flat.dtype != gradient.dtype)
-
-    def _always_packed(self, gradient: FlatGradient) -> list[int]:
-        """Elements of the buckets that there is room for from the beginning: those packed whatever autograd makes."""
-        every = bool(self._comm.replicas) or not self._may_lie(gradient)
-        pairs = zip(gradient.flat.layout.buckets, gradient.soles, strict=True)
-        return [bucket.numel for bucket, sole in pairs if every or sole is None]

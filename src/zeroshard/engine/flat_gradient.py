@@ -35,6 +35,11 @@ class FlatGradient:
         """Whether the reduced gradient rests outside the device."""
         return self.flat.rest.gradients != "device"
 
+    @property
+    def is_reduced_aside(self) -> bool:
+        """Whether its parts are reduced into a buffer first: to be added to what is there, or sent off."""
+        return self.has_shard or (self.far and self.flat.layout.parts > 1)
+
     def keep(self, shard: torch.Tensor) -> None:
         """Have the reduced gradient here from now on."""
         self.shard = shard

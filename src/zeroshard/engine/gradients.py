@@ -20,7 +20,7 @@ from zeroshard.engine.unit import Unit
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.ring import Ring, Slot
+from zeroshard.memory.ring import Slot
 from zeroshard.memory.tiers import Tiers
 from zeroshard.placement import Placement
 
@@ -342,13 +342,13 @@ class Gradients:
         for gradient in self._of[unit]:
             taken = gradient.take()
             ready = self._buckets.as_they_lie(gradient, taken)
-            ring = self._buckets.open(gradient, ready, self._settle)
+            slots = self._buckets.slots(gradient, ready)
             self._read_by_lane += self._counted([tensor for tensor in taken if tensor is not None])
             self._open_shard(gradient)
             gradient.flat.arrive()  # an update of its values may still read the gradient of the step before
             with self._lane:
-                for number, found in enumerate(ready):
-                    self._launch(gradient, ring, number, taken, found, unit.reduce_event)
+                for number, slot in enumerate(slots):
+                    self._launch(gradient, slot, number, taken, ready[number], unit.reduce_event)
             gradient.has_shard = True
             self._drop_local(gradient)
         if self._comm.device.type != "cuda":
@@ -357,25 +357,23 @@ class Gradients:
     def _launch(
         self,
         gradient: FlatGradient,
-        ring: Ring,
+        slot: Slot,
         number: int,
         taken: list[torch.Tensor | None],
         ready: torch.Tensor | None,
         what: str,
     ) -> None:
-        slot = ring.take()
         slot.settle()
         packed = self._buckets.pack(gradient, number, slot, taken) if ready is None else ready
         mine, add = gradient.parts[number], gradient.has_shard
+        aside = slot.reduced.open(mine.numel())[: mine.numel()] if gradient.is_reduced_aside else mine
         if gradient.far:
-            result = packed if self._comm.shard.size == 1 else slot.reduced[: mine.numel()]
-        else:
-            result = slot.reduced[: mine.numel()] if add else mine  # else the result can land where it belongs
-        pending = self._comm.reduce_scatter(result, packed, what)
-        if gradient.far:
-            slot.finish = partial(self._land_far, pending, slot, result, gradient, number, what, add)
-        else:
-            slot.finish = partial(self._land_near, pending, result, gradient, number, what, add, ready)
+            result, spare = (packed, aside) if self._comm.shard.size == 1 else (aside, packed[: mine.numel()])
+            pending = self._comm.reduce_scatter(result, packed, what)
+            slot.finish = partial(self._land_far, pending, result, spare, gradient, number, what, add)
+        else:  # where nothing is there yet, the result can land where it belongs
+            pending = self._comm.reduce_scatter(aside, packed, what)
+            slot.finish = partial(self._land_near, pending, aside, gradient, number, what, add, ready)
         if self._comm.ranks == 1:  # nobody is waited for
             slot.settle()
 
@@ -407,31 +405,26 @@ class Gradients:
     def _land_far(
         self,
         pending: Pending,
-        slot: Slot,
         result: torch.Tensor,
+        spare: torch.Tensor,
         gradient: FlatGradient,
         number: int,
         what: str,
         add: bool,
     ) -> None:
-        """End the reduction of a gradient that rests outside the device: measure it, and send it there."""
+        """End the reduction of a gradient that rests outside the device: measure it, and send it there.
+
+        What the backwards before have left there comes back through ``spare`` to be added to.
+        """
         pending.wait()
         self._average(result, what)
         mine = gradient.parts[number]
         if add:
-            result.add_(self._earlier(mine, slot, result))
+            result.add_(mine if mine.device == result.device else spare.copy_(mine, non_blocking=True))
         self._measure(gradient, number, result)
         mine.copy_(result, non_blocking=True)
         gradient.landing = self._lane.moment()
         self._tell(gradient, number)
-
-    def _earlier(self, mine: torch.Tensor, slot: Slot, result: torch.Tensor) -> torch.Tensor:
-        """What the backwards before have left outside the device, on the device."""
-        if mine.device == result.device:
-            return mine
-        if result.data_ptr() != slot.packed.data_ptr():  # it has been reduced into another buffer, and is free
-            return slot.packed[: mine.numel()].copy_(mine, non_blocking=True)
-        return slot.reduced[: mine.numel()].copy_(mine, non_blocking=True)
 
     def _measure(self, gradient: FlatGradient, number: int, result: torch.Tensor) -> None:
         """Take the norms of what is about to leave the device."""

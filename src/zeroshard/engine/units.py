@@ -4,7 +4,9 @@
 A collective of few bytes takes as long as its latency, and the host as long to launch it as any other. So neighbouring
 blocks are gathered and reduced together while they have few parameters: at most ``GROUP`` elements, whose gather takes
 about as long as its latency on a fast network, and at most a sixteenth of all blocks, so that the two units that are in
-memory at a time stay a small part of them. Of up to 31 blocks of one size each is a unit, however small.
+memory at a time stay a small part of them. Of up to 31 blocks of one size each is a unit, however small. No group is
+larger than all the blocks behind it: 1, 1, 2, 4, … of them, from the end. The last ones run backward beside all the
+activations there are, which is where the memory of a step is highest.
 """
 
 from __future__ import annotations
@@ -123,14 +125,17 @@ def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iter
 def _grouped(plans: list[Plan]) -> list[Plan]:
     """Merge neighbouring blocks of one container while they are small: see [Note: small blocks]."""
     limit = _most_together(sum(plan.numel for plan in plans if plan.is_block))
-    grouped: list[Plan] = []
-    for plan in plans:
+    grouped: list[Plan] = []  # from the end
+    behind = 0  # elements of the blocks behind the last group
+    for plan in reversed(plans):
         last = grouped[-1] if grouped else None
-        if last is not None and _of_one_container(last, plan) and last.numel + plan.numel <= limit:
-            last.absorb(plan)
-        else:
-            grouped.append(plan)
-    return grouped
+        if last is not None and _of_one_container(plan, last) and plan.numel + last.numel <= min(limit, behind):
+            plan.absorb(last)
+            grouped[-1] = plan
+            continue
+        behind += last.numel if last is not None and last.is_block else 0
+        grouped.append(plan)
+    return grouped[::-1]
 
 
 def blocks_together(numel: int, blocks: int) -> int:

@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from zeroshard.memory.ledger import Ledger
 
+STEP = 4  # a buffer is at most so many times as long as what it is taken for
+
+
+def buffer_lengths(buckets: Iterable[int]) -> list[int]:
+    """Lengths of buffers for buckets of these: that of the longest, of the longest under a quarter of it, and so on.
+
+    >>> buffer_lengths([100, 30, 26, 25, 7, 6, 1])
+    [100, 25, 6, 1]
+    """
+    lengths: list[int] = []
+    for length in sorted(buckets, reverse=True):
+        if not lengths or length * STEP <= lengths[-1]:
+            lengths.append(length)
+    return lengths
+
+
+class Buffers:
+    """One buffer of each of a few lengths, which has memory from when it is wanted until all are closed.
+
+    While it has none, views into it stay valid.
+    """
+
+    def __init__(self, lengths: Iterable[int], dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
+        self._lengths = sorted(lengths)
+        self._dtype, self._device, self._ledger = dtype, device, ledger
+        self._made: dict[int, torch.Tensor] = {}  # by length
+        self._open: dict[int, torch.Tensor] = {}
+
+    def open(self, numel: int) -> torch.Tensor:
+        """The shortest buffer that has so many elements, with memory."""
+        length = next(length for length in self._lengths if length >= numel)
+        buffer = self._open.get(length)
+        if buffer is None:
+            buffer = self._made.get(length)
+            if buffer is None:
+                buffer = self._made[length] = torch.empty(length, dtype=self._dtype, device=self._device)
+            else:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+            self._open[length] = buffer
+            self._ledger.add("buckets", buffer.nbytes)
+        return buffer
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for buffer in self._open.values():
+            buffer.untyped_storage().resize_(0)
+            self._ledger.add("buckets", -buffer.nbytes)
+        self._open.clear()
+
 
 @dataclass
 class Slot:
-    """One buffer of the ring: a packed bucket, this rank's reduced part of it, and how to end what is under way."""
+    """A place in the ring: buffers for a packed bucket and for this rank's reduced part of it, and how to end what is
+    under way."""
 
     index: int
-    packed: torch.Tensor  # [bucket]
-    reduced: torch.Tensor  # [bucket / ranks]
+    packed: Buffers
+    reduced: Buffers
     finish: Callable[[], None] | None = None
 
     def settle(self) -> None:
@@ -27,38 +77,30 @@ class Slot:
 
 
 class Ring:
-    """Buffers taken in turn. Their number bounds what is in flight; their size does not grow with the model.
+    """Slots taken in turn. Their number bounds what is in flight; their size does not grow with the model.
 
-    They breathe as units do: between backwards their storage is empty, so that they take no part in the peak of the
-    loss, while views into them stay valid.
+    [Note: buffers of a ring]
+    They breathe as units do: between backwards they have no memory, so that they take no part in the peak of the loss.
+    A backward's first reductions are often of a small head, beside all the activations there are; so a slot has buffers
+    of a few lengths, each of which gets its memory when a bucket is first packed into it. Together they have at most a
+    third more than the longest.
     """
 
     def __init__(
-        self, slots: int, packed: int, reduced: int, dtype: torch.dtype, device: torch.device, ledger: Ledger
+        self,
+        slots: int,
+        packed: Iterable[int],
+        reduced: Iterable[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
     ) -> None:
-        self.longest = packed  # elements of the longest bucket that can be packed
-        self._ledger = ledger
-        self._open = True
+        packed, reduced = list(packed), list(reduced)
         self.slots = [
-            Slot(
-                index,
-                torch.empty(packed, dtype=dtype, device=device),
-                torch.empty(reduced, dtype=dtype, device=device),
-            )
+            Slot(index, Buffers(packed, dtype, device, ledger), Buffers(reduced, dtype, device, ledger))
             for index in range(slots)
         ]
-        self._buffers = [buffer for slot in self.slots for buffer in (slot.packed, slot.reduced)]
-        self._bytes = sum(buffer.nbytes for buffer in self._buffers)
-        self._ledger.add("buckets", self._bytes)
         self._turn = 0
-
-    def open(self) -> None:
-        """Allocate the buffers, if they are not there."""
-        if not self._open:
-            for buffer in self._buffers:
-                buffer.untyped_storage().resize_(buffer.nbytes)
-            self._ledger.add("buckets", self._bytes)
-            self._open = True
 
     def take(self) -> Slot:
         """Return the slot that has been on its way longest. The caller settles it first."""
@@ -77,9 +119,7 @@ class Ring:
             slot.settle()
 
     def close(self) -> None:
-        """Free the buffers until the next :meth:`open`."""
-        if self._open:
-            for buffer in self._buffers:
-                buffer.untyped_storage().resize_(0)
-            self._ledger.add("buckets", -self._bytes)
-            self._open = False
+        """Give the buffers' memory back, until they are wanted again."""
+        for slot in self.slots:
+            slot.packed.close()
+            slot.reduced.close()

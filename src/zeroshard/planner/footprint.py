@@ -3,18 +3,21 @@
 [Note: replaying memory]
 The trace has the activations; what the library adds to them follows from the moments between: a unit that is brought is
 there until it is let go, and the next one already comes (prefetch); gradients that autograd has made wait until the
-reduction after them begins; the ring of buckets is there from a backward's first reduction to its end, and reduced
-gradients are from there to zero_grad(), which is taken to come before the next forward; the update takes its buffer
-when all that is gone. The highest of these moments is the peak. Where several backwards make a step, or states rest
-outside the device, gradients are there all the time ([Note: gradients that come and go]).
+reduction after them begins; a buffer of the ring of buckets is there from the first bucket that passes it to the end of
+backward, and reduced gradients are from there to zero_grad(), which is taken to come before the next forward; the
+update takes its buffer when all that is gone. The highest of these moments is the peak. Where several backwards make a
+step, or states rest outside the device, gradients are there all the time ([Note: gradients that come and go]).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zeroshard.planner.memory import Holdings
+import torch
+
+from zeroshard.planner.memory import Holdings, Passed
 from zeroshard.planner.traces.trace import Span, Trace, spans_of
 
 ROUNDED = 1.08  # memory that the allocator reserves over what is allocated: 1.01 to 1.07 measured, docs/benchmarks.md
@@ -122,6 +125,35 @@ def footprint(
     )
 
 
+class OpenRings:
+    """The buffers of all rings that have memory: see [Note: buffers of a ring]."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._turns: Counter[torch.dtype] = Counter()
+        self._packed: set[tuple[torch.dtype, int, int]] = set()  # by dtype, slot, and bytes
+        self._parts: set[tuple[torch.dtype, int, int]] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all these buffers."""
+        return sum(nbytes for *_, nbytes in self._packed) + sum(nbytes for *_, nbytes in self._parts)
+
+    def take(self, buckets: Sequence[Passed], adds: bool) -> None:
+        """Let a unit's buckets pass. ``adds``: what is reduced is added to gradients that are there."""
+        for bucket in buckets:
+            slot = self._turns[bucket.dtype] % self._slots
+            self._turns[bucket.dtype] += 1
+            self._packed.add((bucket.dtype, slot, bucket.packed))
+            if adds or bucket.leaves:
+                self._parts.add((bucket.dtype, slot, bucket.part))
+
+    def close(self) -> None:
+        """Give their memory back."""
+        self._packed.clear()
+        self._parts.clear()
+
+
 class _Walk:
     """Where a replay is, and what the library holds there."""
 
@@ -129,12 +161,13 @@ class _Walk:
         self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool, gradients_stay: bool
     ) -> None:
         self._held, self._on_gpu, self._prefetch = held, on_gpu, prefetch
+        self._adds = gradients_stay  # what is reduced is added to gradients that are there
         self._reduced = gradients_stay  # whether reduced gradients are there
         self._orders = brought_in(spans)
         self._at = 0
         self._gathered: set[int] = set()
         self._waiting = 0.0  # bytes of gradients that a reduction still reads
-        self._ring = False
+        self._rings = OpenRings(held.slots)
 
     def over(self, span: Span) -> Moment:
         """Go through one span, from its mark on, and return its highest moment, without what is always there."""
@@ -147,7 +180,7 @@ class _Walk:
                 "gathered": gathered,
                 "gradients": float(self._held.states["gradients"]) if self._reduced else 0.0,
                 "gradients of autograd": self._waiting,
-                "buckets": float(self._held.ring) if self._ring else 0.0,
+                "buckets": float(self._rings.nbytes),
             },
         )
 
@@ -164,13 +197,14 @@ class _Walk:
             self._reduced = True
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
-            self._ring = True
+            self._rings.take(self._held.units[mark.unit].buckets, self._adds)
             self._waiting = mark.nbytes if self._on_gpu else 0.0
             return 0.0 if self._on_gpu else mark.nbytes
         elif mark.moment == "end forward":
             self._at = 0
         elif mark.moment == "end backward":
-            self._ring, self._waiting = False, 0.0
+            self._waiting = 0.0
+            self._rings.close()
             self._gathered.clear()
         return 0.0
 

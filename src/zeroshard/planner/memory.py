@@ -14,6 +14,7 @@ from zeroshard.device.strip import STATES as STATES_OF_ADAM
 from zeroshard.engine.units import Plan, plan_units
 from zeroshard.layout import FlatLayout, Piece, Range, shared_rooms
 from zeroshard.memory.ledger import STATES
+from zeroshard.memory.ring import buffer_lengths
 from zeroshard.memory.tiers import travel_bytes
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
@@ -65,10 +66,20 @@ def predict_memory(
     working = {
         "gathered": 2 * max((unit.whole for unit in found.units), default=0) if found.placement.parameters else 0,
         "autograd": 2 * max((unit.gradient for unit in found.units), default=0),
-        "buckets": found.widest_ring if found.placement.gradients else found.landings,
+        "buckets": found.widest if found.placement.gradients else found.landings,
         "step": found.step,
     }
     return Memory(found.states, working, found.far)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a slot of the ring has for one bucket of a unit's gradient: see [Note: buffers of a ring]."""
+
+    dtype: torch.dtype  # which ring
+    packed: int  # bytes of the buffer that it is packed into; none where it is reduced as it lies
+    part: int  # bytes of the buffer for this rank's part of it, where that is reduced aside
+    leaves: bool  # it leaves the device, and so its part is reduced aside in any case
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,7 @@ class UnitBytes:
     shard: int  # bytes of its shard
     sent: int  # bytes of its gradient that leave the device
     unpacked: int  # bytes of its gradient that are reduced where autograd has made them
+    buckets: tuple[Passed, ...]  # in the order that they are reduced in
     cast: int = 0  # bytes that a gather reads and writes on the device, to cast its shard
     blocks: int = 1  # that it was made of: see [Note: small blocks]
 
@@ -99,8 +111,8 @@ class Holdings:
     ranks: int  # that the states are partitioned over
     states: dict[str, int]
     far: dict[tuple[str, str], int]
-    ring: int  # bytes of the buckets that gradients travel through in backward
-    widest_ring: int  # bytes of the same where none of them can be reduced as it lies
+    slots: int  # of each ring of buckets that gradients travel through in backward
+    widest: int  # bytes of these rings where all their buffers are wanted
     landings: int  # bytes of the same where whole gradients are reduced at the step
     step: int  # bytes of the buffer that the update takes
     travel: int  # bytes of host memory that far states travel through
@@ -134,18 +146,20 @@ def holdings(
     every = [flat for unit in flats for flat in unit]
     rests, travel = _rests(every, placement, config, optimizer_states, on_gpu)
     cast = config.casts_masters and placement.parameters
-    every = [replace(flat, cast=cast and flat.may_cast(rest)) for flat, rest in zip(every, rests, strict=True)]
+    every = [
+        replace(flat, cast=cast and flat.may_cast(rest), lies=on_gpu and flat.may_lie(rest))
+        for flat, rest in zip(every, rests, strict=True)
+    ]
     numbered = iter(every)
     flats = [[next(numbered) for _ in unit] for unit in flats]
     states, far = _states(every, rests, placement, optimizer_states)
-    packed, part = _ring(every, rests, config.ring, parts, on_gpu)
-    longest, _ = _ring(every, rests, config.ring, parts, False)
+    rings = _rings([flat for flat in every if flat.trained])
     at_once = one_pass and on_gpu and optimizer_states == len(STATES_OF_ADAM)
     copies = [flat for flat in every if flat.trained and flat.is_copied(at_once)]
     copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
     rooms, resting = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
     units = [
-        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], as_they_lie=on_gpu)
+        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], rings)
         for plan, unit in zip(plans, flats, strict=True)
     ]
     return Holdings(
@@ -154,9 +168,9 @@ def holdings(
         parts,
         states,
         far,
-        ring=packed + part,
-        widest_ring=longest + part,
-        landings=part if parts > 1 else 0,
+        slots=config.ring,
+        widest=config.ring * sum(ring.nbytes for ring in rings.values()),
+        landings=config.ring * sum(ring.longest_part for ring in rings.values()) if parts > 1 else 0,
         step=min(copied, longest_run(config.bucket_size)) * widest,
         travel=travel,
         updated=max((flat.update_bytes(optimizer_states, at_once) for flat in every if flat.trained), default=0),
@@ -174,16 +188,17 @@ class _Flat:
     updated: torch.dtype  # that the optimizer sees
     trained: bool
     cast: bool = False  # keeps its master alone: see [Note: cast on gather]
+    lies: bool = False  # its large gradients are reduced as they lie: see [Note: what needs no packing]
 
     @property
     def nbytes(self) -> int:
         """Of its full parameters."""
         return self.layout.numel * self.dtype.itemsize
 
-    def unpacked(self, rest: Rest) -> list[Piece | None]:
-        """Of each bucket, the part of a parameter that a GPU reduces as it lies: [Note: what needs no packing]."""
-        as_made = self.trained and self.dtype == self.reduced and rest.gradients == "device"
-        return [self.layout.sole(bucket) if as_made else None for bucket in self.layout.buckets]
+    @property
+    def buckets(self) -> list[tuple[Range, Piece | None]]:
+        """Each with the part of a parameter that is reduced as it lies."""
+        return [(bucket, self.layout.sole(bucket) if self.lies else None) for bucket in self.layout.buckets]
 
     def body(self, optimizer_states: int) -> Body:
         """The same, as ``rests.py`` wants it."""
@@ -194,6 +209,10 @@ class _Flat:
     def may_cast(self, rest: Rest) -> bool:
         """Whether it could do with its master alone, were it partitioned."""
         return self.trained and self.updated != self.dtype and rest.parameters == "device" and not rest.far
+
+    def may_lie(self, rest: Rest) -> bool:
+        """Whether a GPU could reduce its gradients as autograd makes them."""
+        return self.trained and self.dtype == self.reduced and rest.gradients == "device"
 
     def is_copied(self, one_pass: bool) -> bool:
         """Whether an update takes a copy of the gradient in the master's dtype."""
@@ -228,20 +247,50 @@ def _flats(
     return flats
 
 
-def _ring(flats: list[_Flat], rests: list[Rest], slots: int, parts: int, as_they_lie: bool) -> tuple[int, int]:
-    """Bytes of the buckets that gradients are packed into, and of a rank's parts; each dtype has a ring of its own."""
-    packed: dict[torch.dtype, int] = {}
-    longest: dict[torch.dtype, int] = {}
-    for flat, rest in zip(flats, rests, strict=True):
-        for bucket, unpacked in zip(flat.layout.buckets, flat.unpacked(rest), strict=True) if flat.trained else ():
-            longest[flat.reduced] = max(longest.get(flat.reduced, 0), bucket.numel)
-            if unpacked is None or not as_they_lie:
-                packed[flat.reduced] = max(packed.get(flat.reduced, 0), bucket.numel)
-    most = sum(numel * dtype.itemsize for dtype, numel in longest.items())
-    return slots * sum(numel * dtype.itemsize for dtype, numel in packed.items()), slots * most // parts
+@dataclass(frozen=True)
+class _Ring:
+    """The lengths of a slot's buffers, in elements."""
+
+    dtype: torch.dtype
+    packed: list[int]
+    parts: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one slot with all its buffers."""
+        return self.dtype.itemsize * sum(self.packed + self.parts)
+
+    @property
+    def longest_part(self) -> int:
+        """Bytes of a rank's part of the longest bucket."""
+        return self.dtype.itemsize * max(self.parts, default=0)
+
+    def passed(self, packed: int, part: int, leaves: bool) -> Passed:
+        """What a bucket of so many elements takes; of none, where it is not packed."""
+        longer, longer_part = _fitting([0, *self.packed], packed), _fitting(self.parts, part)
+        return Passed(self.dtype, self.dtype.itemsize * longer, self.dtype.itemsize * longer_part, leaves)
 
 
-def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], as_they_lie: bool) -> UnitBytes:
+def _fitting(lengths: list[int], numel: int) -> int:
+    return min(length for length in lengths if length >= numel)
+
+
+def _rings(flats: list[_Flat]) -> dict[torch.dtype, _Ring]:
+    """The ring of each dtype that gradients are reduced in."""
+    rings = {}
+    for dtype in {flat.reduced: None for flat in flats}:
+        alike = [flat for flat in flats if flat.reduced == dtype]
+        packed = [bucket.numel for flat in alike for bucket, lying in flat.buckets if lying is None]
+        unpacked = [bucket.numel for flat in alike for bucket, lying in flat.buckets if lying is not None]
+        parts = [bucket.numel // flat.layout.parts for flat in alike for bucket in flat.layout.buckets]
+        lengths = {*buffer_lengths(packed), *buffer_lengths(unpacked)}
+        rings[dtype] = _Ring(dtype, sorted(lengths), buffer_lengths(parts))
+    return rings
+
+
+def _unit(
+    plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], rings: dict[torch.dtype, _Ring]
+) -> UnitBytes:
     trained = [(flat, rest) for flat, rest in zip(flats, rests, strict=True) if flat.trained]
     far: dict[str, int] = {}
     for _, rest in trained:
@@ -263,10 +312,19 @@ def _unit(plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], a
             f.layout.shard_numel * f.reduced.itemsize for f, rest in trained if rest.far or rest.gradients != "device"
         ),
         unpacked=sum(
-            piece.within.numel * flat.dtype.itemsize
+            lying.within.numel * flat.dtype.itemsize
+            for flat, _ in trained
+            for _, lying in flat.buckets
+            if lying is not None
+        ),
+        buckets=tuple(
+            rings[flat.reduced].passed(
+                bucket.numel if lying is None else 0,
+                bucket.numel // flat.layout.parts,
+                leaves=rest.gradients != "device" and flat.layout.parts > 1,
+            )
             for flat, rest in trained
-            for piece in flat.unpacked(rest)
-            if as_they_lie and piece is not None
+            for bucket, lying in flat.buckets
         ),
         cast=sum(f.layout.shard_numel * (f.updated.itemsize + f.dtype.itemsize) for f in flats if f.cast),
         blocks=plan.blocks if plan.is_block else 1,
