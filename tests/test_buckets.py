@@ -218,12 +218,44 @@ def test_what_has_to_be_cast_or_sent_or_is_small_is_packed(
     assert reduced.as_they_lay[0] == expected
 
 
-def test_a_large_gradient_that_is_missing_has_a_buffer_of_zeros() -> None:
-    """Three layers without theirs, of 5 buckets each, pass both slots of the ring."""
-    usual, grown = (run_threads(2, one_backward, stack(), skip) for skip in (False, True))
-    assert usual[0] == usual[1] == grown[1]
-    assert grown[0] == usual[0] + 2 * 4 * LARGE
-    assert grown[0] <= predict_memory(stack(), ranks=2, units=(Layer,), bucket_size=LARGE).working["buckets"]
+def test_the_ring_has_no_buffers_for_large_gradients_even_where_one_is_missing() -> None:
+    """Zeros take its place, where it would lie."""
+    usual, missing = (run_threads(2, one_backward, stack(), skip) for skip in (False, True))
+    assert usual == missing
+    assert usual[0] <= predict_memory(stack(), ranks=2, units=(Layer,), bucket_size=LARGE).working["buckets"]
+
+
+def summed_before(rank: int, stage: int, bucket_size: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Two backwards of each step are summed inside ``no_sync``; the most bytes that the ring had."""
+    model: Any = copy.deepcopy(stack())
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = zeroshard.shard(model, optimizer, units=(Layer,), stage=stage, bucket_size=bucket_size)
+    for step in range(3):
+        with zeroshard.no_sync(model):
+            for number in range(2):
+                model(data(rank, step + 7 * number), skip=step == 1 and rank == 0).backward()
+        model(data(rank, step + 14)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = zeroshard.report(model).memory
+    return full_parameters(model), memory["buckets", "device"].peak if ("buckets", "device") in memory else 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_was_summed_inside_no_sync_is_reduced_where_it_lies(world: int) -> None:
+    wanted, packed, found = (
+        run_threads(world, summed_before, stage, size) for stage, size in ((1, LARGE), (3, 64 * LARGE), (3, LARGE))
+    )
+    for parameters, ring in (*packed, *found):
+        assert_equal(parameters, wanted[0][0])
+        assert ring == 0
+
+
+def test_gloo_is_given_a_copy_of_what_was_summed() -> None:
+    (wanted, _), *_ = run_threads(2, summed_before, 1, LARGE)
+    for parameters, ring in run_processes(2, summed_before, 3, LARGE):
+        assert_equal(parameters, wanted)
+        assert ring > 0
 
 
 # ------------------------------------------------------------------------------------------ what users have kept

@@ -10,6 +10,7 @@ from zeroshard.comm import Communicator
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.engine.packer import Packer
+from zeroshard.layout import Piece, Range
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.ring import Ring, Slot, buffer_lengths
 
@@ -19,14 +20,14 @@ class Buckets:
 
     [Note: what needs no packing]
     A bucket that lies within one large parameter ([Note: large parameters]) is given to the reduction as a part of the
-    gradient that autograd has made, where that has the dtype and the strides it would be packed in: a copy saved, which
-    reads and writes the gradient once beside a computation that wants the same memory. The gradient then has to live
-    until the reduction has read it, so its slot of the ring, whose buffer is not used, keeps it until it is settled,
-    and the lane's list until compute has waited for the lane. That is when the next unit's gradients are there: where
-    a unit has such buckets (which all ranks know alike), its reductions end before those of the next begin, so that no
-    more than two units' gradients are in memory. A backend that overwrites what it reduces is given a copy all the
-    same: whoever has seen the gradient in a hook may have kept it. Where one rank has to pack such a bucket, as it has
-    no gradient of it, its slot has a buffer of that length, whose memory is taken then.
+    gradient that autograd has made, where that has the dtype it would be packed in: a copy saved, which reads and
+    writes the gradient once beside a computation that wants the same memory. Where there is no such gradient, or with
+    other strides, a tensor is made that could be one. It then has to live until the reduction has read it, so its slot
+    of the ring, of which no buffer is used, keeps it until it is settled, and the lane's list until compute has waited
+    for the lane. That is when the next unit's gradients are there: where a unit has such buckets (which all ranks know
+    alike), its reductions end before those of the next begin, so that no more than two units' gradients are in memory.
+    What was summed inside ``no_sync`` is reduced where it lies in the same way. A backend that overwrites what it
+    reduces is given a copy all the same: whoever has seen the gradient in a hook may have kept it.
     """
 
     def __init__(self, gradients: Iterable[FlatGradient], comm: Communicator, slots: int, ledger: Ledger) -> None:
@@ -53,23 +54,31 @@ class Buckets:
             ring.close()
 
     def as_they_lie(self, gradient: FlatGradient, taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Of each bucket, what can be reduced without being packed, of what autograd has made."""
-        may = self._may_lie(gradient)
-        return [gradient.as_it_lies(number, taken) if may else None for number in range(len(gradient.soles))]
+        """Of each bucket, what is reduced without being packed, or None."""
+        buckets, local = gradient.flat.layout.buckets, gradient.local
+        if not self._may_lie(gradient):
+            return [None] * len(buckets)
+        if gradient.has_local and local is not None:
+            return [local[bucket.slice] for bucket in buckets]
+        return [
+            None if sole is None else self._lying(gradient, bucket, sole, taken)
+            for bucket, sole in zip(buckets, gradient.soles, strict=True)
+        ]
 
     def slots(self, gradient: FlatGradient, ready: list[torch.Tensor | None]) -> list[Slot]:
-        """A slot for each bucket, with memory for what has to be packed: all but what is ``ready``."""
+        """A slot for each bucket in turn, where all that is not ``ready`` can be packed, and what needs to be reduced.
+
+        It takes memory, so it is called on the compute stream: see [Note: streams without record_stream].
+        """
         ring = self._rings.get(gradient.dtype)
         if ring is None:
             ring = self._rings[gradient.dtype] = self._ring(gradient.dtype)
         slots = [ring.take() for _ in ready]
-        for slot, bucket, home, found in zip(
-            slots, gradient.flat.layout.buckets, gradient.flat.homes, ready, strict=True
-        ):
-            if found is None:
-                slot.packed.open(bucket.numel)
+        for number, slot in enumerate(slots):
+            if ready[number] is None:
+                slot.packed.open(gradient.flat.layout.buckets[number].numel)
             if gradient.is_reduced_aside:
-                slot.reduced.open(home.numel)
+                slot.reduced.open(gradient.flat.homes[number].numel)
         self.reads_gradients |= self._may_lie(gradient) and any(sole is not None for sole in gradient.soles)
         return slots
 
@@ -78,8 +87,8 @@ class Buckets:
         flat, bucket = gradient.flat, gradient.flat.layout.buckets[number]
         packer = self._packers.get((flat, number, slot.index))
         if packer is None:
-            packed = slot.packed.open(bucket.numel)[: bucket.numel]
-            packer = self._packers[flat, number, slot.index] = Packer(flat, bucket, packed)
+            packer = Packer(flat, bucket, slot.packed.first(bucket.numel))
+            self._packers[flat, number, slot.index] = packer
         if gradient.has_local and gradient.local is not None:
             packer.packed.copy_(gradient.local[bucket.slice])
         else:
@@ -90,23 +99,39 @@ class Buckets:
         """One of the few buffers that parts of replicated gradients are reduced into."""
         buffers = self._landings.setdefault(dtype, [])
         if not buffers:
-            homes = [home.numel for g in self._gradients if g.dtype == dtype for home in g.flat.homes]
-            part, device = max(homes, default=0), self._comm.device
+            part, device = max(self._parts(dtype), default=0), self._comm.device
             buffers += [torch.empty(part, dtype=dtype, device=device) for _ in range(self._slots)]
             self._ledger.add("buckets", sum(buffer.nbytes for buffer in buffers))
         return buffers[number % len(buffers)]
 
     def _ring(self, dtype: torch.dtype) -> Ring:
-        of_dtype = [gradient for gradient in self._gradients if gradient.dtype == dtype]
-        packed: list[int] = []
-        lying: list[int] = []
-        for gradient in of_dtype:
-            may = self._may_lie(gradient)
-            for bucket, sole in zip(gradient.flat.layout.buckets, gradient.soles, strict=True):
-                (lying if may and sole is not None else packed).append(bucket.numel)
-        lengths = {*buffer_lengths(packed), *buffer_lengths(lying)}
-        parts = buffer_lengths(home.numel for gradient in of_dtype for home in gradient.flat.homes)
-        return Ring(self._slots, lengths, parts, dtype, self._comm.device, self._ledger)
+        packed = {
+            bucket.numel
+            for gradient in self._of(dtype)
+            for bucket, sole in zip(gradient.flat.layout.buckets, gradient.soles, strict=True)
+            if sole is None or not self._may_lie(gradient)
+        }
+        parts = buffer_lengths(self._parts(dtype))
+        return Ring(self._slots, buffer_lengths(packed), parts, dtype, self._comm.device, self._ledger)
+
+    def _of(self, dtype: torch.dtype) -> list[FlatGradient]:
+        return [gradient for gradient in self._gradients if gradient.dtype == dtype]
+
+    def _parts(self, dtype: torch.dtype) -> list[int]:
+        """Elements of a rank's part of each bucket."""
+        return [home.numel for gradient in self._of(dtype) for home in gradient.flat.homes]
+
+    def _lying(
+        self, gradient: FlatGradient, bucket: Range, sole: Piece, taken: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """A bucket within one parameter, as it lies, or laid out anew."""
+        found = gradient.as_it_lies(sole, taken)
+        if found is None:
+            found = torch.empty(bucket.numel, dtype=gradient.dtype, device=self._comm.device)
+            Packer(gradient.flat, bucket, found).pack(taken)
+            self._ledger.add("autograd", found.nbytes)  # at its highest, as all that autograd makes is counted
+            self._ledger.add("autograd", -found.nbytes)
+        return found
 
     def _may_lie(self, gradient: FlatGradient) -> bool:
         """Whether buckets within one parameter may be reduced as they lie; all ranks say the same."""

@@ -6,7 +6,7 @@ import torch
 
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.parameter import have_autograd_gradients, take_autograd_gradients
-from zeroshard.layout import Range
+from zeroshard.layout import Piece, Range
 from zeroshard.memory.arena import Arena
 
 
@@ -72,11 +72,8 @@ class FlatGradient:
         self.used = [before or now is not None for before, now in zip(self.used, taken, strict=True)]
         return taken
 
-    def as_it_lies(self, number: int, taken: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """A bucket that can be reduced without being packed: see [Note: what needs no packing]."""
-        piece = self.soles[number]
-        if piece is None or self.has_local:
-            return None
+    def as_it_lies(self, piece: Piece, taken: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """A part of a parameter's gradient, where it can be reduced without being packed."""
         tensor = taken[piece.parameter]
         if tensor is None or tensor.dtype != self.dtype or tensor.stride() != self.flat.strides[piece.parameter]:
             return None

@@ -366,14 +366,15 @@ class Gradients:
         slot.settle()
         packed = self._buckets.pack(gradient, number, slot, taken) if ready is None else ready
         mine, add = gradient.parts[number], gradient.has_shard
-        aside = slot.reduced.open(mine.numel())[: mine.numel()] if gradient.is_reduced_aside else mine
+        # Where nothing is there yet, the result can land where it belongs.
+        place = slot.reduced.first(mine.numel()) if gradient.is_reduced_aside else mine
         if gradient.far:
-            result, spare = (packed, aside) if self._comm.shard.size == 1 else (aside, packed[: mine.numel()])
+            result, spare = (packed, place) if self._comm.shard.size == 1 else (place, packed[: mine.numel()])
             pending = self._comm.reduce_scatter(result, packed, what)
             slot.finish = partial(self._land_far, pending, result, spare, gradient, number, what, add)
-        else:  # where nothing is there yet, the result can land where it belongs
-            pending = self._comm.reduce_scatter(aside, packed, what)
-            slot.finish = partial(self._land_near, pending, aside, gradient, number, what, add, ready)
+        else:
+            pending = self._comm.reduce_scatter(place, packed, what)
+            slot.finish = partial(self._land_near, pending, place, gradient, number, what, add, ready)
         if self._comm.ranks == 1:  # nobody is waited for
             slot.settle()
 

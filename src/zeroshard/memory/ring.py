@@ -13,13 +13,13 @@ STEP = 4  # a buffer is at most so many times as long as what it is taken for
 
 
 def buffer_lengths(buckets: Iterable[int]) -> list[int]:
-    """Lengths of buffers for buckets of these: that of the longest, of the longest under a quarter of it, and so on.
+    """Lengths of buffers for buckets of these: the longest, the longest of at most a quarter of it, and so on.
 
     >>> buffer_lengths([100, 30, 26, 25, 7, 6, 1])
     [100, 25, 6, 1]
     """
     lengths: list[int] = []
-    for length in sorted(buckets, reverse=True):
+    for length in sorted(set(buckets), reverse=True):
         if not lengths or length * STEP <= lengths[-1]:
             lengths.append(length)
     return lengths
@@ -37,19 +37,22 @@ class Buffers:
         self._made: dict[int, torch.Tensor] = {}  # by length
         self._open: dict[int, torch.Tensor] = {}
 
-    def open(self, numel: int) -> torch.Tensor:
-        """The shortest buffer that has so many elements, with memory."""
-        length = next(length for length in self._lengths if length >= numel)
-        buffer = self._open.get(length)
+    def open(self, numel: int) -> None:
+        """Have memory for so many elements."""
+        length = self._length(numel)
+        if length in self._open:
+            return
+        buffer = self._made.get(length)
         if buffer is None:
-            buffer = self._made.get(length)
-            if buffer is None:
-                buffer = self._made[length] = torch.empty(length, dtype=self._dtype, device=self._device)
-            else:
-                buffer.untyped_storage().resize_(buffer.nbytes)
-            self._open[length] = buffer
-            self._ledger.add("buckets", buffer.nbytes)
-        return buffer
+            buffer = self._made[length] = torch.empty(length, dtype=self._dtype, device=self._device)
+        else:
+            buffer.untyped_storage().resize_(buffer.nbytes)
+        self._open[length] = buffer
+        self._ledger.add("buckets", buffer.nbytes)
+
+    def first(self, numel: int) -> torch.Tensor:
+        """So many elements of the buffer that was opened for them."""
+        return self._open[self._length(numel)][:numel]
 
     def close(self) -> None:
         """Give the memory back."""
@@ -58,16 +61,19 @@ class Buffers:
             self._ledger.add("buckets", -buffer.nbytes)
         self._open.clear()
 
+    def _length(self, numel: int) -> int:
+        """Of the shortest buffer that has so many elements."""
+        return next(length for length in self._lengths if length >= numel)
+
 
 @dataclass
 class Slot:
-    """A place in the ring: buffers for a packed bucket and for this rank's reduced part of it, and how to end what is
-    under way."""
+    """A place in the ring, for one reduction at a time."""
 
     index: int
-    packed: Buffers
-    reduced: Buffers
-    finish: Callable[[], None] | None = None
+    packed: Buffers  # for a bucket
+    reduced: Buffers  # for this rank's part of it
+    finish: Callable[[], None] | None = None  # ends what is under way
 
     def settle(self) -> None:
         """End the reduction under way, if there is one."""
@@ -82,7 +88,7 @@ class Ring:
     [Note: buffers of a ring]
     They breathe as units do: between backwards they have no memory, so that they take no part in the peak of the loss.
     A backward's first reductions are often of a small head, beside all the activations there are; so a slot has buffers
-    of a few lengths, each of which gets its memory when a bucket is first packed into it. Together they have at most a
+    of a few lengths, each of which gets memory in a backward when it is first wanted. Together they have at most a
     third more than the longest.
     """
 
@@ -103,7 +109,7 @@ class Ring:
         self._turn = 0
 
     def take(self) -> Slot:
-        """Return the slot that has been on its way longest. The caller settles it first."""
+        """Return the next slot. Who uses it ends what is under way there first."""
         slot = self.slots[self._turn]
         self._turn = (self._turn + 1) % len(self.slots)
         return slot

@@ -174,7 +174,7 @@ def deepened_holdings(shallow: Holdings, deeper: Holdings, extra: int, bucket_si
     kept = [
         replace(u, name=s.name) for u, s in zip(deeper.units[:begin] + deeper.units[end:], shallow.units, strict=True)
     ]
-    buffers = [(one.widest, one.landings) for one in (shallow, deeper)]
+    buffers = [(one.rings, one.landings) for one in (shallow, deeper)]
     if kept != shallow.units or buffers[0] != buffers[1]:
         raise UnevenError("a block in the middle does not hold what the others hold: hold the whole model")
     block = deeper.units[begin:end]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.planner.memory import Holdings, Passed
+from zeroshard.planner.memory import BucketBytes, Holdings
 from zeroshard.planner.traces.trace import Span, Trace, spans_of
 
 ROUNDED = 1.08  # memory that the allocator reserves over what is allocated: 1.01 to 1.07 measured, docs/benchmarks.md
@@ -87,12 +87,13 @@ def footprint(
     timeline: bool = False,
     spans: Sequence[Span] | None = None,
     gradients_stay: bool = False,
+    adds: bool = False,
 ) -> Footprint:
     """Replay a trace: see [Note: replaying memory].
 
     ``workspace`` is what math libraries hold in the device's allocator, ``scratch`` what the optimizer's own kernels
     take in a step, both in bytes. ``spans`` are those of the trace, if they were cut before. ``gradients_stay``: they
-    are there when a forward begins.
+    are there when a forward begins. ``adds``: a backward adds to those of another.
     """
     kept = sum(trace.kept)
     near = sum(sorted(trace.kept)[-NEAR_INPUTS:]) if inputs_on_host else kept
@@ -107,7 +108,7 @@ def footprint(
         "landings": float(0 if held.placement.gradients else held.landings),
     }
     spans = spans_of(trace) if spans is None else spans
-    walk = _Walk(spans, held, on_gpu, prefetch, gradients_stay)
+    walk = _Walk(spans, held, on_gpu, prefetch, gradients_stay, adds)
     moments = [walk.over(span) for span in spans]
     best = max(moments, key=lambda moment: moment.total)
     best = Moment(best.what, {**always, **best.held})
@@ -139,7 +140,7 @@ class OpenRings:
         """Of all these buffers."""
         return sum(nbytes for *_, nbytes in self._packed) + sum(nbytes for *_, nbytes in self._parts)
 
-    def take(self, buckets: Sequence[Passed], adds: bool) -> None:
+    def take(self, buckets: Sequence[BucketBytes], adds: bool) -> None:
         """Let a unit's buckets pass. ``adds``: what is reduced is added to gradients that are there."""
         for bucket in buckets:
             slot = self._turns[bucket.dtype] % self._slots
@@ -158,10 +159,9 @@ class _Walk:
     """Where a replay is, and what the library holds there."""
 
     def __init__(
-        self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool, gradients_stay: bool
+        self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool, gradients_stay: bool, adds: bool
     ) -> None:
-        self._held, self._on_gpu, self._prefetch = held, on_gpu, prefetch
-        self._adds = gradients_stay  # what is reduced is added to gradients that are there
+        self._held, self._on_gpu, self._prefetch, self._adds = held, on_gpu, prefetch, adds
         self._reduced = gradients_stay  # whether reduced gradients are there
         self._orders = brought_in(spans)
         self._at = 0

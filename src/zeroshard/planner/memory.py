@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,15 +67,15 @@ def predict_memory(
     working = {
         "gathered": 2 * max((unit.whole for unit in found.units), default=0) if found.placement.parameters else 0,
         "autograd": 2 * max((unit.gradient for unit in found.units), default=0),
-        "buckets": found.widest if found.placement.gradients else found.landings,
+        "buckets": found.rings if found.placement.gradients else found.landings,
         "step": found.step,
     }
     return Memory(found.states, working, found.far)
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What a slot of the ring has for one bucket of a unit's gradient: see [Note: buffers of a ring]."""
+class BucketBytes:
+    """What one bucket of a unit's gradient takes in a slot of the ring: see [Note: buffers of a ring]."""
 
     dtype: torch.dtype  # which ring
     packed: int  # bytes of the buffer that it is packed into; none where it is reduced as it lies
@@ -97,7 +98,7 @@ class UnitBytes:
     shard: int  # bytes of its shard
     sent: int  # bytes of its gradient that leave the device
     unpacked: int  # bytes of its gradient that are reduced where autograd has made them
-    buckets: tuple[Passed, ...]  # in the order that they are reduced in
+    buckets: tuple[BucketBytes, ...]  # in the order that they are reduced in
     cast: int = 0  # bytes that a gather reads and writes on the device, to cast its shard
     blocks: int = 1  # that it was made of: see [Note: small blocks]
 
@@ -112,8 +113,8 @@ class Holdings:
     states: dict[str, int]
     far: dict[tuple[str, str], int]
     slots: int  # of each ring of buckets that gradients travel through in backward
-    widest: int  # bytes of these rings where all their buffers are wanted
-    landings: int  # bytes of the same where whole gradients are reduced at the step
+    rings: int  # bytes of all of them with all the buffers that they may have
+    landings: int  # bytes of the buffers for what is reduced at the step, where gradients are whole
     step: int  # bytes of the buffer that the update takes
     travel: int  # bytes of host memory that far states travel through
     updated: int  # bytes that an update reads and writes for one element: states, gradient, parameter, their copies
@@ -156,7 +157,7 @@ def holdings(
     rings = _rings([flat for flat in every if flat.trained])
     at_once = one_pass and on_gpu and optimizer_states == len(STATES_OF_ADAM)
     copies = [flat for flat in every if flat.trained and flat.is_copied(at_once)]
-    copied, widest = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
+    copied, itemsize = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
     rooms, resting = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
     units = [
         _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], rings)
@@ -169,9 +170,9 @@ def holdings(
         states,
         far,
         slots=config.ring,
-        widest=config.ring * sum(ring.nbytes for ring in rings.values()),
+        rings=config.ring * sum(ring.nbytes for ring in rings.values()),
         landings=config.ring * sum(ring.longest_part for ring in rings.values()) if parts > 1 else 0,
-        step=min(copied, longest_run(config.bucket_size)) * widest,
+        step=min(copied, longest_run(config.bucket_size)) * itemsize,
         travel=travel,
         updated=max((flat.update_bytes(optimizer_states, at_once) for flat in every if flat.trained), default=0),
         kept=max(((1 + optimizer_states) * flat.updated.itemsize for flat in every if flat.trained), default=0),
@@ -195,7 +196,7 @@ class _Flat:
         """Of its full parameters."""
         return self.layout.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def buckets(self) -> list[tuple[Range, Piece | None]]:
         """Each with the part of a parameter that is reduced as it lies."""
         return [(bucket, self.layout.sole(bucket) if self.lies else None) for bucket in self.layout.buckets]
@@ -254,25 +255,23 @@ class _Ring:
     dtype: torch.dtype
     packed: list[int]
     parts: list[int]
+    most: list[int]  # of those for packed buckets, where none is reduced as it lies
 
     @property
     def nbytes(self) -> int:
-        """Of one slot with all its buffers."""
-        return self.dtype.itemsize * sum(self.packed + self.parts)
+        """Of one slot with all the buffers that it may have."""
+        return self.dtype.itemsize * sum(self.most + self.parts)
 
     @property
     def longest_part(self) -> int:
         """Bytes of a rank's part of the longest bucket."""
         return self.dtype.itemsize * max(self.parts, default=0)
 
-    def passed(self, packed: int, part: int, leaves: bool) -> Passed:
-        """What a bucket of so many elements takes; of none, where it is not packed."""
-        longer, longer_part = _fitting([0, *self.packed], packed), _fitting(self.parts, part)
-        return Passed(self.dtype, self.dtype.itemsize * longer, self.dtype.itemsize * longer_part, leaves)
-
-
-def _fitting(lengths: list[int], numel: int) -> int:
-    return min(length for length in lengths if length >= numel)
+    def bucket(self, numel: int, part: int, lies: bool, leaves: bool) -> BucketBytes:
+        """What a bucket of so many elements takes."""
+        packed = 0 if lies else min(length for length in self.packed if length >= numel)
+        reduced = min(length for length in self.parts if length >= part)
+        return BucketBytes(self.dtype, packed * self.dtype.itemsize, reduced * self.dtype.itemsize, leaves)
 
 
 def _rings(flats: list[_Flat]) -> dict[torch.dtype, _Ring]:
@@ -281,10 +280,9 @@ def _rings(flats: list[_Flat]) -> dict[torch.dtype, _Ring]:
     for dtype in {flat.reduced: None for flat in flats}:
         alike = [flat for flat in flats if flat.reduced == dtype]
         packed = [bucket.numel for flat in alike for bucket, lying in flat.buckets if lying is None]
-        unpacked = [bucket.numel for flat in alike for bucket, lying in flat.buckets if lying is not None]
-        parts = [bucket.numel // flat.layout.parts for flat in alike for bucket in flat.layout.buckets]
-        lengths = {*buffer_lengths(packed), *buffer_lengths(unpacked)}
-        rings[dtype] = _Ring(dtype, sorted(lengths), buffer_lengths(parts))
+        parts = [bucket.numel // flat.layout.parts for flat in alike for bucket, _ in flat.buckets]
+        every = [bucket.numel for flat in alike for bucket, _ in flat.buckets]
+        rings[dtype] = _Ring(dtype, *(buffer_lengths(numels) for numels in (packed, parts, every)))
     return rings
 
 
@@ -318,9 +316,10 @@ def _unit(
             if lying is not None
         ),
         buckets=tuple(
-            rings[flat.reduced].passed(
-                bucket.numel if lying is None else 0,
+            rings[flat.reduced].bucket(
+                bucket.numel,
                 bucket.numel // flat.layout.parts,
+                lies=lying is not None,
                 leaves=rest.gradients != "device" and flat.layout.parts > 1,
             )
             for flat, rest in trained

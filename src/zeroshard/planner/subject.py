@@ -190,6 +190,7 @@ class Subject:
             timeline=timeline,
             spans=traced.work.spans,
             gradients_stay=choice.accumulate > 1 or choice.offload is not None,
+            adds=choice.accumulate > 1,
         )
 
     def pace(self, choice: Choice, ranks: int, machine: Machine) -> Pace:
