@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +171,8 @@ class Arrived:
         self._event.wait()
 
 
-def held_after_training(group: type[Echo], stage: int, summed: bool) -> list[torch.Tensor]:
-    """What the first rank of four holds after steps in which large gradients are reduced where autograd made them.
-
-    ``summed``: or where this rank has summed those of two backwards.
-    """
+def held_after_training(group: type[Echo], stage: int) -> list[torch.Tensor]:
+    """What the first rank of four holds after steps in which large gradients are reduced where autograd made them."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     name = f"fake_{group.__name__.lower()}"
@@ -188,28 +184,24 @@ def held_after_training(group: type[Echo], stage: int, summed: bool) -> list[tor
     options = {"precision": "bf16", "bucket_size": 2**16}
     model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, units=("blocks.*",), **options)
     for tokens in torch.randint(256, (4, 4, 64), device="cuda"):
-        with zeroshard.no_sync(model) if summed else nullcontext():
-            model(tokens, tokens).backward()
-        if summed:
-            model(tokens.flip(0), tokens).backward()
+        model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
     return [run.parameter.detach().clone() for run in optimizer._all_runs()]
 
 
-def late_reductions(rank: int, stage: int, summed: bool) -> None:
+def late_reductions(rank: int, stage: int) -> None:
     dist.destroy_process_group()
-    at_once, late = (held_after_training(group, stage, summed) for group in (Echo, Late))
+    at_once, late = (held_after_training(group, stage) for group in (Echo, Late))
     assert len(at_once) == len(late)
     for soon, later in zip(at_once, late, strict=True):
         assert torch.equal(soon, later)
 
 
-@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_gradient_that_is_reduced_as_it_lies_lives_until_it_was_read(stage: int, summed: bool) -> None:
-    run_processes(1, late_reductions, stage, summed)
+def test_a_gradient_that_is_reduced_as_it_lies_lives_until_it_was_read(stage: int) -> None:
+    run_processes(1, late_reductions, stage)
 
 
 def no_syncs(rank: int, precision: str, stage: int) -> None:
