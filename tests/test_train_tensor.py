@@ -14,7 +14,7 @@ import torch
 import transformers
 from ranks import run_processes, run_threads
 from safetensors.torch import load_file
-from test_train_command import BRIEF, held_out, kept_weights, losses, record, train, trained
+from test_train_command import BRIEF, SMALL, held_out, kept_weights, losses, record, train, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -50,8 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """The same batches on two ranks, and on two pairs of ranks that divide each layer; and what the second said."""
     root = tmp_path_factory.mktemp("tensor")
     alone, pairs = root / "alone", root / "pairs"
-    done = train(alone, *SHORT)
-    assert done.returncode == 0, done.stderr
+    run_processes(2, trained, [*SMALL, *SHORT, "--out", str(alone)])
     done = train(pairs, *SHORT, "--ranks", 4, "--tensor", 2, "--configuration", "C5", "--stage", 3)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
