@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] = {
 
 
 def plans_of(name: str, precision: str | None) -> Plans:
-    """Everything that could be chosen: on a machine where nothing fits, all is looked at."""
+    """Everything that could be chosen, on a machine without limits."""
     make, inputs, loss, fused = CASES[name]
     found: list[Plans] = []
 
@@ -88,11 +88,10 @@ def plans_of(name: str, precision: str | None) -> Plans:
     model, real = on_meta(make), auto.plan
     auto.plan = spied
     try:
-        told = {"loss": loss, "machine": replace(CPU, memory=1)}
+        told = {"loss": loss, "machine": replace(CPU, memory=2**40)}
         site, control = Site(torch.device("cpu"), WORLD), open_agreement(None, 60.0)
         options = {"stage": "auto", "checkpoint": "auto", "precision": precision}
-        with pytest.raises(NothingFitsError):
-            choose(model, adam(model, **fused), inputs, told, site, control, **options)
+        choose(model, adam(model, **fused), inputs, told, site, control, **options)
     finally:
         auto.plan = real
     return found[0]

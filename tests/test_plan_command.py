@@ -212,8 +212,7 @@ def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[st
     assert run("tiny", "--devices", "2", "--stage", "2", "--json", "-", *QUICK) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["plans"][0]["choice"] == {
-        "stage": 2, "tensor": 1, "checkpoint": "none", "offload": None, "cast_on_gather": False, "micro_batch": 1,
-        "accumulate": 4
+        "stage": 2, "tensor": 1, "checkpoint": "none", "offload": None, "micro_batch": 1, "accumulate": 4
     }  # fmt: skip
     assert "1,071,872 parameters" in err
 
@@ -236,7 +235,7 @@ def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
 def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
     out = capsys.readouterr().out
-    assert "nothing fits: what needs least is stage 3, cast on gather, recomputing, inputs on the host" in out
+    assert "nothing fits: what needs least is stage 3, recomputing, inputs on the host, micro-batch 2" in out
     assert "a device, which has 1.00 GB" in out
     assert "to train it so" not in out and "chosen" not in out
 

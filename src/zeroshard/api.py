@@ -79,11 +79,10 @@ def shard(
     parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
 
     ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
-    called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. Where stage 3
-    fits only with ``cast_on_gather``, and that is not given, the plan may choose it. ``inputs`` is an example of what
-    one rank calls the model with at a time; language models that are known need none. ``planning`` says more of the
-    loop and the machine, by the names of :class:`zeroshard.planner.auto.Planning`: ``loss``, ``micro_batch``,
-    ``accumulate``, ``memory`` and others.
+    called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
+    an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
+    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.Planning`: ``loss``,
+    ``micro_batch``, ``accumulate``, ``memory`` and others.
 
     >>> import zeroshard
     >>> model = nn.Linear(4, 2)
@@ -110,8 +109,8 @@ def shard(
 
         site = Site(device, axes[-1].size * tensor.size, tensor.size, replicas)
         chosen = choose(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
-        found = {name: value for name, value in chosen.choice.sharding.items() if name in (*wanted, "cast_on_gather")}
-        config, why = replace(config, **found), chosen.why
+        found = chosen.choice.sharding.items()
+        config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.why
     verify_same_model(model, _described(optimizer, names), config, control)
     if "checkpoint" in wanted:
         chosen.recompute(model)

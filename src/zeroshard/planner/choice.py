@@ -25,9 +25,6 @@ class Choice:
     """Samples a data-parallel rank and backward."""
     accumulate: int = 1
     """Backwards a step."""
-    cast_on_gather: bool = False
-    """Whether masters are all that a rank keeps of parameters, see :class:`zeroshard.Config`; only where a plan may
-    choose it."""
 
     @property
     def sharding(self) -> dict[str, Any]:
@@ -36,13 +33,7 @@ class Choice:
         >>> Choice(stage=2).sharding
         {'stage': 2, 'offload': None}
         """
-        cast = {"cast_on_gather": True} if self.cast_on_gather else {}  # else it is as it was given
-        return {"stage": self.stage, "offload": self.offload, **cast}
-
-    @property
-    def way(self) -> tuple[Any, ...]:
-        """What it does but for the numbers of samples."""
-        return self.tensor, self.stage, self.cast_on_gather, self.far, self.checkpoint
+        return {"stage": self.stage, "offload": self.offload}
 
     @property
     def activations(self) -> dict[str, Any] | None:
@@ -76,8 +67,6 @@ class Choice:
         'stage 2, micro-batch 8'
         """
         said = [f"stage {self.stage}"]
-        if self.cast_on_gather:
-            said.append("cast on gather")
         if self.tensor > 1:
             said.append(f"tensor {self.tensor}")
         if self.checkpoint != "none":

@@ -118,11 +118,11 @@ class Plans:
         )
 
     def rows(self) -> list[Plan]:
-        """For every way to train, the micro-batch that is fastest."""
+        """For every stage, tensor degree, offload and checkpointing, the micro-batch that is fastest."""
         groups: dict[tuple[Any, ...], list[Plan]] = {}
         for plan in self.every:
             chosen = plan.choice
-            groups.setdefault(chosen.way, []).append(plan)
+            groups.setdefault((chosen.tensor, chosen.stage, chosen.far, chosen.checkpoint), []).append(plan)
         return [
             max(group, key=lambda plan: (plan.fits, plan.samples if plan.fits else -plan.memory))
             for group in groups.values()

@@ -91,7 +91,6 @@ def record_plan(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, 
             "tensor": plan.choice.tensor,
             "checkpoint": plan.choice.checkpoint,
             "offload": _offload(plan.choice.offload),
-            "cast_on_gather": plan.choice.cast_on_gather,
             "micro_batch": plan.choice.micro_batch,
             "accumulate": plan.choice.accumulate,
         },
@@ -115,9 +114,13 @@ def record_plan(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, 
 
 
 def standing(plans: Plans) -> list[Plan]:
-    """The plans that stand for a way to train each; the chosen one for its own."""
+    """The plans that stand for a stage, tensor degree, offload and checkpointing each; the chosen one for its own."""
+
+    def way(plan: Plan) -> tuple[int, int, str, str]:
+        return plan.choice.tensor, plan.choice.stage, plan.choice.far, plan.choice.checkpoint
+
     best = plans.best  # of two as fast, the smaller: not always its way's fastest
-    return [best if best is not None and plan.choice.way == best.choice.way else plan for plan in plans.rows()]
+    return [best if best is not None and way(plan) == way(best) else plan for plan in plans.rows()]
 
 
 def versions() -> dict[str, str]:

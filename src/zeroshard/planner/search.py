@@ -33,8 +33,7 @@ def choices(
 ) -> Iterator[Choice]:
     """Yield every choice that is allowed and may be of use, given what was narrowed already.
 
-    Without a batch or micro-batches, a micro-batch is doubled for as long as it fits. Masters are cast on gather where
-    stage 3 does not fit otherwise.
+    Without a batch or micro-batches, a micro-batch is doubled for as long as it fits.
     """
     for name, values in (("batch", (batch,)), ("micro_batch", micro_batches), ("tensor", tensors)):
         for value in values or ():
@@ -66,13 +65,6 @@ def choices(
                         continue  # the host is the device: nothing is gained
                     begin = Choice(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
                     yield from _batches(subject, begin, devices, machine, batch, micro_batches)
-                    if stage == 3 and offload is None and subject.may_cast:
-                        cast = replace(begin, cast_on_gather=True)
-                        yield from (
-                            choice
-                            for choice in _batches(subject, cast, devices, machine, batch, micro_batches)
-                            if not _may_fit(subject, replace(choice, cast_on_gather=False), devices, machine)
-                        )
 
 
 def _refused(stage: int, data: int, offload: Offload | None) -> ValueError | None:

@@ -78,11 +78,6 @@ class Subject:
         """Whether there are repeated blocks, whose inputs could be kept alone."""
         return next(repeated(self.model), None) is not None
 
-    @property
-    def may_cast(self) -> bool:
-        """Whether it is open if masters are cast whenever a unit is gathered."""
-        return self._config.has_master and "cast_on_gather" not in self.options
-
     def tensor_degrees(self, most: int) -> list[int]:
         """The powers of two up to ``most`` that the model can be divided by; 1 alone where no plan is known."""
         plan = plan_of(self.model)
@@ -158,7 +153,7 @@ class Subject:
 
     def holdings(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
         """What the library holds of a choice."""
-        key = (choice.stage, choice.tensor, repr(choice.offload), choice.cast_on_gather, ranks, on_gpu)
+        key = (choice.stage, choice.tensor, repr(choice.offload), ranks, on_gpu)
         if key not in self._holdings:
             self._holdings[key] = holdings(
                 self.model,

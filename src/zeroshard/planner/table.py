@@ -166,16 +166,12 @@ def shortly(choice: Choice) -> str:
     >>> shortly(Choice(stage=3, checkpoint="host", micro_batch=16))
     'stage 3, recompute (host), ×\\xa016'
     """
-    said = [f"stage {_stage(choice)}"]
+    said = [f"stage {choice.stage}"]
     said += [f"tensor {choice.tensor}"] if choice.tensor > 1 else []
     said += ["recompute (host)" if choice.checkpoint == "host" else "recompute"] if choice.checkpoint != "none" else []
     said += [_far(choice)] if choice.offload is not None else []
     times = f" × {choice.accumulate}" if choice.accumulate > 1 else ""
     return ", ".join([*said, f"×\u00a0{choice.micro_batch}{times}"])
-
-
-def _stage(choice: Choice) -> str:
-    return f"{choice.stage} cast" if choice.cast_on_gather else str(choice.stage)
 
 
 def _far(choice: Choice) -> str:
@@ -188,7 +184,7 @@ def _cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> list[s
     micro = f"{choice.micro_batch}" + (f" × {choice.accumulate}" if choice.accumulate > 1 else "")
     return [
         CHOSEN if chosen else "",
-        _stage(choice),
+        str(choice.stage),
         str(choice.tensor) if choice.tensor > 1 else "-",
         CHECKPOINTS[choice.checkpoint],
         "-" if choice.offload is None else _far(choice),

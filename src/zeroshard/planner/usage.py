@@ -33,8 +33,6 @@ def command(
     if sequence is not None:
         said += ["--sequence", str(sequence)]
     said += ["--stage", str(choice.stage)]
-    if choice.cast_on_gather:
-        said.append("--cast-on-gather")
     if choice.tensor > 1:
         said += ["--tensor", str(choice.tensor)]
     if choice.checkpoint != "none":
@@ -86,8 +84,6 @@ def calls(choice: Choice, devices: int, machine: Machine, precision: str | None 
         options.insert(0, "mesh=mesh")
     if precision not in (None, "fp32"):
         options.append(f'precision="{precision}"')
-    if choice.cast_on_gather:
-        options.append("cast_on_gather=True")
     if choice.offload is not None:
         options.append(f"offload={_offload_call(choice.offload)}")
     lines.append(f"model, optimizer = zeroshard.shard(model, optimizer, {', '.join(options)})")

@@ -52,7 +52,7 @@ def settle(
         "sequence": sequence,
         "loss": loss,
         "precision": precision,
-        **({"cast_on_gather": True} if sharding.cast_on_gather else {}),  # else a plan may choose it
+        "cast_on_gather": sharding.cast_on_gather,
         "directory": sharding.offload_directory,
     }
     try:
@@ -99,8 +99,6 @@ def _with(options: Options, chosen: Decision, batching: Batching) -> Options:
     if "micro-batch" in names:
         training = replace(training, batch=batching.batch, micro_batch=choice.micro_batch)
     changes: dict[str, Any] = {"auto": (), "stage": cast("Stage", choice.stage)}
-    if choice.cast_on_gather:
-        changes["cast_on_gather"] = True
     if "offload" in names:
         changes |= _offload_flags(choice.offload)
     return replace(options, model=model, training=training, sharding=replace(sharding, **changes))

@@ -123,7 +123,7 @@ class Deep(Subject):
 
     def holdings(self, choice: Choice, ranks: int, on_gpu: bool) -> Holdings:
         """What the library holds of a choice."""
-        key = (choice.stage, choice.tensor, repr(choice.offload), choice.cast_on_gather, ranks, on_gpu)
+        key = (choice.stage, choice.tensor, repr(choice.offload), ranks, on_gpu)
         if key not in self._deep_holdings:
             self._deep_holdings[key] = self._held(choice, ranks, on_gpu)
         return self._deep_holdings[key]

@@ -167,7 +167,6 @@ def simulate(
     wanted = _numbers("stages", stages, 0)
     machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
     precision = options.setdefault("precision", precision_for(machine))
-    options.setdefault("cast_on_gather", False)  # a stage is the same at every number of devices
     machine.peak(precision)  # refuses one that the machine does not compute in
     if tensor < 1:
         raise ValueError(f"tensor is a whole number from 1 up, got {tensor}")
