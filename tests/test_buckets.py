@@ -193,11 +193,11 @@ def test_large_gradients_are_reduced_where_autograd_has_made_them(world: int, mo
     assert opened(planned) == rings[0]
 
 
-def opened(planned: Holdings, adds: bool = False) -> int:
+def opened(planned: Holdings) -> int:
     """Bytes of the buffers that the last of the planner's reductions leaves open."""
     rings = OpenRings(planned.slots)
     for unit in reversed(planned.units):
-        rings.take(unit.buckets, adds)
+        rings.take(unit.buckets, adds=False)
     return rings.nbytes
 
 

@@ -129,8 +129,7 @@ class Buckets:
         if found is None:
             found = torch.empty(bucket.numel, dtype=gradient.dtype, device=self._comm.device)
             Packer(gradient.flat, bucket, found).pack(taken)
-            self._ledger.add("autograd", found.nbytes)  # at its highest, as all that autograd makes is counted
-            self._ledger.add("autograd", -found.nbytes)
+            self._ledger.pass_through("autograd", found.nbytes)
         return found
 
     def _may_lie(self, gradient: FlatGradient) -> bool:

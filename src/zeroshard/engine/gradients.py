@@ -473,7 +473,5 @@ class Gradients:
 
     def _counted(self, made_by_autograd: list[torch.Tensor]) -> list[torch.Tensor]:
         """Count what autograd made for one unit, at its highest; it goes at once."""
-        nbytes = sum([tensor.nbytes for tensor in made_by_autograd])
-        self._ledger.add("autograd", nbytes)
-        self._ledger.add("autograd", -nbytes)
+        self._ledger.pass_through("autograd", sum([tensor.nbytes for tensor in made_by_autograd]))
         return made_by_autograd

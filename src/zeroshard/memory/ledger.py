@@ -47,6 +47,11 @@ class Ledger:
         if self.watch is not None and nbytes:
             self.watch(kind, held.now)
 
+    def pass_through(self, kind: str, nbytes: int) -> None:
+        """Count what goes at once: it shows at the peak alone."""
+        self.add(kind, nbytes)
+        self.add(kind, -nbytes)
+
     def set(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count a kind that is measured as a whole."""
         self.add(kind, nbytes - self.of(kind, tier).now, tier)

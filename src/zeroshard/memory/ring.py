@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +95,12 @@ class Ring:
     def __init__(
         self,
         slots: int,
-        packed: Iterable[int],
-        reduced: Iterable[int],
+        packed: Collection[int],
+        reduced: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
         ledger: Ledger,
     ) -> None:
-        packed, reduced = list(packed), list(reduced)
         self.slots = [
             Slot(index, Buffers(packed, dtype, device, ledger), Buffers(reduced, dtype, device, ledger))
             for index in range(slots)

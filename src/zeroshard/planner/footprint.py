@@ -146,7 +146,7 @@ class OpenRings:
             slot = self._turns[bucket.dtype] % self._slots
             self._turns[bucket.dtype] += 1
             self._packed.add((bucket.dtype, slot, bucket.packed))
-            if adds or bucket.leaves:
+            if adds or bucket.aside:
                 self._parts.add((bucket.dtype, slot, bucket.part))
 
     def close(self) -> None:

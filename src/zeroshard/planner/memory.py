@@ -80,7 +80,7 @@ class BucketBytes:
     dtype: torch.dtype  # which ring
     packed: int  # bytes of the buffer that it is packed into; none where it is reduced as it lies
     part: int  # bytes of the buffer for this rank's part of it, where that is reduced aside
-    leaves: bool  # it leaves the device, and so its part is reduced aside in any case
+    aside: bool  # it is, since it leaves the device; else only where it is added to what is there
 
 
 @dataclass(frozen=True)
@@ -267,11 +267,11 @@ class _Ring:
         """Bytes of a rank's part of the longest bucket."""
         return self.dtype.itemsize * max(self.parts, default=0)
 
-    def bucket(self, numel: int, part: int, lies: bool, leaves: bool) -> BucketBytes:
+    def bucket(self, numel: int, part: int, lies: bool, aside: bool) -> BucketBytes:
         """What a bucket of so many elements takes."""
         packed = 0 if lies else min(length for length in self.packed if length >= numel)
         reduced = min(length for length in self.parts if length >= part)
-        return BucketBytes(self.dtype, packed * self.dtype.itemsize, reduced * self.dtype.itemsize, leaves)
+        return BucketBytes(self.dtype, packed * self.dtype.itemsize, reduced * self.dtype.itemsize, aside)
 
 
 def _rings(flats: list[_Flat]) -> dict[torch.dtype, _Ring]:
@@ -320,7 +320,7 @@ def _unit(
                 bucket.numel,
                 bucket.numel // flat.layout.parts,
                 lies=lying is not None,
-                leaves=rest.gradients != "device" and flat.layout.parts > 1,
+                aside=rest.gradients != "device" and flat.layout.parts > 1,
             )
             for flat, rest in trained
             for bucket, lying in flat.buckets
