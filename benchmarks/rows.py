@@ -18,7 +18,7 @@ STAGES = tuple(f"zeroshard {stage}" for stage in range(4))
 REPLICATED = ("floor", "DDP", "FSDP2", "DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3", *STAGES)
 ACCUMULATED = ("FSDP2, reducing every time", "zeroshard 3, no_sync")
 OWN = "zeroshard 3, own recomputation"
-CAST = "zeroshard 3, cast on gather"
+KEPT = "zeroshard 3, 16 bits kept"
 FLOORS = ("floor", "floor, own recomputation")
 
 
@@ -54,7 +54,7 @@ class Row:
 
     def over(self, ranks: int) -> Row:
         """The same by so many real processes, with what then makes sense."""
-        extra = tuple(name for name in self.variants if name in (*ACCUMULATED, FLOORS[1], OWN, CAST))
+        extra = tuple(name for name in self.variants if name in (*ACCUMULATED, FLOORS[1], OWN, KEPT))
         return replace(self, place="ranks", ranks=ranks, variants=(*REPLICATED, *extra))
 
     @property
@@ -107,13 +107,13 @@ ROWS = {
         for name in ("1.4B, batch 16", "1.4B, batch 2", "0.2B (48×512), batch 2", "7.6B, batch 4")
     },
     "1.4B, batch 16, alone": Row.of(
-        LARGE, 16, place="alone", ranks=1, variants=("floor", "plain", *REPLICATED[1:], CAST)
+        LARGE, 16, place="alone", ranks=1, variants=("floor", "plain", *REPLICATED[1:], KEPT)
     ),
     "1.4B, sequence 4096, batch 4": Row.of(LARGE, 4, sequence=4096, variants=(*SHARDED, FLOORS[1], OWN)),
     "1.4B, batch 2, accumulated 8 times": Row.of(LARGE, 2, accumulate=8, variants=(*SHARDED, *ACCUMULATED)),
     "experts (12×1024, 8 each), batch 8": Row("experts", layers=12, width=1024, batch=8, recomputed=False),
     "convolutions (100×64), batch 32": Row(
-        "convolutions", layers=100, width=64, batch=32, sequence=56, recomputed=False, variants=(*SHARDED, CAST)
+        "convolutions", layers=100, width=64, batch=32, sequence=56, recomputed=False, variants=(*SHARDED, KEPT)
     ),
     "LoRA on 1.4B, batch 8": Row.of(LARGE, 8, model="lora"),
     "32×64, batch 2": Row.of(Preset(32, 4, 64, context=16, vocabulary=256), 2, recomputed=False),  # for a CPU

@@ -15,7 +15,7 @@ off until the last backward of a step |
 | DeepSpeed 1, 2, 3 | its engine, defaults but for the stage, and a bucket no larger than the model; it counts \
 backwards itself |
 | zeroshard 0, 1, 2, 3 | `zeroshard.shard`, defaults but for the stage; gradients are reduced when the stage says |
-| zeroshard 3, cast on gather | the same without bf16 shards: masters are cast as they are gathered, as by FSDP2 |
+| zeroshard 3, 16 bits kept | `cast_on_gather=False`: bf16 shards beside the masters |
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from benchmarks.deepspeed_peer import DeepSpeedLoop, initialize
 from benchmarks.rank import adamw, draw, fsdp2, precision
-from benchmarks.rows import ACCUMULATED, CAST, FLOORS, OWN, Row
+from benchmarks.rows import ACCUMULATED, FLOORS, KEPT, OWN, Row
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ def deepspeed(job: Job, stage: int) -> Trained:
     return DeepSpeedLoop(engine, job.inputs(cast=True), row.accumulate)
 
 
-def ours(job: Job, stage: int, no_sync: bool = False, own: bool = False, cast: bool = False) -> Trained:
-    """zeroshard. ``own``: blocks are recomputed by `zeroshard.checkpoint_activations`; ``cast``: on each gather."""
+def ours(job: Job, stage: int, no_sync: bool = False, own: bool = False, **more: Any) -> Trained:
+    """zeroshard. ``own``: blocks are recomputed by `zeroshard.checkpoint_activations`."""
     model = job.model(on_meta=True, recomputed=job.row.recomputed and not own)
-    options = {"stage": stage, "precision": precision(job.device), "mesh": job.mesh, "init_fn": draw}
-    model, optimizer = zeroshard.shard(model, adamw(model), cast_on_gather=cast, **options)
+    options = {"stage": stage, "precision": precision(job.device), "mesh": job.mesh, "init_fn": draw, **more}
+    model, optimizer = zeroshard.shard(model, adamw(model), **options)
     if own:
         zeroshard.checkpoint_activations(model)
     around = lambda last: zeroshard.no_sync(model) if no_sync and not last else nullcontext()  # noqa: E731
@@ -170,6 +170,6 @@ VARIANTS: dict[str, Callable[[Job], Trained]] = {
     **{f"zeroshard {stage}": partial(ours, stage=stage) for stage in (0, 1, 2, 3)},
     ACCUMULATED[1]: partial(ours, stage=3, no_sync=True),
     OWN: partial(ours, stage=3, own=True),
-    CAST: partial(ours, stage=3, cast=True),
+    KEPT: partial(ours, stage=3, cast_on_gather=False),
 }
 PEERS = tuple(name for name in VARIANTS if name not in FLOORS and not name.startswith("zeroshard"))

@@ -428,7 +428,7 @@ def test_an_update_moves_less(one_pass: bool, updated: int) -> None:
     found = partial(holdings, model, ranks=2, one_pass=one_pass)
     assert found(Config(precision="bf16", cast_on_gather=True)).updated == updated
     assert found(Config(precision="bf16", cast_on_gather=True, stage=2)).updated > updated
-    assert found(Config(precision="bf16")).updated > updated
+    assert found(Config(precision="bf16", cast_on_gather=False)).updated > updated
 
 
 def test_a_plan_counts_with_it() -> None:
@@ -459,9 +459,9 @@ def test_a_stage_left_to_a_plan_fits_where_only_it_does() -> None:
     machine = Machine.of("h100", memory=int(plain + cast) // 2)
     asked |= {"stage": AUTO, "offload": None, "checkpoint": None}
     site = Site(torch.device("cuda"), ranks)
-    assert decided(model, None, site, machine, cast_on_gather=True, **asked).choice.stage == 3
+    assert decided(model, None, site, machine, **asked).choice.stage == 3
     with pytest.raises(NothingFitsError):
-        decided(model, None, site, machine, **asked)
+        decided(model, None, site, machine, cast_on_gather=False, **asked)
 
 
 def test_a_stage_is_left_to_a_plan_with_it() -> None:
@@ -480,11 +480,9 @@ def test_a_stage_is_left_to_a_plan_with_it() -> None:
 
 def test_the_command_takes_it_and_a_dry_run_counts_with_it() -> None:
     flags = ["--ranks", "4", "--precision", "bf16", "--device", "cpu"]
-    options = read_options([*flags, "--cast-on-gather"])
-    assert options.sharding.cast_on_gather and not read_options(flags).sharding.cast_on_gather
-    plain, cast = (
-        dry_run(read_options(given), ranks=4).splitlines() for given in (flags, [*flags, "--cast-on-gather"])
-    )
-    assert any("cast" in line for line in cast[:8])
+    without = [*flags, "--no-cast-on-gather"]
+    assert read_options(flags).sharding.cast_on_gather and not read_options(without).sharding.cast_on_gather
+    plain, cast = (dry_run(read_options(given), ranks=4).splitlines() for given in (without, flags))
+    assert any("kept" in line for line in plain[:8]) and not any("kept" in line for line in cast[:8])
     rows = [next(line.split() for line in told if line.startswith("parameters")) for told in (plain, cast)]
     assert rows[0][:-2] == rows[1][:-2] and rows[1][-2:] == ["0", "B"]

@@ -287,7 +287,7 @@ def test_a_borrowed_weight_beside_an_own_bias_works_or_is_an_error_naming_the_mo
 def held(stage: int, ranks: int, precision: str | None) -> float:
     """Bytes of what a rank keeps of the parameters before the first step."""
     computed, master = (2, 4) if precision == "bf16" else (4, 0)
-    computed = computed / ranks if stage == 3 else computed
+    computed = (0 if master else computed / ranks) if stage == 3 else computed
     master = master / ranks if stage > 0 else master
     return (computed + master) * LARGE.parameters
 

@@ -17,6 +17,7 @@ from ranks import run_processes
 
 import zeroshard
 from benchmarks.echo import Echo
+from zeroshard.memory.workspace import give_back_workspaces, take_workspace
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.train.pulse import Pulse
 
@@ -171,8 +172,8 @@ class Arrived:
         self._event.wait()
 
 
-def held_after_training(group: type[Echo], stage: int) -> list[torch.Tensor]:
-    """What the first rank of four holds after steps in which large gradients are reduced where autograd made them."""
+def held_after_training(group: type[Echo], stage: int, bucket_size: int, backwards: int) -> list[torch.Tensor]:
+    """What the first rank of four holds after a few steps."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     name = f"fake_{group.__name__.lower()}"
@@ -181,19 +182,20 @@ def held_after_training(group: type[Echo], stage: int) -> list[torch.Tensor]:
     dist.init_process_group(name, store=FakeStore(), rank=0, world_size=4)
     torch.manual_seed(0)
     model = GPT(SMALL).cuda()
-    options = {"precision": "bf16", "bucket_size": 2**16}
+    options = {"precision": "bf16", "bucket_size": bucket_size}
     model, optimizer = zeroshard.shard(model, adamw(model), stage=stage, units=("blocks.*",), **options)
-    for tokens in torch.randint(256, (4, 4, 64), device="cuda"):
-        model(tokens, tokens).backward()
+    for several in torch.randint(256, (4, backwards, 4, 64), device="cuda"):
+        for tokens in several:
+            model(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
     return [run.parameter.detach().clone() for run in optimizer._all_runs()]
 
 
-def late_reductions(rank: int, stage: int) -> None:
+def late_reductions(rank: int, stage: int, bucket_size: int, backwards: int) -> None:
     dist.destroy_process_group()
-    at_once, late = (held_after_training(group, stage) for group in (Echo, Late))
+    at_once, late = (held_after_training(group, stage, bucket_size, backwards) for group in (Echo, Late))
     assert len(at_once) == len(late)
     for soon, later in zip(at_once, late, strict=True):
         assert torch.equal(soon, later)
@@ -201,7 +203,33 @@ def late_reductions(rank: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_that_is_reduced_as_it_lies_lives_until_it_was_read(stage: int) -> None:
-    run_processes(1, late_reductions, stage)
+    run_processes(1, late_reductions, stage, 2**16, 1)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bucket_that_compute_packs_stays_until_it_was_reduced(stage: int, backwards: int) -> None:
+    run_processes(1, late_reductions, stage, 2**27, backwards)
+
+
+def workspaces(rank: int) -> tuple[int, int]:
+    """Bytes that cuBLAS has after some steps, and for one thread."""
+    model = GPT(SMALL).cuda()
+    model, optimizer = zeroshard.shard(model, adamw(model), precision="bf16")
+    for tokens in torch.randint(256, (3, 4, 64), device="cuda"):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = torch.cuda.memory_allocated()
+    give_back_workspaces()
+    taken, held = held - torch.cuda.memory_allocated(), torch.cuda.memory_allocated()
+    take_workspace()
+    return taken, torch.cuda.memory_allocated() - held
+
+
+def test_cublas_has_memory_for_one_thread_at_a_time() -> None:
+    ((taken, one),) = run_processes(1, workspaces)
+    assert 2**20 < one <= taken < 1.5 * one  # cuBLASLt may have a little of its own
 
 
 def no_syncs(rank: int, precision: str, stage: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,6 +62,25 @@ def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int,
         assert all(now >= least for now in found[::2])
         assert found[1::2] == [0] * 4
         assert_close(parameters, wanted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "pieces"), [(3, 1, 1), (0, 2, 1), (1, 2, 1), (2, 2, 4), (3, 2, 4), (3, 3, 4)]
+)
+def test_partitioned_gradients_take_it_piece_by_piece(stage: int, world: int, pieces: int) -> None:
+    """From the end of the model: the gradients of its first layers take none while most activations are there."""
+
+    def body(rank: int) -> list[int]:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)])
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        with zeroshard.profile(model) as profile:
+            model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        found = [moment.held.get("gradients", 0) for moment in profile.moments]
+        return [after for before, after in pairwise(found) if after > before]
+
+    for found in run_threads(world, body):
+        assert found == [number * found[-1] // pieces for number in range(1, pieces + 1)]
 
 
 def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:

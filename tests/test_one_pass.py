@@ -135,20 +135,23 @@ def test_one_and_three_ranks_update_as_torch_does(stage: int, world: int) -> Non
 def test_every_element_is_updated_once_and_written_where_it_computes(stage: int) -> None:
     def body(rank: int) -> tuple[int, float]:
         model = copy.deepcopy(NET)
-        model, optimizer = zeroshard.shard(model, fused(model), stage=stage, precision="bf16", bucket_size=200)
+        options = {"stage": stage, "precision": "bf16", "bucket_size": 200, "cast_on_gather": False}
+        model, optimizer = zeroshard.shard(model, fused(model), **options)
         net_loss(model, split(batches(1)[0], rank, 2)).backward()
         copied: list[int] = []
         optimizer._engine.states.copy_masters = lambda flats, near: copied.extend(flats)
         optimizer.step()
         masters = zeroshard.report(model).memory["master weights", "device"].now // 4
         assert not copied and zeroshard.report(model).memory["step", "device"].peak == 0
-        return masters, sum(run.parameter.numel() for run in optimizer._all_runs())
+        runs = optimizer._all_runs()
+        owned = sum(piece.within.numel for flat in optimizer._flats for piece in flat.segments)
+        assert owned == sum(within.numel for run in runs for _, _, within, _ in run.places())
+        return masters, sum(run.parameter.numel() for run in runs)
 
     with in_one_pass() as kernels:
         found = run_threads(2, body)
-    for masters, runs in found:
-        assert masters == runs
-    assert sorted(sum(s.master.numel() for s in one.laid[0]) for one in kernels) == sorted(n for n, _ in found)
+    assert all(0 <= masters - runs < 4 * 64 for masters, runs in found)  # no run has alignment alone
+    assert sorted(sum(s.master.numel() for s in one.laid[0]) for one in kernels) == sorted(n for _, n in found)
     assert all(
         strip.copy is not None and strip.copy.dtype == torch.bfloat16 for one in kernels for strip in one.laid[0]
     )
@@ -332,7 +335,8 @@ def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path:
 def test_what_is_noted_holds_until_something_moves() -> None:
     with in_one_pass() as kernels:
         model = copy.deepcopy(NET)
-        model, optimizer = zeroshard.shard(model, fused(model), precision="bf16", bucket_size=200)
+        options = {"precision": "bf16", "bucket_size": 200, "cast_on_gather": False}
+        model, optimizer = zeroshard.shard(model, fused(model), **options)
 
         def step() -> int:
             net_loss(model, batches(1)[0]).backward()
@@ -461,8 +465,8 @@ def test_strips_that_adjoin_everywhere_become_one_row() -> None:
 BLOCKS = nn.Sequential(*[Block(8) for _ in range(5)])
 
 
-def test_units_of_stage_3_lie_in_one_row() -> None:
-    """Shards of all units lie side by side, for gradients as for parameters: a row for each run."""
+def test_units_of_stage_3_lie_in_a_row_for_each_piece_of_the_gradients() -> None:
+    """Shards of all units lie side by side, for parameters as for the gradients of a piece: a row for each run."""
 
     def body(rank: int) -> int:
         model = copy.deepcopy(BLOCKS)
@@ -472,7 +476,7 @@ def test_units_of_stage_3_lie_in_one_row() -> None:
         return len(optimizer._all_runs())
 
     with in_one_pass() as kernels:
-        assert run_threads(2, body) == [1, 1]
+        assert run_threads(2, body) == [4, 4]
     for one in kernels:
         (table,) = tables_of(one.laid[0], 64, torch.device("cpu"))
-        assert len(one.laid[0]) == 5 and len(table.rows) == 1
+        assert len(one.laid[0]) == 5 and len(table.rows) == 4

@@ -79,5 +79,5 @@ def test_the_papers_first_figure() -> None:
     psi = sum(p.numel() for p in model.parameters())
     assert psi == pytest.approx(7.5e9, rel=0.01)
     for stage, gigabytes in enumerate([120, 31.4, 16.6, 1.9]):
-        memory = predict_memory(model, ranks=64, stage=stage, precision="bf16")
+        memory = predict_memory(model, ranks=64, stage=stage, precision="bf16", cast_on_gather=False)
         assert memory.at_rest / 1e9 * 7.5e9 / psi == pytest.approx(gigabytes, rel=0.02)

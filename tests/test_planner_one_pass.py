@@ -25,7 +25,7 @@ PSI = 4 * 64 * 64
 
 
 def held(one_pass: bool = True, on_gpu: bool = True, optimizer_states: int = 2, **options: Any) -> Holdings:
-    config = Config(**{"precision": "bf16", "bucket_size": 1024, **options})
+    config = Config(**{"precision": "bf16", "bucket_size": 1024, "cast_on_gather": False, **options})
     return holdings(MODEL, config, ranks=2, optimizer_states=optimizer_states, on_gpu=on_gpu, one_pass=one_pass)
 
 
@@ -33,6 +33,8 @@ def held(one_pass: bool = True, on_gpu: bool = True, optimizer_states: int = 2, 
     ("chosen", "step", "updated"),
     [
         ({}, 0, 28),
+        ({"cast_on_gather": True}, 0, 26),
+        ({"cast_on_gather": True, "one_pass": False}, 4 * 1024, 34),
         ({"one_pass": False}, 4 * 1024, 40),  # gradient to the buffer and from it, the master once more
         ({"on_gpu": False}, 4 * 1024, 40),
         ({"optimizer_states": 1}, 4 * 1024, 32),

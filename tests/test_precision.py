@@ -143,7 +143,7 @@ def test_several_backwards_sum_in_the_reduce_dtype(silent: bool, reduce_dtype: s
     model = copy.deepcopy(net())
     model, optimizer = zeroshard.shard(model, adamw(model), precision="bf16", reduce_dtype=reduce_dtype)
     for batch in batches(STEPS):
-        total = [torch.zeros_like(parameter, dtype=dtype) for parameter in model.parameters()]
+        total = [torch.zeros_like(parameter, dtype=dtype) for parameter in reference.master.parameters()]
         for part in batch.chunk(4):
             if silent:
                 with zeroshard.no_sync(model):
@@ -250,8 +250,12 @@ PSI = 2 * 128 * 64  # elements; they divide over two ranks without alignment
 def test_bytes_of_each_state_follow_the_dtypes(
     stage: int, options: dict[str, Any], parameter: int, gradient: int, master: int
 ) -> None:
-    """fp32 training has no second copy; 16 bits have one, in fp32, partitioned like the optimizer's states."""
+    """fp32 training has no second copy; 16 bits have one, in fp32, partitioned like the optimizer's states.
+
+    Where parameters are partitioned, too, that is the only one.
+    """
     shares = {0: (1, 1, 1), 1: (1, 1, 2), 2: (1, 2, 2), 3: (2, 2, 2)}[stage]
+    parameter = 0 if stage == 3 and master else parameter
     wanted = {
         "parameters": PSI * parameter // shares[0],
         "gradients": PSI * gradient // shares[1],

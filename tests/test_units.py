@@ -22,6 +22,11 @@ def units_of(model: nn.Module, units: Any = None) -> list[str]:
     return [plan.name for plan in plan_units(model, units, 2**27)]
 
 
+def sizes_of(model: nn.Module) -> list[int]:
+    """Blocks of each unit that has any."""
+    return [name.count("+") + 1 for name in units_of(model) if "blocks" in name]
+
+
 def deep(layers: int, width: int = 8) -> GPT:
     with torch.device("meta"):
         return GPT(GPTConfig(vocab_size=64, context=8, layers=layers, heads=2, width=width))
@@ -31,14 +36,21 @@ def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> 
     assert units_of(deep(31))[1:32] == [f"blocks.{number}" for number in range(31)]
     assert units_of(deep(33))[1] == "blocks.0"  # none is left to go with it
     assert units_of(deep(33))[2:4] == ["blocks.1+blocks.2", "blocks.3+blocks.4"]
-    assert len([name for name in units_of(deep(96)) if "blocks" in name]) == 19  # of 6 at most
+    assert max(sizes_of(deep(48))) == 3
 
 
-def test_no_group_is_larger_than_all_the_blocks_behind_it() -> None:
+@pytest.mark.parametrize(("blocks", "most", "units"), [(96, 4, 35), (192, 6, 46), (768, 12, 83)])
+def test_groups_grow_with_the_square_root_of_the_blocks(blocks: int, most: int, units: int) -> None:
+    """Of four times as many blocks, twice as many go together."""
+    sizes = sizes_of(deep(blocks))
+    assert (max(sizes), len(sizes), sum(sizes)) == (most, units, blocks)
+
+
+def test_behind_a_group_are_six_times_as_many_blocks() -> None:
     """The last ones run backward beside all the activations there are."""
-    sizes = [name.count("+") + 1 for name in units_of(deep(100)) if "blocks" in name]
-    assert sizes[-5:] == [6, 4, 2, 1, 1]
-    assert sum(sizes) == 100 and set(sizes[1:-4]) == {6}
+    sizes = sizes_of(deep(192))
+    assert sizes[-12:] == [1] * 12 and sizes[-16:-12] == [3, 2, 2, 2]
+    assert all(6 * size <= sum(sizes[number + 1 :]) for number, size in enumerate(sizes) if size > 1)
 
 
 def test_blocks_with_many_parameters_stay_alone() -> None:
@@ -53,7 +65,7 @@ def test_blocks_of_two_containers_do_not_go_together() -> None:
             self.left, self.right = deep(33).blocks, deep(33).blocks
 
     names = units_of(Two())
-    assert "left.29+left.30+left.31+left.32" in names and "right.0" in names and "right.32" in names
+    assert {"left.30+left.31+left.32", "right.0+right.1+right.2", "right.32"} <= set(names)
     assert not any("left" in name and "right" in name for name in names)
 
 
@@ -80,7 +92,7 @@ def test_blocks_that_go_together_give_the_same_numbers_with_fewer_collectives() 
     plain = GPT(DEEP)
     together, alone = (run_threads(2, losses, plain, units) for units in (None, (Block,)))
     assert [found for found, _ in together] == [found for found, _ in alone]
-    assert together[0][1] < 0.6 * alone[0][1]
+    assert together[0][1] < 0.8 * alone[0][1]
 
 
 class Borrowing(nn.Module):

@@ -48,13 +48,13 @@ class Config:
     cast_inputs: bool = True
     """Under "bf16" and "fp16", cast the model's floating-point inputs."""
 
-    cast_on_gather: bool = False
+    cast_on_gather: bool = True
     """Stage 3 under "bf16" and "fp16": keep no 16-bit copy of this rank's part of the parameters; each gather casts the
     master. 14Ψ/N bytes of states instead of 16Ψ/N, for reading 4 bytes an element instead of 2 whenever a unit is
-    brought. One rank alone, with nothing outside the device, then brings and releases units, too: its parameters are
-    there in forward and backward only, as those of many ranks are. What is not trained, stays in fp32 or rests outside
-    the device keeps what it has; in other stages and precisions nothing changes. The numbers are the same to the
-    bit."""
+    brought. So one rank alone brings and releases units, too: its parameters are there in forward and backward only, as
+    those of many ranks are. Off, or in another stage, one rank alone has its parameters all the time. What is not
+    trained, stays in fp32 or rests outside the device keeps what it has; in other precisions nothing changes. The
+    numbers are the same to the bit."""
 
     units: tuple[str | type[nn.Module], ...] | None = None
     """Which modules are units: classes, or shell patterns of module names ("layers.*"). None: the repeated blocks of
@@ -79,7 +79,8 @@ class Config:
 
     defragment: bool = True
     """On a GPU, find out in the first steps which segments PyTorch's allocator is best given beforehand, so that the
-    model's own temporaries take least memory (the paper's M_D); its cache is emptied for it. Off: it is left alone."""
+    model's own temporaries take least memory (the paper's M_D); its cache is emptied for it; and have one workspace of
+    cuBLAS's at a time, where each thread would keep its own. Off: the allocator is left alone."""
 
     offload: Any = None
     """Which states rest in host memory or on disk: "host" (optimizer states, and gradients with them), a

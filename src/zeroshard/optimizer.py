@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._runs: list[list[Run]] = [[] for _ in plain]
         self.state.clear()
         for index, group in enumerate(plain):
-            self._set_runs(index, place_runs(self._flats, set(group), self._update.longest))
+            self._set_runs(index, self._place_runs(group))
         self._load_states(states)
         engine.states.on_device = weakref.WeakMethod(self._states_on_device)
         if self._host is not None:
@@ -176,7 +176,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.param_groups[-1]["param_names"] = titles
         self.names.append(names)
         self._runs.append([])
-        self._set_runs(len(self.names) - 1, place_runs(self._flats, set(names), self._update.longest))
+        self._set_runs(len(self.names) - 1, self._place_runs(names))
+
+    def _place_runs(self, names: list[str]) -> list[Run]:
+        return place_runs(self._flats, set(names), self._update.longest, self._engine.gradients.memory.pieces)
 
     def state_bytes(self, tier: str | None = None) -> int:
         """Bytes of the optimizer's states on this rank, or in one tier, the master copy not counted."""

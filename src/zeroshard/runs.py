@@ -3,8 +3,9 @@
 [Note: runs]
 The user's optimizer keeps its class, groups and hyper-parameters; in its groups the parameters are replaced by *runs*:
 stretches of the shards (of the fp32 master copy under 16-bit precision) whose parameters share a group. Shards of all
-units lie side by side in one arena, so that with one group a step is one fused kernel over one tensor, however many
-parameters the model has. That is right for every optimizer whose update of an element looks at that element alone.
+units lie side by side in one arena, and their gradients in a few ([Note: gradients that come and go]), so that with one
+group a step is one fused kernel over a few tensors, however many parameters the model has. That is right for every
+optimizer whose update of an element looks at that element alone.
 
 No run is longer than a bucket, so that a model of any size can be updated through buffers of one size: see
 [Note: the update in batches]. A stretch that rests outside the device is a run of its own.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -120,14 +121,23 @@ def longest_run(bucket_size: int) -> int:
     return max(bucket_size // ALIGN, 1) * ALIGN
 
 
-def place_runs(flats: list[Flat], names: set[str], most: int | None = None) -> list[Run]:
-    """Make runs over this rank's part of the named parameters, each of at most ``most`` elements."""
+def place_runs(flats: list[Flat], names: set[str], most: int | None, pieces: Mapping[Flat, object]) -> list[Run]:
+    """Make runs over this rank's part of the named parameters, each of at most ``most`` elements.
+
+    Flats whose gradients lie in different ``pieces`` have different runs.
+    """
     joined: list[tuple[list[Part], list[torch.Tensor], Stretch | None]] = []
     for flat in flats:
         for span, tensor, far in _spans(flat, names):
-            if joined and joined[-1][2] is far and _adjoin(joined[-1][1][-1], tensor):
-                joined[-1][0].append(Part(flat, span))
-                joined[-1][1].append(tensor)
+            last = joined[-1] if joined else None
+            if (
+                last is not None
+                and last[2] is far
+                and pieces.get(last[0][-1].flat) == pieces.get(flat)
+                and _adjoin(last[1][-1], tensor)
+            ):
+                last[0].append(Part(flat, span))
+                last[1].append(tensor)
             else:
                 joined.append(([Part(flat, span)], [tensor], far))
     runs = []

@@ -91,6 +91,7 @@ class Builder:
         numel = sum(span.numel for spans in near.values() for span in spans)
         masters = Arena("master weights", numel, torch.float32, self._pool, self._ledger) if numel else None
         shards: dict[torch.dtype, Arena] = {}
+        self._ledger.add("parameters", 0)  # to be told, though a rank may keep none
         resting = [flat for flat in flats if self._partitioned and not flat.far and not self._is_cast(flat)]
         for dtype in dict.fromkeys(flat.dtype for flat in resting):
             numel = sum(flat.layout.shard_numel for flat in resting if flat.dtype == dtype)
@@ -106,7 +107,6 @@ class Builder:
         self._buffers()
         if self._comm.device.type == "cuda" and self._config.defragment:
             torch.cuda.empty_cache()  # what units were staged in is as large as they are whole, and of no use any more
-            self._pool.take_workspaces()
         return self.units
 
     def _place_rests(self, flats: list[Flat]) -> None:

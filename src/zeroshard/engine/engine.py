@@ -56,6 +56,7 @@ from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.reader import AHEAD
 from zeroshard.memory.segments import Segments
+from zeroshard.memory.workspace import Workspace
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
 
@@ -95,6 +96,7 @@ class Engine:
         self._buffers = buffers
         on_gpu = comm.device.type == "cuda"
         self._segments = Segments(comm.device) if on_gpu and config.defragment else None
+        self._workspace = Workspace(pool) if on_gpu and config.defragment else None
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
         self._readers = {flat.reader for unit in units for flat in unit.flats if flat.reader is not None}
         self._brought: set[Unit] = set()  # brought in this forward or backward, and not released since
@@ -292,6 +294,8 @@ class Engine:
         self.states.refuse_thawed()
         if torch.is_grad_enabled():
             self.gradients.memory.abide()
+        if self._workspace is not None:
+            self._workspace.take()
         self._brought.clear()
         self._pins.disown()
         self._trace = Trace()
@@ -446,6 +450,8 @@ class Engine:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.order.begin("backward")
         self.backwards += 1
+        if self._workspace is not None:
+            self._workspace.take()
         self.states.wake()
         self.gradients.apply_coefficient()
         updates = self.states.updates()

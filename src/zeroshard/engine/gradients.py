@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -32,6 +33,14 @@ class Gradients:
     ring of buckets, in one fixed order on every rank. Replicated gradients (stages 0 and 1) are summed in place over
     any number of backwards and reduced once, where they lie, when the optimizer asks. All that is no part of any graph,
     though a backward may make one.
+
+    [Note: packing at once]
+    Where a unit's gradients make one bucket, as those of most units do, compute itself packs them, and autograd's own
+    are gone before the next unit's are made. Before that it ends the reduction that its slot of the ring has under way,
+    which began some units ago (``Config.ring``). Of more buckets than there are slots it would have to wait for some
+    that began just now; and where ending one takes more than a wait and a product, a sum over replicas or a way out of
+    the device, it would wait for that too. So these are packed and ended on the lane, beside compute, and autograd's
+    gradients stay until the next unit's are there.
     """
 
     def __init__(
@@ -333,26 +342,33 @@ class Gradients:
         """Start to reduce a unit's gradients bucket by bucket, beside the computation; pack what has to be."""
         self._order.check(unit.reduce_event)
         if self._buckets.reads_gradients:  # which could not go before
-            with self._lane:
-                self._buckets.settle()
-        self._lane.join(self._lane.mark())  # the unit before: its gradients may go once the lane has read them
-        self._read_by_lane.clear()
+            self._end_under_way()
+        elif self._read_by_lane:  # the unit before: its gradients may go once the lane has read them
+            self._join_lane()
         if any(gradient.has_local for gradient in self._of[unit]):
             self._add_local(unit)
         for gradient in self._of[unit]:
             taken = gradient.take()
             ready = self._buckets.as_they_lie(gradient, taken)
             slots = self._buckets.slots(gradient, ready)
-            self._read_by_lane += self._counted([tensor for tensor in taken if tensor is not None])
+            made = self._counted([tensor for tensor in taken if tensor is not None])
             self._open_shard(gradient)
             gradient.flat.arrive()  # an update of its values may still read the gradient of the step before
-            with self._lane:
+            at_once = self._packs_at_once(gradient)
+            with nullcontext() if at_once else self._lane:
                 for number, slot in enumerate(slots):
                     self._launch(gradient, slot, number, taken, ready[number], unit.reduce_event)
+            if not at_once:
+                self._read_by_lane += made
             gradient.has_shard = True
             self._drop_local(gradient)
         if self._comm.device.type != "cuda":
             self._read_by_lane.clear()
+
+    def _packs_at_once(self, gradient: FlatGradient) -> bool:
+        """Whether compute itself packs it: see [Note: packing at once]."""
+        alone = len(gradient.flat.layout.buckets) == 1 and gradient.soles[0] is None and not gradient.has_local
+        return alone and not self._comm.replicas and self._config.offload is None
 
     def _launch(
         self,
@@ -449,11 +465,18 @@ class Gradients:
 
     def _settle(self) -> None:
         """Finish every reduction under way, so that compute may use the results."""
+        self._end_under_way()
+        self._buckets.close()
+
+    def _end_under_way(self) -> None:
         with self._lane:
             self._buckets.settle()
+        self._join_lane()
+
+    def _join_lane(self) -> None:
+        """Have compute wait for the lane; what that has read may go."""
         self._lane.join(self._lane.mark())
         self._read_by_lane.clear()
-        self._buckets.close()
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,18 @@
 [Note: small blocks]
 A collective of few bytes takes as long as its latency, and the host as long to launch it as any other. So neighbouring
 blocks are gathered and reduced together while they have few parameters: at most ``GROUP`` elements, whose gather takes
-about as long as its latency on a fast network, and at most a sixteenth of all blocks, so that the two units that are in
-memory at a time stay a small part of them. Of up to 31 blocks of one size each is a unit, however small. No group is
-larger than all the blocks behind it: 1, 1, 2, 4, … of them, from the end. The last ones run backward beside all the
-activations there are, which is where the memory of a step is highest.
+about as long as its latency on a fast network, and at most a sixteenth of all blocks. Of up to 31 blocks of one size
+each is a unit, however small. Some groups are in memory at a time, as parameters, gradients and buckets: that grows
+with a group, and the host's time with their number. So from 48 blocks up both grow with the square root of the blocks.
+
+The last blocks run backward beside all the activations there are, which is where the memory of a step is highest; what
+is behind a group has given its activations back. So behind each group are at least ``BEHIND`` times as many elements as
+it has: from the end 1, 1, … 2, 2, 2, 3, ….
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +26,8 @@ from zeroshard.precision import matches
 TINY = 16  # a neighbour under 1/16 of the other is merged into it whatever the sum
 GROUP = 2**24  # elements that neighbouring blocks may have together
 PARTS = 16  # groups of blocks, at least
+TOGETHER = 3  # blocks of a group, from which on there are more groups too
+BEHIND = 6  # times as many elements as a group has are in the blocks behind it, at least
 
 
 @dataclass
@@ -124,12 +130,17 @@ def _rooms(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iter
 
 def _grouped(plans: list[Plan]) -> list[Plan]:
     """Merge neighbouring blocks of one container while they are small: see [Note: small blocks]."""
-    limit = _most_together(sum(plan.numel for plan in plans if plan.is_block))
+    blocks = [plan.numel for plan in plans if plan.is_block]
+    limit = _most_together(sum(blocks), len(blocks))
     grouped: list[Plan] = []  # from the end
     behind = 0  # elements of the blocks behind the last group
     for plan in reversed(plans):
         last = grouped[-1] if grouped else None
-        if last is not None and _of_one_container(plan, last) and plan.numel + last.numel <= min(limit, behind):
+        if (
+            last is not None
+            and _of_one_container(plan, last)
+            and plan.numel + last.numel <= min(limit, behind // BEHIND)
+        ):
             plan.absorb(last)
             grouped[-1] = plan
             continue
@@ -144,12 +155,12 @@ def blocks_together(numel: int, blocks: int) -> int:
     >>> blocks_together(1000, 31), blocks_together(1000, 48), blocks_together(2**23, 1000)
     (1, 3, 2)
     """
-    return max(1, _most_together(blocks * numel) // max(1, numel))
+    return max(1, _most_together(blocks * numel, blocks) // max(1, numel))
 
 
-def _most_together(all_blocks: int) -> int:
-    """Elements that a group may have, of the elements of all blocks."""
-    return min(GROUP, all_blocks // PARTS)
+def _most_together(numel: int, blocks: int) -> int:
+    """Elements that a group may have, of those that so many blocks have together."""
+    return min(GROUP, numel // max(PARTS, math.isqrt(blocks * PARTS // TOGETHER)))
 
 
 def _of_one_container(*plans: Plan) -> bool:

@@ -51,31 +51,3 @@ class Pool:
         if self._pool is not None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)
             torch.cuda.empty_cache()
-
-    def take_workspaces(self) -> None:
-        """Have cuBLAS make its workspaces here: 32 MiB for each thread that multiplies, kept for good.
-
-        Made by the model's first multiplications they would stand in the middle of its largest segments.
-        """
-        if self._pool is not None:
-            with torch.enable_grad():
-                square = torch.zeros(16, 16, device=self.device, requires_grad=True)
-                product: torch.Tensor = _Multiply.apply(square, self)  # type: ignore[no-untyped-call]
-                torch.autograd.backward(product.sum())
-
-
-class _Multiply(torch.autograd.Function):
-    """Multiplies matrices with memory from a pool: in forward on this thread, in backward on autograd's."""
-
-    @staticmethod
-    def forward(ctx: Any, square: torch.Tensor, pool: Pool) -> torch.Tensor:
-        ctx.pool = pool
-        ctx.save_for_backward(square)
-        with pool:
-            return square @ square
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (square,) = ctx.saved_tensors
-        with ctx.pool:
-            return square @ gradients[0], None

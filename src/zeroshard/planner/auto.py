@@ -215,7 +215,8 @@ def decided(
         question["stage"] = _stages(site, None if given == AUTO else Offload.of(given))
 
     def planned(**more: Any) -> Plans:
-        asked = {"devices": site.ranks, "machine": machine, "tensor": site.tensor, **question, **more}
+        where = {"devices": site.ranks, "replicas": site.replicas, "machine": machine, "tensor": site.tensor}
+        asked = {**where, **question, **more}
         return _together(plan(copied, inputs, **asked))
 
     plans = planned()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zeroshard.engine.gradient_memory import piece_numbers
 from zeroshard.planner.memory import BucketBytes, Holdings
 from zeroshard.planner.traces.trace import Span, Trace, spans_of
 
@@ -162,7 +163,8 @@ class _Walk:
         self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool, gradients_stay: bool, adds: bool
     ) -> None:
         self._held, self._on_gpu, self._prefetch, self._adds = held, on_gpu, prefetch, adds
-        self._reduced = gradients_stay  # whether reduced gradients are there
+        self._pieces = _pieces(held)
+        self._there = set().union(*self._pieces) if gradients_stay else set()  # pieces of reduced gradients
         self._orders = brought_in(spans)
         self._at = 0
         self._gathered: set[int] = set()
@@ -178,7 +180,7 @@ class _Walk:
             {
                 "activations": max(span.peak, span.begin + taken),
                 "gathered": gathered,
-                "gradients": float(self._held.states["gradients"]) if self._reduced else 0.0,
+                "gradients": float(sum(nbytes for *_, nbytes in self._there)),
                 "gradients of autograd": self._waiting,
                 "buckets": float(self._rings.nbytes),
             },
@@ -194,12 +196,13 @@ class _Walk:
         elif mark.moment == "release":
             self._gathered.discard(mark.unit)
         elif mark.moment == "finish":
-            self._reduced = True
+            self._there |= self._pieces[mark.unit]
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
             self._rings.take(self._held.units[mark.unit].buckets, self._adds)
-            self._waiting = mark.nbytes if self._on_gpu else 0.0
-            return 0.0 if self._on_gpu else mark.nbytes
+            late = self._held.units[mark.unit].late if self._on_gpu else 0.0
+            self._waiting = min(late, mark.nbytes)
+            return mark.nbytes - self._waiting
         elif mark.moment == "end forward":
             self._at = 0
         elif mark.moment == "end backward":
@@ -213,6 +216,23 @@ class _Walk:
         self._at += 1
         if self._prefetch and self._at < len(order):
             self._gathered.add(order[self._at])
+
+
+Piece = tuple[torch.dtype, int, int]  # of which dtype, its number, and its bytes
+
+
+def _pieces(held: Holdings) -> list[set[Piece]]:
+    """For each unit the pieces that its gradients lie in: see [Note: gradients that come and go]."""
+    found: list[set[Piece]] = [set() for _ in held.units]
+    for dtype in {dtype: None for unit in held.units for dtype, _ in unit.kept}:
+        sizes = [(number, numel) for number, unit in enumerate(held.units) for its, numel in unit.kept if its == dtype]
+        numbers = piece_numbers([numel for _, numel in sizes], held.placement.gradients)
+        together = Counter[int]()
+        for piece, (_, numel) in zip(numbers, sizes, strict=True):
+            together[piece] += numel * dtype.itemsize
+        for piece, (unit, _) in zip(numbers, sizes, strict=True):
+            found[unit].add((dtype, piece, together[piece]))
+    return found
 
 
 def brought_in(spans: Sequence[Span]) -> tuple[list[int], list[int]]:

@@ -98,6 +98,8 @@ class UnitBytes:
     shard: int  # bytes of its shard
     sent: int  # bytes of its gradient that leave the device
     unpacked: int  # bytes of its gradient that are reduced where autograd has made them
+    late: int  # bytes of its gradient that are read by the lane: see [Note: packing at once]
+    kept: tuple[tuple[torch.dtype, int], ...]  # elements of its gradients that the device keeps, by dtype
     buckets: tuple[BucketBytes, ...]  # in the order that they are reduced in
     cast: int = 0  # bytes that a gather reads and writes on the device, to cast its shard
     blocks: int = 1  # that it was made of: see [Note: small blocks]
@@ -131,15 +133,17 @@ def holdings(
     on_gpu: bool = True,
     one_pass: bool = False,
     plans: list[Plan] | None = None,
+    replicas: int = 1,
 ) -> Holdings:
     """Work out what :func:`zeroshard.shard` would hold on the first of ``ranks``; ``plans`` are its units, if known.
 
+    Of such ranks, who share the states, there are ``replicas``.
     ``one_pass``: the optimizer is one that a GPU updates so, see [Note: one pass].
     """
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
     data_ranks = ranks // tensor
-    placement = Placement.of_stage(config.stage, data_ranks, config.offload, cast=config.casts_masters)
+    placement = Placement.of_stage(config.stage, data_ranks, config.offload, replicas, config.casts_masters)
     parts = data_ranks if placement.optimizer else 1
     plans = plan_units(model, config.units, config.bucket_size) if plans is None else plans
     named, precision, held = dict(model.named_parameters()), Precision(model, config), local_numels(model, tensor)
@@ -159,8 +163,9 @@ def holdings(
     copies = [flat for flat in every if flat.trained and flat.is_copied(at_once)]
     copied, itemsize = sum(f.layout.shard_numel for f in copies), max((f.updated.itemsize for f in copies), default=0)
     rooms, resting = iter(shared_rooms([flat.nbytes for flat in every])), iter(rests)
+    packs = config.offload is None and replicas == 1
     units = [
-        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], rings)
+        _unit(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], rings, placement, packs)
         for plan, unit in zip(plans, flats, strict=True)
     ]
     return Holdings(
@@ -214,6 +219,11 @@ class _Flat:
     def may_lie(self, rest: Rest) -> bool:
         """Whether a GPU could reduce its gradients as autograd makes them."""
         return self.trained and self.dtype == self.reduced and rest.gradients == "device"
+
+    @property
+    def is_packed_at_once(self) -> bool:
+        """Whether its gradients make one bucket: see [Note: packing at once]."""
+        return len(self.layout.buckets) == 1 and self.layout.sole(self.layout.buckets[0]) is None
 
     def is_copied(self, one_pass: bool) -> bool:
         """Whether an update takes a copy of the gradient in the master's dtype."""
@@ -287,7 +297,13 @@ def _rings(flats: list[_Flat]) -> dict[torch.dtype, _Ring]:
 
 
 def _unit(
-    plan: Plan, flats: list[_Flat], rooms: list[int], rests: list[Rest], rings: dict[torch.dtype, _Ring]
+    plan: Plan,
+    flats: list[_Flat],
+    rooms: list[int],
+    rests: list[Rest],
+    rings: dict[torch.dtype, _Ring],
+    placement: Placement,
+    at_once: bool,
 ) -> UnitBytes:
     trained = [(flat, rest) for flat, rest in zip(flats, rests, strict=True) if flat.trained]
     far: dict[str, int] = {}
@@ -314,6 +330,12 @@ def _unit(
             for flat, _ in trained
             for _, lying in flat.buckets
             if lying is not None
+        ),
+        late=sum(sum(f.layout.numels) * f.dtype.itemsize for f, _ in trained if not (at_once and f.is_packed_at_once)),
+        kept=tuple(
+            (flat.reduced, flat.layout.shard_numel if placement.gradients else flat.layout.numel)
+            for flat, rest in trained
+            if rest.gradients == "device"
         ),
         buckets=tuple(
             rings[flat.reduced].bucket(

@@ -306,7 +306,7 @@ class _Clock:
         return known
 
     def _finish(self, unit: int) -> None:
-        """A unit's gradients are complete: they are packed and reduced beside what comes, or added to the sum."""
+        """A unit's gradients are complete: they are packed, and reduced beside what comes, or added to the sum."""
         self.host += self._attended(unit)
         sizes = self._held.units[unit]
         if not self._held.placement.gradients:
@@ -315,6 +315,8 @@ class _Clock:
         self._wait("reduce", self._reductions)
         copied = sizes.gradient + sizes.reduced - 2 * sizes.unpacked
         begin = max(self.compute, self.host) + copied / self._machine.bandwidth
+        if not sizes.late:  # see [Note: packing at once]
+            self.compute = begin
         self._reductions = self._over_the_wire(begin, "reduce-scatter", sizes.reduced)
         if sizes.sent:
             self._reductions += sizes.sent / self._machine.pcie

@@ -148,6 +148,7 @@ def plan(
     one_pass: bool = True,
     scratch: float = 0.0,
     clip: bool = True,
+    replicas: int = 1,
     **options: Any,
 ) -> Plans:
     """Work out what training a model takes on so many devices, in every way that zeroshard knows, and choose.
@@ -162,7 +163,8 @@ def plan(
     ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` narrow the choice where they are given, as
     one value or several. ``optimizer_states`` are the optimizer's values for each element (2 for Adam); ``one_pass``:
     with 2 of them, it is torch's fused Adam or AdamW, which a GPU updates in one pass over memory; ``scratch`` are the
-    bytes its kernels take for each element. ``options`` are those of :func:`zeroshard.shard`.
+    bytes its kernels take for each element. ``replicas`` is the number of groups of ``devices`` with the same states,
+    on a mesh of two axes; sums over them are not counted as time. ``options`` are those of :func:`zeroshard.shard`.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -171,7 +173,11 @@ def plan(
     >>> plans.best.choice.stage, plans.best.fits
     (3, True)
     """
-    for name, value, least in (("devices", devices, 1), ("optimizer_states", optimizer_states, 0)):
+    for name, value, least in (
+        ("devices", devices, 1),
+        ("replicas", replicas, 1),
+        ("optimizer_states", optimizer_states, 0),
+    ):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
     if loss is not None and not callable(loss):
@@ -190,6 +196,7 @@ def plan(
         one_pass=one_pass,
         scratch=scratch,
         clipped=clip,
+        replicas=replicas,
         **options,
     )
     narrowed = {

@@ -39,7 +39,8 @@ class Subject:
     """A model, how it is called, and what :func:`zeroshard.shard` is told beside a choice.
 
     ``partition``: whether each tensor rank keeps its part of a recomputed block's input (P_a), or all of it.
-    ``together``: whether small blocks make units together, as they do ([Note: small blocks]).
+    ``together``: whether small blocks make units together, as they do ([Note: small blocks]). ``replicas``: groups of
+    ranks that have the same states.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Subject:
         clipped: bool = False,
         partition: bool = True,
         together: bool = True,
+        replicas: int = 1,
         **options: Any,
     ) -> None:
         self.model, self._inputs, self._loss, self._sequence = model, inputs, loss, sequence
         self.optimizer_states, self._scratch, self.clipped = optimizer_states, scratch, clipped
-        self.one_pass = one_pass
+        self.one_pass, self._replicas = one_pass, replicas
         self.options, self._partition = options, partition
         self._config = Config(**options)
         self._units = plan_units(model, self._config.units, self._config.bucket_size, together)
@@ -164,6 +166,7 @@ class Subject:
                 on_gpu=on_gpu,
                 one_pass=self.one_pass,
                 plans=self._units,
+                replicas=self._replicas,
             )
         return self._holdings[key]
 
@@ -185,7 +188,7 @@ class Subject:
             on_gpu=on_gpu,
             prefetch=self._config.prefetch,
             inputs_on_host=choice.checkpoint == "host",
-            workspace=machine.workspace,
+            workspace=machine.workspace * (1 if self._config.defragment else 2),  # see [Note: one workspace]
             scratch=self._scratch * min(trained, self._config.bucket_size),
             timeline=timeline,
             spans=traced.work.spans,

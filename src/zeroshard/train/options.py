@@ -168,8 +168,9 @@ class ShardOptions:
     `zeroshard plan --calibrate`, or those of the nearest kind"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """of computation; auto: bf16 on a GPU that has it, else fp32. 16 bits have an fp32 master copy"""
-    cast_on_gather: bool = False
-    """in stage 3 and 16 bits: keep no 16-bit copy of this rank's part, and cast the master whenever it is gathered"""
+    cast_on_gather: bool = True
+    """in stage 3 and 16 bits: keep no 16-bit copy of this rank's part, and cast the master whenever it is gathered.
+    With --no-cast-on-gather a copy is kept, and one GPU alone brings and releases nothing"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where it runs; auto: on GPUs where there are any"""
     ranks: int | None = None

@@ -43,8 +43,8 @@ def sharding(options: Options, precision: str) -> list[tuple[str, str]]:
     """
     name = options.sharding.configuration
     changed = "" if name is None or options == options.configured(name) else ", changed"
-    cast = options.sharding.cast_on_gather and options.sharding.stage == 3 and precision in ("bf16", "fp16")
-    how = f"stage {options.sharding.stage}, {precision}{', cast from the master at each gather' if cast else ''}"
+    kept = options.sharding.stage == 3 and precision in ("bf16", "fp16") and not options.sharding.cast_on_gather
+    how = f"stage {options.sharding.stage}, {precision}{', kept beside the masters' if kept else ''}"
     lines = [("ZeRO", (f"{name}{changed}: " if name else "") + how)]
     if options.sharding.offload != "device" and options.sharding.offload_fraction:
         part = "" if options.sharding.offload_fraction == 1 else f"{options.sharding.offload_fraction:.0%} of "

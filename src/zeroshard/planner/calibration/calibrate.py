@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from zeroshard.memory.disk import DiskError
+from zeroshard.memory.workspace import give_back_workspaces, take_workspace
 from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,
@@ -78,11 +79,10 @@ def calibrate(
     chosen, ranks = _device(device), Ranks.now()
     base = _base(chosen)
     with _on(chosen), torch.random.fork_rng(devices=[chosen.index] if chosen.type == "cuda" else []):
-        held = _allocated(chosen)
         rates = _disk(directory, seconds, ranks)
         rates |= _device_rates(chosen, base, seconds, ranks)
         rates |= _node_rates(chosen, base, seconds, ranks)
-        rates |= _sizes(chosen, base, ranks, held)
+        rates |= _sizes(chosen, base, ranks)
         rates["unit"] = base.unit * rates["op"] / base.op
         rates["sustained"] = sustained(Machine.of(base, **rates), chosen, SHARES["training"] * seconds)
     name = kept.name_here(chosen.type)
@@ -213,12 +213,15 @@ def products(
     return {name: flops[name] for name in PRECISIONS if name in flops}, curve
 
 
-def _sizes(device: torch.device, base: Machine, ranks: Ranks, held: int) -> dict[str, int]:
+def _sizes(device: torch.device, base: Machine, ranks: Ranks) -> dict[str, int]:
     """Devices of this node, and their memory."""
     if device.type == "cpu":
         return {"devices": len(ranks.here), "memory": host_memory() // len(ranks.here)}
     gc.collect()
-    workspace = _allocated(device) - held  # all tensors are gone; libraries' own memory is not
+    give_back_workspaces()
+    held = torch.cuda.memory_allocated(device)
+    take_workspace()
+    workspace = torch.cuda.memory_allocated(device) - held
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device)
@@ -228,10 +231,6 @@ def _sizes(device: torch.device, base: Machine, ranks: Ranks, held: int) -> dict
         "context": context if context in CONTEXTS else base.context,
         "workspace": workspace if workspace > 0 else base.workspace,
     }
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _part(whole: int, seconds: float) -> int:

@@ -95,7 +95,7 @@ class Machine:
     context: int
     """Bytes of device memory that the runtime takes for itself, outside the allocator."""
     workspace: int
-    """Bytes that libraries of mathematics hold in the allocator from the first backward on."""
+    """Bytes that cuBLAS holds in the allocator for a thread that multiplies."""
     host_memory: int
     """Bytes of a node."""
     host_update: float

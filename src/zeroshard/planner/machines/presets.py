@@ -33,7 +33,7 @@ _A100: Final[dict[str, Any]] = {
     "efficiency": {"share": 0.8, "half": 1.2e9},
     "attention": 0.35,
     "bandwidth": MEMORY * 2039 * GB,
-    "workspace": 2 * 8_519_680,  # cuBLAS: 8.125 MiB a handle before Hopper
+    "workspace": 8_519_680,  # cuBLAS: 8.125 MiB before Hopper
     "host_memory": 2 * TB,
     "host_update": 8e9,
     "pcie": 24 * GB,  # PCIe 4, 16 lanes
@@ -52,7 +52,7 @@ _H100: Final[dict[str, Any]] = {
     "efficiency": {"share": 0.7, "half": 2e9},
     "attention": 0.2,
     "bandwidth": MEMORY * 3350 * GB,
-    "workspace": 2 * 32 * MiB,  # cuBLAS: 32 MiB a handle on Hopper
+    "workspace": 32 * MiB,  # cuBLAS, on Hopper
     "host_update": 12e9,
     "pcie": 55 * GB,  # PCIe 5, 16 lanes
     "inside": {"bandwidth": NVLINK * 450 * GB, "latency": 2e-6},
@@ -73,7 +73,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "bandwidth": MEMORY * 900 * GB,
         "gap": 2e-6,
         "context": 450 * MiB,
-        "workspace": 2 * 8_519_680,
+        "workspace": 8_519_680,
         "host_memory": 1_500 * GB,
         "host_update": 4e9,
         "pcie": 12 * GB,  # PCIe 3, 16 lanes
