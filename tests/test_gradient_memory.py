@@ -83,6 +83,26 @@ def test_partitioned_gradients_take_it_piece_by_piece(stage: int, world: int, pi
         assert found == [number * found[-1] // pieces for number in range(1, pieces + 1)]
 
 
+def test_a_backward_whose_gradients_get_no_memory_leaves_no_buffers() -> None:
+    def body(rank: int) -> int:
+        model, optimizer = sharded(3)
+        loss = net_loss(model, split(batches(1)[0], rank, 2))
+        memory = model._zeroshard.engine.gradients.memory
+        memory.open = no_memory
+        with pytest.raises(torch.OutOfMemoryError, match="made up"):
+            loss.backward()
+        del memory.open
+        optimizer.zero_grad()
+        assert zeroshard.report(model).memory["buckets", "device"].peak > 0
+        return zeroshard.report(model).memory["buckets", "device"].now
+
+    assert run_threads(2, body) == [0, 0]
+
+
+def no_memory(gradient: object) -> None:
+    raise torch.OutOfMemoryError("made up")
+
+
 def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
     model, optimizer = sharded(stage)
     for batch in batches(2):

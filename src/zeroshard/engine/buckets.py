@@ -39,7 +39,7 @@ class Buckets:
 
     @property
     def busy(self) -> bool:
-        """Whether a reduction is under way."""
+        """Whether a reduction is under way, or buffers are open for one."""
         return any(ring.busy for ring in self._rings.values())
 
     def settle(self) -> None:

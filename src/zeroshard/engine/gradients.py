@@ -342,9 +342,9 @@ class Gradients:
         """Start to reduce a unit's gradients bucket by bucket, beside the computation; pack what has to be."""
         self._order.check(unit.reduce_event)
         if self._buckets.reads_gradients:  # which could not go before
-            self._end_under_way()
-        elif self._read_by_lane:  # the unit before: its gradients may go once the lane has read them
-            self._join_lane()
+            with self._lane:
+                self._buckets.settle()
+        self._join_lane()  # the unit before: its gradients may go once the lane has read them
         if any(gradient.has_local for gradient in self._of[unit]):
             self._add_local(unit)
         for gradient in self._of[unit]:
@@ -352,14 +352,14 @@ class Gradients:
             ready = self._buckets.as_they_lie(gradient, taken)
             slots = self._buckets.slots(gradient, ready)
             made = self._counted([tensor for tensor in taken if tensor is not None])
+            at_once = self._packs_at_once(gradient)
+            if not at_once:
+                self._read_by_lane += made
             self._open_shard(gradient)
             gradient.flat.arrive()  # an update of its values may still read the gradient of the step before
-            at_once = self._packs_at_once(gradient)
             with nullcontext() if at_once else self._lane:
                 for number, slot in enumerate(slots):
                     self._launch(gradient, slot, number, taken, ready[number], unit.reduce_event)
-            if not at_once:
-                self._read_by_lane += made
             gradient.has_shard = True
             self._drop_local(gradient)
         if self._comm.device.type != "cuda":
@@ -367,8 +367,8 @@ class Gradients:
 
     def _packs_at_once(self, gradient: FlatGradient) -> bool:
         """Whether compute itself packs it: see [Note: packing at once]."""
-        alone = len(gradient.flat.layout.buckets) == 1 and gradient.soles[0] is None and not gradient.has_local
-        return alone and not self._comm.replicas and self._config.offload is None
+        one = len(gradient.flat.layout.buckets) == 1 and gradient.soles[0] is None and not gradient.has_local
+        return one and not self._comm.replicas and self._config.offload is None
 
     def _launch(
         self,
@@ -465,17 +465,14 @@ class Gradients:
 
     def _settle(self) -> None:
         """Finish every reduction under way, so that compute may use the results."""
-        self._end_under_way()
-        self._buckets.close()
-
-    def _end_under_way(self) -> None:
         with self._lane:
             self._buckets.settle()
         self._join_lane()
+        self._buckets.close()
 
     def _join_lane(self) -> None:
         """Have compute wait for the lane; what that has read may go."""
-        self._lane.join(self._lane.mark())
+        self._lane.join_all()
         self._read_by_lane.clear()
 
     # -- memory -------------------------------------------------------------------------------------------------

@@ -35,9 +35,11 @@ class Lane:
         self._compute: Any = torch.Event(device) if self._stream is not None else None  # where compute was, last time
         self._index = -1 if self._stream is None else self._stream.device_index
         self._stopwatch = stopwatch
+        self._ahead = False  # whether compute has not waited for all of it
 
     def __enter__(self) -> Lane:
         if self._stream is not None:
+            self._ahead = True
             self._compute.record(*self._current())
             self._compute.wait(self._stream)
             self._stream.__enter__()
@@ -66,6 +68,12 @@ class Lane:
         if event is not None:
             with self._stopwatch:
                 event.wait(*self._current())
+
+    def join_all(self) -> None:
+        """Make it wait for all that was issued here."""
+        if self._ahead:
+            self.join(self.mark())
+            self._ahead = False
 
     def _current(self) -> tuple[torch.cuda.Stream, ...]:
         """The compute stream, where torch would take another device's: a thread may be at work for several."""

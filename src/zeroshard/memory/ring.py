@@ -54,6 +54,11 @@ class Buffers:
         """So many elements of the buffer that was opened for them."""
         return self._open[self._length(numel)][:numel]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether any has memory."""
+        return bool(self._open)
+
     def close(self) -> None:
         """Give the memory back."""
         for buffer in self._open.values():
@@ -115,8 +120,8 @@ class Ring:
 
     @property
     def busy(self) -> bool:
-        """Whether a reduction is under way."""
-        return any(slot.finish is not None for slot in self.slots)
+        """Whether a reduction is under way, or buffers are open for one."""
+        return any(slot.finish is not None or slot.packed.is_open or slot.reduced.is_open for slot in self.slots)
 
     def settle(self) -> None:
         """End every reduction under way, the longest first."""
