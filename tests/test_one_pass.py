@@ -26,7 +26,7 @@ from torch import nn
 import zeroshard
 from zeroshard.device import kernel, one_pass
 from zeroshard.device.strip import Strip, numbers_of
-from zeroshard.device.table import ROW, tables_of
+from zeroshard.device.table import ROW, Table, tables_of
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NET = make_net(blocks=2)  # not in a rank: threads draw from one generator
@@ -460,6 +460,20 @@ def test_strips_that_adjoin_everywhere_become_one_row() -> None:
 
     assert (rows(strips(256, 1)), rows(strips(512, 1)), rows(strips(256, 4))) == (1, 4, 4)
     assert not tables_of([Strip(0, *(line[:0] for line in lines), None)], 128, torch.device("cpu"))
+
+
+def test_where_only_addresses_differ_programs_are_shared() -> None:
+    kept = []
+
+    def table(*sizes: int) -> Table:
+        kept.append([Strip(i, *(torch.zeros(size) for _ in range(4)), None) for i, size in enumerate(sizes)])
+        (found,) = tables_of(kept[-1], 64, torch.device("cpu"))
+        return found
+
+    one, moved, other = table(100, 200), table(100, 200), table(200, 100)
+    assert one.rows[0, 0] != moved.rows[0, 0]
+    assert one.blocks is moved.blocks and one.blocks.tolist() == [0, 0, 1, 1, 1, 1]
+    assert other.blocks.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 BLOCKS = nn.Sequential(*[Block(8) for _ in range(5)])

@@ -30,7 +30,7 @@ from zeroshard.device.strip import PASSED, SERVED, STATES, Factors, Numbers, Str
 from zeroshard.engine.engine import Engine
 from zeroshard.runs import Part, Run
 
-NOTED = 4  # tables that are kept: where some parameters are used now and then, runs take turns
+NOTED = 16  # tables that are kept: gradients lie now here, now there, and some parameters are used now and then
 
 
 class Kernel(Protocol):

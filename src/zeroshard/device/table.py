@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -34,7 +36,7 @@ class Table:
 
     way: Way
     rows: torch.Tensor  # int64 [strips, ROW]
-    blocks: torch.Tensor  # int32 [programs]
+    blocks: torch.Tensor  # int32 [programs]: shared by tables that differ in addresses alone
 
 
 def tables_of(strips: Iterable[Strip], block: int, device: torch.device) -> list[Table]:
@@ -89,11 +91,22 @@ def _even(strip: Strip, row: Sequence[int]) -> bool:
 
 
 def _table(way: Way, rows: list[list[int]], block: int, device: torch.device) -> Table:
-    counts = torch.tensor([-(-row[5] // block) for row in rows])
-    firsts = torch.cumsum(counts, 0) - counts
-    noted = torch.cat([torch.tensor(rows, dtype=torch.int64), firsts[:, None]], dim=1)
-    blocks = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts)
-    return Table(way, _sent(noted, device), _sent(blocks, device))
+    counts = tuple(-(-row[5] // block) for row in rows)
+    firsts = accumulate(counts, initial=0)
+    noted = torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=False)], dtype=torch.int64)
+    return Table(way, _sent(noted, device), _blocks(counts, device))
+
+
+_made: WeakValueDictionary[tuple[tuple[int, ...], torch.device], torch.Tensor] = WeakValueDictionary()
+
+
+def _blocks(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The row of each program. To make it takes all processors for a moment, so a table takes what another has."""
+    found = _made.get((counts, device))
+    if found is None:
+        rows = torch.arange(len(counts), dtype=torch.int32)
+        found = _made[counts, device] = _sent(torch.repeat_interleave(rows, torch.tensor(counts)), device)
+    return found
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
