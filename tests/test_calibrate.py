@@ -120,7 +120,7 @@ def test_a_gpu_is_measured(directory: Path) -> None:
     assert machine.devices == torch.cuda.device_count()
     assert machine.memory == torch.cuda.mem_get_info()[1]
     assert Machine.of("here") == machine
-    assert torch.cuda.memory_allocated() - held <= machine.workspace  # tensors are gone
+    assert torch.cuda.memory_allocated() - held < 2.5 * machine.workspace  # tensors are gone, two threads' are not
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
