@@ -316,6 +316,7 @@ class _Clock:
         copied = sizes.gradient + sizes.reduced - 2 * sizes.unpacked
         begin = max(self.compute, self.host) + copied / self._machine.bandwidth
         if not sizes.late:  # see [Note: packing at once]
+            self._wait("launch", self.host)
             self.compute = begin
         self._reductions = self._over_the_wire(begin, "reduce-scatter", sizes.reduced)
         if sizes.sent:
