@@ -56,7 +56,7 @@ def largest(
     >>> from zeroshard.planner.simulation.family import gpt_family
     >>> family = gpt_family(GPTConfig(heads=64, width=8192))
     >>> found = largest(family, devices=64, machine="dgx2", precision="fp16")
-    >>> 80e9 < found.parameters < 100e9, found.limit, found.confirmed
+    >>> 90e9 < found.parameters < 110e9, found.limit, found.confirmed
     (True, 'device', True)
     """
     machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
