@@ -36,6 +36,11 @@ class Choice:
         return {"stage": self.stage, "offload": self.offload}
 
     @property
+    def way(self) -> tuple[int, int, str, str]:
+        """What it does, but for the numbers of samples."""
+        return self.tensor, self.stage, self.far, self.checkpoint
+
+    @property
     def activations(self) -> dict[str, Any] | None:
         """What :func:`zeroshard.checkpoint_activations` is given of it; None: it is not called.
 

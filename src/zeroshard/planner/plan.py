@@ -119,10 +119,9 @@ class Plans:
 
     def rows(self) -> list[Plan]:
         """For every stage, tensor degree, offload and checkpointing, the micro-batch that is fastest."""
-        groups: dict[tuple[Any, ...], list[Plan]] = {}
+        groups: dict[tuple[int, int, str, str], list[Plan]] = {}
         for plan in self.every:
-            chosen = plan.choice
-            groups.setdefault((chosen.tensor, chosen.stage, chosen.far, chosen.checkpoint), []).append(plan)
+            groups.setdefault(plan.choice.way, []).append(plan)
         return [
             max(group, key=lambda plan: (plan.fits, plan.samples if plan.fits else -plan.memory))
             for group in groups.values()

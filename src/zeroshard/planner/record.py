@@ -115,12 +115,8 @@ def record_plan(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, 
 
 def standing(plans: Plans) -> list[Plan]:
     """The plans that stand for a stage, tensor degree, offload and checkpointing each; the chosen one for its own."""
-
-    def way(plan: Plan) -> tuple[int, int, str, str]:
-        return plan.choice.tensor, plan.choice.stage, plan.choice.far, plan.choice.checkpoint
-
     best = plans.best  # of two as fast, the smaller: not always its way's fastest
-    return [best if best is not None and way(plan) == way(best) else plan for plan in plans.rows()]
+    return [best if best is not None and plan.choice.way == best.choice.way else plan for plan in plans.rows()]
 
 
 def versions() -> dict[str, str]:
