@@ -4,15 +4,15 @@
     python -m benchmarks scaling --only parameters --variants floor "zeroshard 3"
     python -m benchmarks scaling --tiny --device cpu
 
-A narrow GPT, so that the host is the limit, as one rank of many; every point is a process of its own. The group's other
-ranks do not exist and a collective is one operation (`echo.py`), so what grows is the library. *Ranks*: 1 to 1,024 of
-them. *Depth*: 12 to 192 blocks; of up to 31, each is a unit. *Parameters*: a linear layer's weight is 1 to 64 tensors,
-of as many elements in all; a unit has more parameters, the model has the same units. The floor, forward and backward
-alone, grows too: there, for what torch does with more modules and tensors.
+A GPT that computes little, so that the host is the limit, as one rank of many; every point is a process of its own. The
+group's other ranks do not exist and a collective is one operation (`echo.py`), so what grows is the library. *Ranks*: 1
+to 1,024 of them. *Depth*: 12 to 192 blocks; of up to 31, each is a unit. *Parameters*: a linear layer's weight is 1 to
+64 tensors, of as many elements in all; a unit has more parameters, the model has the same units. The floor, forward and
+backward alone, grows too: there, for what torch does with more modules and tensors.
 
 Slopes are those of a line through all points, by least squares: microseconds of the host, and of a step, for one more
 rank, block or parameter; *above the floor* is what is left when the floor's slope is taken away. A second table has the
-collectives of a step, and the bytes at its peak.
+collectives of a step, and the megabytes at its peak: allocated, and reserved for it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ TINY = {"ranks": (1, 4), "depth": (2, 4), "parameters": (1, 2)}
 FIELDS = {"ranks": "ranks", "depth": "layers", "parameters": "pieces"}
 LAYERS = 4  # linear layers of a block
 TIMES = {"host_ms": "host ms", "ms": "step ms"}
-MEMORY = {"collectives": "collectives", "allocated": "bytes"}
+MEMORY = {"collectives": "collectives", "allocated": "MB", "reserved": "reserved MB"}
+MEGABYTES = ("allocated", "reserved")  # the figures that results have in bytes
 SHAPES = {  # a weight's rows are cut into up to 64 tensors
     "cpu": Row(layers=12, heads=2, width=64, batch=1, sequence=8, vocabulary=64, recomputed=False, ranks=8),
-    "cuda": Row(layers=12, heads=4, width=256, batch=1, sequence=64, vocabulary=512, recomputed=False, ranks=8),
+    "cuda": Row(layers=12, heads=8, width=1024, batch=1, sequence=1024, vocabulary=512, recomputed=False, ranks=8),
 }
 
 
@@ -96,7 +97,7 @@ class Growth:
         rows = []
         for size, row in self.rows.items():
             runs = [self.found[variant, size] for variant in self.variants]
-            cells = [middle(each, key) for each in runs for key in figures]
+            cells = [_shown(each, key) for each in runs for key in figures]
             rows.append([counted(self.axis, row), *cells, next((why for each in runs if (why := said(each[-1]))), "")])
         return heads, rows
 
@@ -115,6 +116,11 @@ class Growth:
     def _line(self, variant: str, key: str) -> tuple[float, float] | None:
         known = [(counted(self.axis, row), middle(self.found[variant, size], key)) for size, row in self.rows.items()]
         return slope([(x, y) for x, y in known if y is not None])
+
+
+def _shown(results: list[Result], key: str) -> float | None:
+    value = middle(results, key)
+    return value / 1e6 if value is not None and key in MEGABYTES else value
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -42,6 +42,7 @@ class Allocator:
         self.emptied = self.retries = 0
         self.noted: list[dict[str, Any]] = []
         self.most = 0  # events that are noted
+        self.pooled: list[dict[str, Any]] = []  # segments of a pool
 
     def empty(self, size: int, **_: Any) -> Block:
         free = [(p[1] - p[0], s, p) for s in self.segments for p in s if not p[2] and p[1] - p[0] >= size]
@@ -76,6 +77,9 @@ class Allocator:
     def record(self, enabled: str | None, max_entries: int, **_: Any) -> None:
         self.noted, self.most = [], max_entries if enabled else 0
 
+    def snapshot(self) -> dict[str, Any]:
+        return {"device_traces": [self.noted], "segments": self.pooled}
+
     def note(self, action: str, block: Block, size: int) -> None:
         if len(self.noted) < self.most:
             self.noted.append({"action": action, "addr": id(block), "size": size})
@@ -87,7 +91,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(torch, "empty", made.empty)
     monkeypatch.setattr(torch.cuda, "empty_cache", made.empty_cache)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: made.stats())
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [made.noted]})
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", made.snapshot)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", made.record)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: bool(made.most), raising=False)
@@ -180,6 +184,17 @@ def test_a_model_without_large_temporaries_is_left_alone(allocator: Allocator) -
         segments.begin(1)
         allocator.empty(MB // 2)
     assert allocator.reserved() == MB // 2
+
+
+def test_what_is_taken_from_a_pool_needs_no_segment(allocator: Allocator) -> None:
+    pool = {"address": 1 << 60, "total_size": 40 * MB, "segment_pool_id": (0, 1)}
+    model = {"address": (1 << 60) + 40 * MB, "total_size": 40 * MB, "segment_pool_id": (0, 0)}
+    allocator.pooled = [model, pool]  # in no order
+    segments = Segments(torch.device("cuda", 0))
+    segments._noting = True
+    places = [(1 << 60) - 1, 1 << 60, (1 << 60) + 40 * MB - 1, (1 << 60) + 40 * MB]
+    allocator.noted = [{"action": "alloc", "addr": place, "size": 32 * MB} for place in places]
+    assert segments._noted() == [(places[0], 32 * MB), (places[3], 32 * MB)]
 
 
 def test_a_step_that_is_too_long_to_be_noted_is_left_alone(
@@ -325,6 +340,13 @@ def test_a_guess_needs_what_it_promises_however_short_the_time(seconds: float) -
                 rehearsal.play([(tensor, nbytes + grown * nbytes // arrangement.GROWN) for tensor, nbytes in requests])
             needed = max(needed, rehearsal.reserved)
         assert guess.needed == needed, guess
+
+
+@pytest.mark.parametrize(("sizes", "most"), [([1.5] * 4, 14), ([18.5, 1.5, 1.5], 24), ([9, 9, 6, 6], 38)])
+def test_what_a_small_model_needs_is_no_share_of_20_mb(sizes: list[float], most: int) -> None:
+    requests = [(number, int(size * MB)) for number, size in enumerate(sizes)]
+    best, *_, without = Arrangement(requests).best(seconds=4)
+    assert best.needed <= most * MB < without.needed, best
 
 
 def test_nothing_is_made_for_what_fits_as_it_comes() -> None:

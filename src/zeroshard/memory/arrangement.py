@@ -22,13 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from zeroshard.memory.rehearsal import SHARED, UNIT, Rehearsal, Request
+from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
 
 FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
 SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
 LARGE = (1.0, 0.9375, 0.875)  # times the bytes that are in use at once
 BELOW = (1.0, 0.85, 0.7, 0.55)  # times a request
-ENOUGH = 1.01  # times the bytes that are in use at once
+ENOUGH = 1.01  # times the bytes that are in use at once, or …
+MORE = 4 * UNIT  # … so many bytes more than these
 KEPT = 3  # of the guesses so far, the best
 TURN = 40  # changes that are tried before another has its turn
 IDLE = 5  # turns without a new guess, after which it ends
@@ -61,7 +62,7 @@ class Arrangement:
         self._requests = requests
         self._grown = [(tensor, nbytes + nbytes // GROWN) for tensor, nbytes in requests]
         self._most = _at_once(self._grown)
-        self._enough = max(ENOUGH * self._most, self._most + SHARED)
+        self._enough = max(ENOUGH * self._most, self._most + MORE)
         rounded = {_whole(nbytes) for _, nbytes in self._grown}
         self._sizes = sorted(size for size in rounded if size)
         self._needed: dict[Sizes, int] = {}

@@ -18,6 +18,9 @@ an empty cache instead: nothing of the last one may then stand in the way of the
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -97,15 +100,17 @@ class Segments:
             self._noting = True
 
     def _noted(self) -> list[Request]:
-        """The requests of the pass before for large tensors, and when they were freed."""
+        """The requests of the pass before for large tensors of the model's memory, and when they were freed."""
         number = self._device.index or 0
-        events = torch.cuda.memory._snapshot()["device_traces"][number]
+        noted = torch.cuda.memory._snapshot()
+        events = noted["device_traces"][number]
         self.close()
         if len(events) >= NOTED:
             return []
+        apart = _Apart(noted["segments"])
         requests: list[Request] = []
         for event in events:
-            if event["action"] == "alloc" and event["size"] > SMALL:
+            if event["action"] == "alloc" and event["size"] > SMALL and event["addr"] not in apart:
                 requests.append((event["addr"], event["size"]))
             elif event["action"] == "free_completed":
                 requests.append((event["addr"], 0))
@@ -139,6 +144,21 @@ class Segments:
         """The bytes that are reserved, and how often the allocator had to give some back to go on."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["reserved_bytes"]["all"]["current"], stats["num_alloc_retries"]
+
+
+class _Apart:
+    """The addresses that belong to pools ([Note: memory apart]).
+
+    cuBLAS's workspace comes and goes there in every pass, and the allocator notes it like any other request.
+    """
+
+    def __init__(self, segments: Iterable[Mapping[str, Any]]) -> None:
+        pooled = (segment for segment in segments if any(segment["segment_pool_id"]))
+        self._parts = sorted((part["address"], part["address"] + part["total_size"]) for part in pooled)
+
+    def __contains__(self, address: int) -> bool:
+        place = bisect_right(self._parts, address, key=itemgetter(0))
+        return place > 0 and address < self._parts[place - 1][1]
 
 
 def _record(most: int) -> None:
