@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import zeroshard
 from zeroshard import update
 from zeroshard.engine.buffers import PACKED, Buffers
-from zeroshard.engine.gradient_memory import PIECES
+from zeroshard.engine.gradient_memory import MOST
 from zeroshard.planner.memory import predict_memory
 from zeroshard.runs import Run, longest_run
 from zeroshard.update import COUNT_BY_PARAMETER
@@ -334,7 +334,7 @@ def test_runs_are_no_longer_than_a_bucket_cut_between_vectors_and_hold_every_ele
     for runs in run_threads(3, body):
         lengths = [run.parameter.numel() for run in runs]
         assert max(lengths) == longest_run(200) == 192 and len(lengths) > 2
-        assert sum(length < 192 for length in lengths) <= PIECES + 1  # what is left of each, and an empty parameter
+        assert sum(length < 192 for length in lengths) <= MOST + 1  # what is left of each, and an empty parameter
         for run in runs:
             assert run.parameter.storage_offset() % 64 == 0
             for flat, parameter, within, at in run.places():

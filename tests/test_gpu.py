@@ -253,6 +253,68 @@ def no_syncs(rank: int, precision: str, stage: int) -> None:
     torch.cuda.set_sync_debug_mode("default")
 
 
+class Scored(torch.nn.Module):
+    """Layers, and a loss over some number of classes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+        self.head = torch.nn.Linear(1024, classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.layers(inputs))
+        return torch.nn.functional.cross_entropy(scores, torch.zeros(len(inputs), dtype=torch.long, device="cuda"))
+
+
+def scored(classes: int, fused: bool) -> tuple[Any, Any]:
+    model = Scored(classes).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    return zeroshard.shard(model, optimizer, stage=3, bucket_size=2**22)
+
+
+def segments_of_states(rank: int, fused: bool) -> tuple[list[int], int]:
+    """Bytes of the segments that optimizer states lie in, and of the states."""
+    model, optimizer = scored(16, fused)
+    model(torch.ones(16, 1024, device="cuda")).backward()
+    optimizer.step()
+    states = [value for state in optimizer.inner.state.values() for value in state.values() if value.numel() > 2**18]
+    parts = [(part["address"], part["total_size"]) for part in torch.cuda.memory._snapshot()["segments"]]
+    places = [value.data_ptr() for value in states]
+    held = [size for start, size in parts if any(start <= place < start + size for place in places)]
+    return held, sum(value.nbytes for value in states)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_optimizer_states_lie_in_segments_of_their_size(fused: bool) -> None:
+    ((segments, states),) = run_processes(1, segments_of_states, fused)
+    assert states <= sum(segments) < states + len(segments) * 2**21
+    assert len(segments) <= 3  # of 16 states: in one pass all are made together, else those of a batch are
+
+
+def peak_of_backward(rank: int, classes: int, forced: bool) -> tuple[bool, int]:
+    """Whether all gradients came at once, as they may be forced to, and the most that was allocated from then on."""
+    model, optimizer = scored(classes, fused=True)
+    memory = model._zeroshard.engine.gradients.memory
+    for _ in range(3):
+        loss = model(torch.ones(4096, 1024, device="cuda"))
+        memory._high = 2**40 if forced else memory._high
+        torch.cuda.reset_peak_memory_stats()
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated()
+        optimizer.step()
+        optimizer.zero_grad()
+    return memory._at_once, peak
+
+
+def test_whole_gradients_come_in_pieces_unless_a_large_loss_was_there_before() -> None:
+    ((small, peak),) = run_processes(1, peak_of_backward, 16, False)
+    ((large, _),) = run_processes(1, peak_of_backward, 16384, False)
+    assert not small and large
+    ((forced, most),) = run_processes(1, peak_of_backward, 16, True)
+    layer = 4 * 1024 * 1025
+    assert forced and peak <= most - 6 * layer
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_never_waits_for_the_device(precision: str, stage: int) -> None:

@@ -15,6 +15,7 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 import zeroshard
+from zeroshard.engine.gradient_memory import piece_numbers
 
 NET = make_net()  # here: threads would draw from one generator
 MODES = [(0, 1), (3, 1), *((stage, world) for world in (2, 3) for stage in (0, 1, 2, 3))]
@@ -64,21 +65,57 @@ def test_zero_grad_gives_the_memory_back_and_backward_takes_it_again(stage: int,
         assert_close(parameters, wanted)
 
 
-@pytest.mark.parametrize(("stage", "world", "pieces"), [(3, 1, 1), (1, 2, 1), (2, 2, 4), (3, 3, 4)])
-def test_partitioned_gradients_take_it_piece_by_piece(stage: int, world: int, pieces: int) -> None:
+def taken(model: nn.Module) -> list[int]:
+    """What gradients take in a backward, after each time that it becomes more."""
+    with zeroshard.profile(model) as profile:
+        model(torch.ones(1, 16)).sum().backward()
+    found = [moment.held.get("gradients", 0) for moment in profile.moments]
+    return [after for before, after in pairwise(found) if after > before]
+
+
+def layers(stage: int, number: int = 16) -> tuple[Any, Any]:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(number)])
+    return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+
+
+@pytest.mark.parametrize(("stage", "world", "pieces"), [(3, 1, 16), (1, 2, 16), (2, 2, 8), (2, 4, 4)])
+def test_gradients_take_it_piece_by_piece(stage: int, world: int, pieces: int) -> None:
     """From the end of the model: the gradients of its first layers take none while most activations are there."""
 
     def body(rank: int) -> list[int]:
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)])
-        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
-        with zeroshard.profile(model) as profile:
-            model(torch.ones(1, 16)).sum().backward()
+        model, optimizer = layers(stage)
+        found = taken(model)
         optimizer.step()
-        found = [moment.held.get("gradients", 0) for moment in profile.moments]
-        return [after for before, after in pairwise(found) if after > before]
+        return found
 
     for found in run_threads(world, body):
         assert found == [number * found[-1] // pieces for number in range(1, pieces + 1)]
+
+
+def test_of_many_layers_a_piece_is_no_larger_than_one_has_whole_but_for_some_number_of_pieces() -> None:
+    for layer, ranks, pieces in [(5, 64, 4), (24, 8, 4), (48, 8, 6), (96, 8, 12), (192, 8, 16), (3, 1, 3)]:
+        assert len(set(piece_numbers([7] * layer, parts=ranks))) == pieces
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_gradients_take_it_at_once_where_the_loss_has_left_room(stage: int) -> None:
+    def body(rank: int) -> tuple[list[list[int]], list[torch.Tensor]]:
+        model, optimizer = layers(stage, number=5)
+        memory = model._zeroshard.engine.gradients.memory
+        found, values = [], []
+        for loss in (10**6, 0, 0, 10**6, 10**6):  # bytes that it gives back
+            allocated = [10**7] * 2 + [10**7 - loss]  # when forward ends, backward begins, and the first gradient comes
+            memory._allocated = iter(allocated).__next__
+            found.append(taken(model))
+            values.append(zeroshard.full_gradient(model, "0.0.weight").clone())
+            optimizer.zero_grad()
+        return found, values
+
+    for found, values in [body(0)] if stage == 3 else run_threads(2, body):
+        whole = found[0][-1]
+        piecewise = [number * whole // 5 for number in range(1, 6)]
+        assert found == [[whole], piecewise, piecewise, [whole], [whole]]
+        assert all(torch.equal(value, values[0]) for value in values[1:])
 
 
 def test_a_backward_whose_gradients_get_no_memory_leaves_no_buffers() -> None:

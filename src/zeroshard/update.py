@@ -240,12 +240,20 @@ class Update:
         """Move states that were just made, among the step's temporaries, to memory apart: [Note: memory apart]."""
         if self._engine.comm.device.type == "cpu":
             return
+        self._engine.pool.make_room(
+            value.nbytes for parameter in parameters for value in self._elementwise(parameter).values()
+        )
         for parameter in parameters:
-            state = self._inner.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    with self._engine.pool:
-                        state[key] = value.clone()
+            for key in list(self._elementwise(parameter)):  # the keys alone: each value goes when its copy is there
+                with self._engine.pool:
+                    self._inner.state[parameter][key] = self._inner.state[parameter][key].clone()
+
+    def _elementwise(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of its states, those with as many elements."""
+        states = self._inner.state.get(parameter, {}).items()
+        return {
+            key: value for key, value in states if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        }
 
     def _batches(self, due: list[Due]) -> list[list[Due]]:
         """Cut the list into batches; into one at least, since the optimizer is stepped in any case."""

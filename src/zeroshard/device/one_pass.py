@@ -120,6 +120,8 @@ class OnePass:
 
     def step(self, runs: list[Run], factors: Factors) -> None:
         """Update the runs, of which each has a gradient."""
+        new = [run.parameter.nbytes for run in runs if not self._inner.state.get(run.parameter)]
+        self._engine.pool.make_room(new * len(STATES))
         by_group: dict[int, list[Run]] = {}
         for run in runs:
             by_group.setdefault(id(run.group), []).append(run)

@@ -46,6 +46,7 @@ class Away:
 
     def back(self) -> None:
         """Bring everything back."""
+        self._engine.pool.make_room(kept.nbytes for _, kept in self._kept)
         with self._engine.pool:
             for storage, kept in self._kept:
                 storage.resize_(kept.nbytes)

@@ -307,7 +307,9 @@ class Engine:
         self._buffers.synchronise()
 
     def _end_forward(self) -> None:
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.gradients.memory.look()
+        else:
             self._pins.drop(self._trace)
         self._trace = Trace()  # the hooks on the outputs keep the old one
         self.states.complete_rest()
@@ -452,6 +454,7 @@ class Engine:
         self.backwards += 1
         if self._workspace is not None:
             self._workspace.take()
+        self.gradients.memory.look()
         self.states.wake()
         self.gradients.apply_coefficient()
         updates = self.states.updates()

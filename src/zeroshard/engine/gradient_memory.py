@@ -3,11 +3,16 @@
 [Note: gradients that come and go]
 Between zero_grad() and the first reduction of a backward no gradient has a value, and there lies the loss, where a step
 holds most. So zero_grad() gives the memory back, and backward takes it again, where the loss has just been. It does so
-in a few pieces where gradients are partitioned, each of neighbouring flats and taken with the first of them that is
-reduced: while most activations are still there, a part of the gradients has memory. Whole gradients are taken at once:
-in pieces they would stand among the temporaries of backward (GPT 1.4B on one rank: of 31.6 GB 33.2 were reserved with
-four, and 35.0 flat by flat). Tensors over it stay what they are (:meth:`Arena.close`), unless somebody was given one,
-as ``parameter.grad``: as in plain PyTorch it is theirs then, and other memory is taken.
+in 4 to 16 pieces, each of neighbouring flats, about as large as a unit's whole gradient where that makes enough of
+them, and taken with the first of these flats that has one: while most activations are there, few gradients have memory.
+
+Whole gradients, of stages 0 and 1 or of one rank alone, are taken at once instead where what the loss has given back
+has room for all: in pieces they would stand among the temporaries of backward for nothing (GPT 1.4B on one rank: of
+31.6 GB 33.2 were reserved with four, and 35.0 flat by flat). What was given back is what is allocated less than when
+forward ended or backward began.
+
+Tensors over the memory stay what they are (:meth:`Arena.close`), unless somebody was given one, as ``parameter.grad``:
+as in plain PyTorch it is theirs then, and other memory is taken.
 
 Where gradients are there when a training forward begins, they are there at the loss: several backwards make a step, or
 zero_grad() comes between forward and backward. They are then moved into the pool, once ([Note: memory apart]), and keep
@@ -28,16 +33,22 @@ from zeroshard.memory.arena import Arena
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
 
-PIECES = 4  # that the partitioned gradients of a dtype lie in, at most
+FEWEST = 4  # pieces that the gradients of a dtype lie in
+MOST = 16
 
 
-def piece_numbers(sizes: Sequence[int], partitioned: bool) -> list[int]:
-    """Which of the pieces each of neighbouring gradients of so many elements lies in: where the middle of it does.
+def piece_numbers(sizes: Sequence[int], parts: int) -> list[int]:
+    """Which of the pieces each of neighbouring gradients lies in: where the middle of it does.
 
-    >>> piece_numbers([100, 10, 10, 10, 10, 100], partitioned=True)
+    This rank has so many elements of each, one of as many ``parts``.
+
+    >>> piece_numbers([100, 10, 10, 10, 10, 100], parts=2)
     [0, 1, 1, 2, 2, 3]
+    >>> piece_numbers([10] * 8, parts=1)
+    [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    pieces, twice = PIECES if partitioned else 1, 2 * sum(sizes) or 1
+    whole, twice = parts * max(sizes, default=1) or 1, 2 * sum(sizes) or 1
+    pieces = min(max(FEWEST, -(-sum(sizes) // whole)), MOST)
     middles = [2 * end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]  # twice as far
     return [min(pieces * middle // twice, pieces - 1) for middle in middles]
 
@@ -50,12 +61,17 @@ class GradientMemory:
     ) -> None:
         self.stays = stays
         self.shown = False  # somebody may hold a gradient of those that are there
+        self._taken = False  # some have memory
+        self._at_once = stays and not partitioned  # all have it together
+        self._high = 0  # bytes that were allocated at the loss
         self._gradients, self._partitioned, self._pool, self._ledger = gradients, partitioned, pool, ledger
         near = [gradient for gradient in gradients if not gradient.far]
         self.pieces: dict[Flat, tuple[torch.dtype, int]] = {}  # that the gradients of flats lie in
+        self._nbytes = sum(self._numel(one) * one.dtype.itemsize for one in near)
         for dtype in {gradient.dtype: None for gradient in near}:
             alike = [gradient for gradient in near if gradient.dtype == dtype]
-            numbers = piece_numbers([self._numel(one) for one in alike], partitioned)
+            parts = alike[0].flat.layout.parts if partitioned else 1
+            numbers = piece_numbers([self._numel(one) for one in alike], parts)
             self.pieces |= {one.flat: (dtype, number) for one, number in zip(alike, numbers, strict=True)}
 
     @property
@@ -63,13 +79,21 @@ class GradientMemory:
         """Whether there are gradients, of this rank or reduced."""
         return any(gradient.has_local or gradient.has_shard for gradient in self._gradients)
 
+    def look(self) -> None:
+        """A forward has ended, or a backward begins: note what is allocated."""
+        if not self._partitioned:
+            self._high = max(self._high, self._allocated())
+
     def open(self, gradient: FlatGradient) -> None:
         """Have places for all flats of its piece, in one arena and in their order, so that runs can join them."""
+        if not (self._taken or self._partitioned or self.stays):
+            self._decide()
+        self._taken = True
         if gradient.arena is not None:
             gradient.arena.open()
             return
-        number = self.pieces[gradient.flat]
-        piece = [other for other in self._gradients if self.pieces.get(other.flat) == number]
+        number = self._piece(gradient)
+        piece = [other for other in self._gradients if self._piece(other) == number]
         arena = self._arena(sum(map(self._numel, piece)), gradient.dtype, apart=self.stays)
         for other in piece:
             other.arena = arena
@@ -83,6 +107,7 @@ class GradientMemory:
     def let_go(self) -> None:
         """All gradients are forgotten: give their memory back."""
         if not self.stays:
+            self._taken = False
             for arena in self._arenas():
                 arena.drop() if self.shown else arena.close()
             for gradient in self._gradients if self.shown else ():
@@ -95,6 +120,25 @@ class GradientMemory:
             self.stays = True
             for arena in self._arenas():
                 arena.move_apart()
+
+    def _decide(self) -> None:
+        """None has memory, and the first is about to be taken: for all, or for a piece."""
+        at_once = self._high - self._allocated() >= self._nbytes > 0
+        self._high = 0
+        if at_once != self._at_once:
+            self._at_once = at_once
+            for gradient in self._gradients:
+                gradient.leave_arena()
+
+    def _allocated(self) -> int:
+        """Bytes; 0 on a CPU, where pieces stand in nobody's way."""
+        device = self._pool.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def _piece(self, gradient: FlatGradient) -> object:
+        """What gradients in one arena have in common; None for those outside the device."""
+        number = self.pieces.get(gradient.flat)
+        return number[0] if number is not None and self._at_once else number
 
     def _numel(self, gradient: FlatGradient) -> int:
         layout = gradient.flat.layout

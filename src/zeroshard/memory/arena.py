@@ -34,7 +34,7 @@ class Arena:
         self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, ledger: Ledger, apart: bool = True
     ) -> None:
         self._kind, self._pool, self._ledger, self._apart = kind, pool, ledger, apart
-        with self._memory():
+        with self._memory(numel * dtype.itemsize):
             self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: alignment must hold no NaN
         self._taken = 0
         self._open = True
@@ -51,7 +51,7 @@ class Arena:
     def open(self) -> None:
         """Take memory, if there is none."""
         if not self._open:
-            with self._memory():
+            with self._memory(self.tensor.nbytes):
                 self.tensor.untyped_storage().resize_(self.tensor.nbytes)
             self._ledger.add(self._kind, self.tensor.nbytes)
             self._open = True
@@ -86,5 +86,8 @@ class Arena:
             self.open()
         self.tensor.copy_(values)
 
-    def _memory(self) -> AbstractContextManager[object]:
+    def _memory(self, nbytes: int) -> AbstractContextManager[object]:
+        """Where so many bytes are to be taken."""
+        if self._apart:
+            self._pool.make_room([nbytes])
         return self._pool if self._apart else nullcontext()

@@ -8,16 +8,42 @@ is free. So what is there when the loss is computed is placed in a pool of its o
 by then. What comes and goes within a forward or a backward (gathered units, the ring) stays in the model's memory,
 which has room: kept apart, it took 0.4 GB more of 6.3 (GPT 7.6B, batch 4, one rank of 64 on an H200).
 
+[Note: one segment for several]
+A tensor of 10 MiB or more gets a segment of its own, rounded up to 2 MiB; smaller ones share segments of 20 MiB, and
+those up to 1 MiB such of 2 MiB. What is placed in a pool stays, so what is over stays over. Where several tensors
+follow each other, as optimizer states do, room is made for all of them first: one segment, as large as they are
+together or of 10 MiB, from which the allocator then carves them.
+
 The pool is the allocator's own (``torch.cuda.MemPool``): its counts go on being right, and when memory runs out it may
 still be used for anything. On the CPU, where the system's allocator has no such trouble, it is nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import torch
+
+SMALL = 1 << 20  # bytes: tensors of so many share segments of 2 MiB
+LARGE = 10 << 20  # bytes: the least that has a segment of its size
+BLOCK = 512  # bytes: tensors are rounded up to these
+
+
+def room_for(sizes: Iterable[int]) -> int:
+    """Bytes of one segment for tensors of these bytes: see [Note: one segment for several]; 0 where it needs none.
+
+    >>> room_for([3 << 20, 3 << 20]) >> 20, room_for([7 << 20, 1 << 20, (8 << 20) - 4]) >> 20
+    (10, 15)
+    >>> room_for([1000, 1000]), room_for([30 << 20])
+    (0, 0)
+    """
+    large = [-(-size // BLOCK) * BLOCK for size in sizes if size > SMALL]
+    if not large or large[0] == sum(large) >= LARGE:
+        return 0
+    return max(sum(large), LARGE)
 
 
 class Pool:
@@ -45,6 +71,13 @@ class Pool:
     ) -> None:
         if self._pool is not None:
             self._guards.pop().__exit__(kind, error, trace)
+
+    def make_room(self, sizes: Iterable[int]) -> None:
+        """Tensors of these bytes come next: see [Note: one segment for several]."""
+        room = room_for(sizes) if self._pool is not None else 0
+        if room:
+            with self, suppress(torch.OutOfMemoryError):  # each may still find a place
+                torch.empty(room, dtype=torch.uint8, device=self.device)
 
     def renew(self) -> None:
         """Begin anew: what was taken before goes back to the device when nobody uses it any more."""

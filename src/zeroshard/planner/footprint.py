@@ -169,17 +169,19 @@ class _Walk:
         self._at = 0
         self._gathered: set[int] = set()
         self._waiting = 0.0  # bytes of gradients that a reduction still reads
+        self._high = 0.0  # bytes at the loss
         self._rings = OpenRings(held.slots)
 
     def over(self, span: Span) -> Moment:
         """Go through one span, from its mark on, and return its highest moment, without what is always there."""
+        if span.backward:
+            self._high = max(self._high, self._now(span))
         taken = self._act(span) if span.mark is not None else 0.0
-        gathered = float(sum(self._held.units[unit].room for unit in self._gathered))
         return Moment(
             span.where or (span.mark.moment if span.mark is not None else ""),
             {
                 "activations": max(span.peak, span.begin + taken),
-                "gathered": gathered,
+                "gathered": self._brought,
                 "gradients": float(sum(nbytes for *_, nbytes in self._there)),
                 "gradients of autograd": self._waiting,
                 "buckets": float(self._rings.nbytes),
@@ -196,6 +198,8 @@ class _Walk:
         elif mark.moment == "release":
             self._gathered.discard(mark.unit)
         elif mark.moment == "finish":
+            if not (partitioned.gradients or self._there) and self._on_gpu:
+                self._take_at_once(self._high - self._now(span))
             self._there |= self._pieces[mark.unit]
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
@@ -210,6 +214,19 @@ class _Walk:
             self._rings.close()
             self._gathered.clear()
         return 0.0
+
+    def _take_at_once(self, room: float) -> None:
+        every = set().union(*self._pieces)
+        if room >= sum(nbytes for *_, nbytes in every):
+            self._there |= every
+
+    def _now(self, span: Span) -> float:
+        """Bytes at its beginning that come and go in a pass, before any gradient is there."""
+        return span.begin + self._brought
+
+    @property
+    def _brought(self) -> float:
+        return float(sum(self._held.units[unit].room for unit in self._gathered))
 
     def _bring(self, unit: int, order: list[int]) -> None:
         self._gathered.add(unit)
@@ -226,7 +243,8 @@ def _pieces(held: Holdings) -> list[set[Piece]]:
     found: list[set[Piece]] = [set() for _ in held.units]
     for dtype in {dtype: None for unit in held.units for dtype, _ in unit.kept}:
         sizes = [(number, numel) for number, unit in enumerate(held.units) for its, numel in unit.kept if its == dtype]
-        numbers = piece_numbers([numel for _, numel in sizes], held.placement.gradients)
+        parts = held.ranks if held.placement.gradients else 1
+        numbers = piece_numbers([numel for _, numel in sizes], parts)
         together = Counter[int]()
         for piece, (_, numel) in zip(numbers, sizes, strict=True):
             together[piece] += numel * dtype.itemsize
