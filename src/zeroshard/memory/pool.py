@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-SMALL = 1 << 20  # bytes: tensors of so many share segments of 2 MiB
-LARGE = 10 << 20  # bytes: the least that has a segment of its size
+from zeroshard.memory.rehearsal import SHARED, SMALL
+
+LARGE = SHARED // 2  # bytes: the least that has a segment of its size
 BLOCK = 512  # bytes: tensors are rounded up to these
 
 

@@ -12,7 +12,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 UNIT = 2 << 20  # bytes: segments are multiples of it
-SHARED = 20 << 20  # bytes: the segment that requests under 10 MiB share
+SHARED = 20 << 20  # bytes: the segment that requests under half of it share
+SMALL = 1 << 20  # bytes: requests of so many, or fewer, have segments of their own
 REST = 1 << 20  # bytes: less than this is not split off
 
 Request = tuple[int, int]  # (which tensor, its bytes; 0: it is freed)

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 
 from zeroshard.memory.arrangement import Arrangement, Guess, Sizes
-from zeroshard.memory.rehearsal import Request
+from zeroshard.memory.rehearsal import SMALL, Request
 
 WARM_UP = 2  # passes before the model's needs are looked at: optimizer states are made in the first step
-SMALL = 1 << 20  # bytes: smaller requests have segments of their own
 NOTED = 200_000  # requests and frees of a step; a longer one is left alone
 SECONDS = 4.0  # that rehearsals may take
 SLACK = 1.02  # times what is needed on paper, and …

@@ -216,6 +216,7 @@ class _Walk:
         return 0.0
 
     def _take_at_once(self, room: float) -> None:
+        """Take all pieces if the loss has left room for them: see [Note: gradients that come and go]."""
         every = set().union(*self._pieces)
         if room >= sum(nbytes for *_, nbytes in every):
             self._there |= every
