@@ -3,7 +3,7 @@
 [Note: gradients that come and go]
 Between zero_grad() and the first reduction of a backward no gradient has a value, and there lies the loss, where a step
 holds most. So zero_grad() gives the memory back, and backward takes it again, where the loss has just been. It does so
-in 4 to 16 pieces, each of neighbouring flats, about as large as a unit's whole gradient where that makes enough of
+in up to 16 pieces, each of neighbouring flats, about as large as a unit's whole gradient where that makes enough of
 them, and taken with the first of these flats that has one: while most activations are there, few gradients have memory.
 
 Whole gradients, of stages 0 and 1 or of one rank alone, are taken at once instead where what the loss has given back
@@ -33,7 +33,7 @@ from zeroshard.memory.arena import Arena
 from zeroshard.memory.ledger import Ledger
 from zeroshard.memory.pool import Pool
 
-FEWEST = 4  # pieces that the gradients of a dtype lie in
+FEWEST = 4  # pieces that the gradients of a dtype lie in, where there are as many flats
 MOST = 16
 
 
@@ -63,7 +63,7 @@ class GradientMemory:
         self.shown = False  # somebody may hold a gradient of those that are there
         self._taken = False  # some have memory
         self._at_once = stays and not partitioned  # all have it together
-        self._high = 0  # bytes that were allocated at the loss
+        self._high = 0  # bytes that were allocated at the loss, or in a forward since that nothing came back from
         self._gradients, self._partitioned, self._pool, self._ledger = gradients, partitioned, pool, ledger
         near = [gradient for gradient in gradients if not gradient.far]
         self.pieces: dict[Flat, tuple[torch.dtype, int]] = {}  # that the gradients of flats lie in
@@ -81,20 +81,21 @@ class GradientMemory:
 
     def look(self) -> None:
         """A forward has ended, or a backward begins: note what is allocated."""
-        if not self._partitioned:
+        if not (self._taken or self._partitioned or self.stays):
             self._high = max(self._high, self._allocated())
 
     def open(self, gradient: FlatGradient) -> None:
         """Have places for all flats of its piece, in one arena and in their order, so that runs can join them."""
         if not (self._taken or self._partitioned or self.stays):
             self._decide()
-        self._taken = True
         if gradient.arena is not None:
             gradient.arena.open()
+            self._taken = True
             return
         number = self._piece(gradient)
         piece = [other for other in self._gradients if self._piece(other) == number]
         arena = self._arena(sum(map(self._numel, piece)), gradient.dtype, apart=self.stays)
+        self._taken = True
         for other in piece:
             other.arena = arena
             (other.keep if self._partitioned else other.sum_in)(arena.take(self._numel(other)))
@@ -133,7 +134,10 @@ class GradientMemory:
     def _allocated(self) -> int:
         """Bytes; 0 on a CPU, where pieces stand in nobody's way."""
         device = self._pool.device
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        if device.type != "cuda":
+            return 0
+        held: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
+        return held
 
     def _piece(self, gradient: FlatGradient) -> object:
         """What gradients in one arena have in common; None for those outside the device."""

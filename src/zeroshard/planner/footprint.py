@@ -169,13 +169,11 @@ class _Walk:
         self._at = 0
         self._gathered: set[int] = set()
         self._waiting = 0.0  # bytes of gradients that a reduction still reads
-        self._high = 0.0  # bytes at the loss
+        self._high = 0.0  # bytes of activations and units when forward ended, the loss among them
         self._rings = OpenRings(held.slots)
 
     def over(self, span: Span) -> Moment:
         """Go through one span, from its mark on, and return its highest moment, without what is always there."""
-        if span.backward:
-            self._high = max(self._high, self._now(span))
         taken = self._act(span) if span.mark is not None else 0.0
         return Moment(
             span.where or (span.mark.moment if span.mark is not None else ""),
@@ -199,7 +197,7 @@ class _Walk:
             self._gathered.discard(mark.unit)
         elif mark.moment == "finish":
             if not (partitioned.gradients or self._there) and self._on_gpu:
-                self._take_at_once(self._high - self._now(span))
+                self._take_at_once(self._high - span.begin - self._brought - mark.nbytes)
             self._there |= self._pieces[mark.unit]
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
@@ -208,6 +206,7 @@ class _Walk:
             self._waiting = min(late, mark.nbytes)
             return mark.nbytes - self._waiting
         elif mark.moment == "end forward":
+            self._high = span.begin + self._brought
             self._at = 0
         elif mark.moment == "end backward":
             self._waiting = 0.0
@@ -220,10 +219,6 @@ class _Walk:
         every = set().union(*self._pieces)
         if room >= sum(nbytes for *_, nbytes in every):
             self._there |= every
-
-    def _now(self, span: Span) -> float:
-        """Bytes at its beginning that come and go in a pass, before any gradient is there."""
-        return span.begin + self._brought
 
     @property
     def _brought(self) -> float:

@@ -177,6 +177,7 @@ class Walk:
     def end_forward(self) -> None:
         """The loss is there."""
         self._release_idle()
+        self._recorder.let_go()
         self._recorder.mark("end forward")
         self._backward = self._recorder.backward = True
 
