@@ -36,7 +36,7 @@ from zeroshard.host.updates import HostUpdates
 from zeroshard.host.verdict import Verdict
 from zeroshard.layout import ALIGN, round_up
 from zeroshard.precision import LossScale
-from zeroshard.runs import Run, longest_run
+from zeroshard.runs import Run, is_elementwise, longest_run
 
 # Their step() looks at nothing but the parameters with a gradient, and counts for each of them apart.
 COUNT_BY_PARAMETER = (
@@ -251,9 +251,7 @@ class Update:
     def _elementwise(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Of its states, those with as many elements."""
         states = self._inner.state.get(parameter, {}).items()
-        return {
-            key: value for key, value in states if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        }
+        return {key: value for key, value in states if is_elementwise(key, value, parameter.shape)}
 
     def _batches(self, due: list[Due]) -> list[list[Due]]:
         """Cut the list into batches; into one at least, since the optimizer is stepped in any case."""

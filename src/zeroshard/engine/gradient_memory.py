@@ -81,12 +81,12 @@ class GradientMemory:
 
     def look(self) -> None:
         """A forward has ended, or a backward begins: note what is allocated."""
-        if not (self._taken or self._partitioned or self.stays):
+        if self._undecided:
             self._high = max(self._high, self._allocated())
 
     def open(self, gradient: FlatGradient) -> None:
         """Have places for all flats of its piece, in one arena and in their order, so that runs can join them."""
-        if not (self._taken or self._partitioned or self.stays):
+        if self._undecided:
             self._decide()
         if gradient.arena is not None:
             gradient.arena.open()
@@ -121,6 +121,11 @@ class GradientMemory:
             self.stays = True
             for arena in self._arenas():
                 arena.move_apart()
+
+    @property
+    def _undecided(self) -> bool:
+        """Whether it is still to be decided if the next ones come at once."""
+        return not (self._taken or self._partitioned or self.stays)
 
     def _decide(self) -> None:
         """None has memory, and the first is about to be taken: for all, or for a piece."""

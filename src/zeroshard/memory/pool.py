@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.layout import round_up
 from zeroshard.memory.rehearsal import SHARED, SMALL
 
 LARGE = SHARED // 2  # bytes: the least that has a segment of its size
@@ -41,7 +42,7 @@ def room_for(sizes: Iterable[int]) -> int:
     >>> room_for([1000, 1000]), room_for([30 << 20])
     (0, 0)
     """
-    large = [-(-size // BLOCK) * BLOCK for size in sizes if size > SMALL]
+    large = [round_up(size, BLOCK) for size in sizes if size > SMALL]
     if not large or large[0] == sum(large) >= LARGE:
         return 0
     return max(sum(large), LARGE)
