@@ -293,7 +293,7 @@ def test_gathered_gives_the_full_values_on_all_ranks_and_frees_them(stage: int) 
         held = zeroshard.report(model).total.now
         with zeroshard.gathered(model):
             inside = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert type(model.get_parameter(NAME)) is nn.Parameter
+            assert isinstance(model.get_parameter(NAME), nn.Parameter)
         assert zeroshard.report(model).total.now == held
         if stage == 3:
             with pytest.raises(RuntimeError, match=r"zeroshard\.gathered"):

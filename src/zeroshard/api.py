@@ -28,7 +28,7 @@ from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import card_of, values_of
-from zeroshard.engine.unit import State, Unit
+from zeroshard.engine.unit import Unit
 from zeroshard.engine.units import plan_units
 from zeroshard.memory.ledger import Bytes, Ledger
 from zeroshard.memory.pool import Pool
@@ -165,6 +165,7 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     """
     sharded = _sharded(model)
     engine: Engine = sharded.engine
+    engine.states.refuse_gathered("unshard()")
     engine.close()
     state = optimizer.state_dict() if optimizer is not None else None
     engine.order.begin("unshard")
@@ -193,10 +194,12 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
 def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]:
     """Give the full values of a sharded model's, or one of its modules', parameters on all ranks.
 
-    Without ``write_rank`` changes are undone on exit. With it, what that rank of the mesh holds at the end counts on
-    all. Values read inside (a ``state_dict()``, say) stay valid afterwards. All ranks enter and leave together; leaving
-    by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts the data axes
-    alone: each tensor rank writes its part of what is divided, and the first of them what is not.
+    Inside, the parameters are those of a plain model: a forward, a ``state_dict()`` or an edit works as usual, and a
+    forward computes with what was edited. Without ``write_rank`` changes are undone on exit. With it, what that rank of
+    the mesh holds at the end counts on all. Values read inside (a ``state_dict()``, say) stay valid afterwards.
+    Whatever would change the states behind the values (``optimizer.step()``, a load) raises. All ranks enter and leave
+    together; leaving by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts
+    the data axes alone: each tensor rank writes its part of what is divided, and the first of them what is not.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -211,31 +214,37 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         raise ValueError(
             f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.ranks - 1}, got {write_rank}"
         )
+    engine.states.refuse_away()
+    if write_rank is not None and engine.running:
+        raise RuntimeError(
+            "gathered(write_rank=…) inside a forward or backward would change parameters that it is computing with: "
+            "write between steps"
+        )
     if not engine.running:
         engine.order.begin("gathered")
         engine.states.finish_updates()
-    released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]
-    resident = [unit for unit in units if not unit.partitioned]
-    for unit in resident:
-        engine.fetch(unit)  # inside a forward, too, its update may still be under way
-    for unit in released:
-        engine.order.check(unit.gather_event)
-        unit.gather_copy()
-    copies = [unit.copy_resident() for unit in resident]
+    copied: list[Unit] = []
     try:
+        for unit in units:
+            if unit.copied:  # an outer block has it
+                continue
+            if unit.partitioned:
+                engine.order.check(unit.gather_event)
+            else:  # inside a forward its update may still be under way
+                engine.states.complete(unit)
+                unit.wait()
+            unit.gather_copy()
+            copied.append(unit)
         yield
         if write_rank is not None:
-            engine.states.settle()
-            engine.states.doubt()
-            for unit in units:
-                engine.order.check(f"write unit {unit.name!r}")
-                unit.absorb(write_rank)
-            copies = []
+            _units_of(module)  # raises where a parameter was replaced
+            engine.write_back(units, write_rank)
     finally:
-        for unit, copy in zip(resident, copies, strict=False):
-            unit.restore_resident(copy)
-        for unit in released:
+        for unit in copied:
             unit.drop_copy()
+            engine.states.note_versions(unit)
+        if write_rank is not None:
+            engine.drop_pins()
 
 
 def offload_states(model: nn.Module) -> None:
@@ -254,6 +263,7 @@ def offload_states(model: nn.Module) -> None:
     torch.Size([1, 64])
     """
     sharded = _sharded(model)
+    sharded.engine.states.refuse_gathered("offload_states()")
     if sharded.engine.states.away is None:
         sharded.engine.states.away = Away(sharded.engine, sharded.tiers)
 
@@ -452,7 +462,10 @@ def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:
         card = card_of(parameter)
         unit = card.unit() if card is not None else None
         if card is None or unit is None:
-            raise ValueError(f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules")
+            raise ValueError(
+                f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules, and a "
+                "parameter must not be replaced by another (load_state_dict(assign=True), setattr) after zeroshard.shard()"
+            )
         engine = card.engine
         units[unit] = None
     if engine is None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import card_of
+from zeroshard.engine.parameter import card_of, versions_of
 from zeroshard.engine.whole import assemble, find
 from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range
@@ -119,6 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Reduce what is still to be reduced, update this rank's shards, and start to bring the result to all ranks."""
         loss = None
         self._engine.states.refuse_away()
+        self._engine.states.refuse_gathered("optimizer.step()")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -129,9 +130,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_partial()
             self._find_unused()
             self._engine.states.settle()
+            self._engine.states.take_in_edits()
             changed = self._update.run([run for run in self._all_runs() if self._has_gradient(run)], backwards)
             if changed is not None:
                 self._engine.states.copy_masters(changed, near=True)
+                self._engine.states.values_changed(self._updated())
                 self._engine.states.refresh_parameters()
             self._engine.gradients.coefficient = None
         self._engine.drop_pins()
@@ -167,6 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if card.name in taken:
                 raise ValueError(f"{card.name!r} is in a parameter group already")
             names.append(card.name)
+        self._engine.states.refuse_gathered("add_param_group()")
         self._engine.states.settle()
         self._engine.states.finish_updates()
         self._open_masters(set(names))
@@ -248,6 +252,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "that it becomes a DTensor, or leave those layers undivided"
             )
 
+    def _updated(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of the groups that have a gradient."""
+        trained = {name for group in self.names for name in group}
+        for flat, gradient in self._engine.gradients.of_flat.items():
+            for (name, parameter), used in zip(flat.named_parameters, gradient.used, strict=True):
+                if name in trained and (self._all_used or used):
+                    yield parameter
+
     # -- unused parameters --------------------------------------------------------------------------------------
 
     def _find_unused(self) -> None:
@@ -317,6 +329,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._engine.ledger.add("master weights", master.nbytes)
                 for home, owned in zip(flat.homes, flat.owned, strict=True):
                     flat.master.write(home, owned)
+                flat.known_versions = versions_of(flat.parameters)
 
     # -- whole states -------------------------------------------------------------------------------------------
 

@@ -87,6 +87,8 @@ def load(
     wait_for_pending()
     model = unwrapped(model)
     engine = engine_of(model)
+    if engine is not None:
+        engine.states.refuse_gathered("zeroshard.load()")
     meeting = Meeting.call(engine, "load")
     if engine is not None:
         engine.states.settle()

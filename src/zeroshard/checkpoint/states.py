@@ -103,6 +103,7 @@ class ShardedStates:
 
     def parameters(self) -> dict[str, Held]:
         """Every parameter: the master's values where there are any."""
+        self._engine.states.refuse_edited()
         self._engine.states.finish_updates()
         found: dict[str, Held] = {}
         for flat in self._flats:

@@ -48,6 +48,7 @@ from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import is_functorch_wrapped
 from zeroshard.engine.pins import Pins
 from zeroshard.engine.states import States
 from zeroshard.engine.unit import State, Unit
@@ -258,8 +259,7 @@ class Engine:
 
     def _hook_use(self, use: Frame, results: list[torch.Tensor]) -> None:
         """Have told when backward comes to a loose use: see [Note: loose uses]."""
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # its graph is gone back through inside the forward
-        hooked = [tensor for tensor in results if tensor.grad_fn is not None and not wrapped(tensor)]
+        hooked = [tensor for tensor in results if tensor.grad_fn is not None and not is_functorch_wrapped(tensor)]
         for tensor in hooked:
             tensor.register_hook(Reach(self, use, self._trace))  # type: ignore[no-untyped-call]
         if hooked:
@@ -292,6 +292,7 @@ class Engine:
         self.states.refuse_spoilt(*self.states.spoilt)
         self.states.refuse_away()
         self.states.refuse_thawed()
+        self.states.take_in_edits()
         if torch.is_grad_enabled():
             self.gradients.memory.abide()
         if self._workspace is not None:
@@ -445,6 +446,7 @@ class Engine:
         self._bring(unit)
 
     def _begin_backward(self) -> None:
+        self.states.refuse_away()
         self._backward += 1
         self._backward_on = True
         self._kept = set()
@@ -515,6 +517,18 @@ class Engine:
         self._kept = set()
         self._release_idle()
         self._park()
+
+    def write_back(self, units: list[Unit], source: int) -> None:
+        """Keep what rank ``source`` of the mesh has written into the units' parameters inside gathered()."""
+        for unit in units:
+            unit.check_written()
+        self.states.settle()
+        self.states.doubt()
+        self.order.begin("write")
+        for unit in units:
+            self.order.check(f"write unit {unit.name!r}")
+            unit.absorb(source)
+        self.states.values_changed(parameter for unit in units for parameter in unit.parameters)
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""

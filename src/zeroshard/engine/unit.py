@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import Card, Wardrobe, point, point_all, values_of
+from zeroshard.engine.parameter import (
+    Card,
+    GatheredBlock,
+    Wardrobe,
+    point,
+    point_all,
+    pointers_of,
+    values_of,
+    versions_of,
+)
 from zeroshard.layout import Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -48,10 +57,13 @@ class Unit:
         self.partitioned = partitioned
         self.trainable = any(flat.trainable for flat in flats)
         self.state = State.READY
-        self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
+        # inside gathered(): the parameters hold full values in memory of their own, whatever the state
+        self.block: GatheredBlock | None = None
+        self._at_entry: list[tuple[list[int], list[int]]] = []  # versions and places of each flat's parameters there
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
         self._shown: list[Wardrobe] = []  # partitioned: whose use is not noticed, as that of all others is
+        self.out = False  # resident, and its values are in host memory: see away.py
         self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
@@ -68,6 +80,11 @@ class Unit:
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of the unit."""
         return (parameter for flat in self.flats for parameter in flat.parameters)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the parameters hold full values in memory of their own: see :meth:`gather_copy`."""
+        return self.block is not None
 
     @property
     def veiled(self) -> bool:
@@ -87,6 +104,7 @@ class Unit:
                 point(parameter, flat.views[index])
                 parameter._zeroshard = Card(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
                 self._wardrobes.append(Wardrobe(parameter, original))
+            flat.known_versions = versions_of(flat.parameters)
 
     def attend(self, name: str, module: nn.Module) -> None:
         """The unit is brought for a module: remember which of its parameters that one has, or share it."""
@@ -106,6 +124,8 @@ class Unit:
             self.parked = True
 
     def _point(self, views: str) -> None:
+        if self.copied:
+            return
         for flat in self.flats:
             point_all(flat.parameters, getattr(flat, views), flat.has_divided)
 
@@ -165,8 +185,9 @@ class Unit:
             self._hide()
 
     def _hide(self) -> None:
+        copied = self.copied
         for wardrobe in self._shown:
-            wardrobe.parameter.__class__ = wardrobe.absent
+            wardrobe.parameter.__class__ = wardrobe.gathered if copied else wardrobe.absent
         self._shown = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -186,8 +207,9 @@ class Unit:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
         self._hide()
-        for flat in self.flats:
-            flat.full.untyped_storage().resize_(0)
+        moved = [flat.free() for flat in self.flats]
+        if any(moved):
+            self._point("views")
         self._ledger.add("gathered", -self.full_bytes)
         self.state = State.RELEASED
 
@@ -200,59 +222,104 @@ class Unit:
 
     def leave(self) -> None:
         """The values of a resident unit are out: its parameters are absent, and point at no memory of the flat's."""
+        self.out = True
         self._dress(absent=True)
         self._point("stand_ins")
 
     def come_back(self) -> None:
         """Undo :meth:`leave`."""
+        self.out = False
+        for flat in self.flats:
+            flat.known_pointers = None  # their memory is other memory now
         self._point("views")
         self._dress(absent=False) if self._resting else self._undress()
 
     def rest(self) -> None:
         """Make ``grad`` of a resident unit's parameters the reduced gradient."""
         self._resting = True
-        if self.state is State.READY and not self.expected:
+        if self.state is State.READY and not self.expected and not self.out:
             self._dress(absent=False)
 
     def wake(self) -> None:
         """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
         self._resting = False
-        if self.state is State.READY and not self.expected:
+        if self.state is State.READY and not self.expected and not self.out:
             self._undress()
 
     @torch.no_grad()
     def gather_copy(self) -> None:
-        """Give the parameters full values in fresh memory, which stays valid for whoever keeps it."""
-        self.copied = True
+        """Point the parameters at full values in fresh memory, which stays valid for whoever keeps it.
+
+        Until :meth:`drop_copy` they stay there: a forward or backward meanwhile gathers and releases as ever, but
+        computes with these values.
+        """
         copies = []
         for flat in self.flats:
+            if not self.partitioned:
+                copies.append(flat.full.clone())
+                continue
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             flat.arrive()
             for number, bucket in enumerate(flat.layout.buckets):
                 self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number))
             copies.append(fresh)
-        self._undress()
         for flat, fresh in zip(self.flats, copies, strict=True):
-            for index, parameter in enumerate(flat.parameters):
-                point(parameter, flat.view(fresh, index))
+            point_all(flat.parameters, [flat.view(fresh, i) for i in range(len(flat.shapes))], flat.has_divided)
+        self.block = GatheredBlock()
+        self._at_entry = self._marks()
+        self._dress_hidden()
 
     def drop_copy(self) -> None:
-        """Let go of what :meth:`gather_copy` made."""
-        self.copied = False
-        self._point("stand_ins")
-        self.parked = True
-        self._dress(absent=True)
+        """Let go of what :meth:`gather_copy` made: the parameters are again what the unit's state says."""
+        if self.block is None:
+            return
+        self.block.is_open = False
+        edited = self.edited()
+        self.block, self._at_entry = None, []
+        if edited:  # what they were in the block is undone: no graph made of it may be gone back through
+            torch.autograd.graph.increment_version(edited)
+        self.parked = self.partitioned and self.state is State.RELEASED
+        self._point("stand_ins" if self.parked else "views")
+        self._dress_hidden()
 
-    def copy_resident(self) -> list[torch.Tensor]:
-        """Copy a resident unit's values, to undo changes with."""
-        self.wait()
-        return [flat.full.clone() for flat in self.flats]
+    def edited(self) -> list[nn.Parameter]:
+        """The parameters that were changed, or pointed elsewhere, since :meth:`gather_copy`."""
+        marks = zip(self.flats, self._at_entry, self._marks(), strict=True) if self.copied else ()
+        return [
+            parameter
+            for flat, before, now in marks
+            if before != now
+            for index, parameter in enumerate(flat.parameters)
+            if any(old[index] != new[index] for old, new in zip(before, now, strict=True))
+        ]
 
-    def restore_resident(self, copies: list[torch.Tensor]) -> None:
-        """Undo changes."""
-        with torch.no_grad():
-            for flat, copy in zip(self.flats, copies, strict=True):
-                flat.full.copy_(copy)
+    def _marks(self) -> list[tuple[list[int], list[int]]]:
+        return [(versions_of(flat.parameters), pointers_of(flat.parameters, flat.has_divided)) for flat in self.flats]
+
+    def _dress_hidden(self) -> None:
+        """Give a partitioned unit's parameters the class they have while no running module uses them."""
+        shown = {id(wardrobe) for wardrobe in self._shown}
+        for wardrobe in self._wardrobes if self.partitioned else ():
+            if id(wardrobe) not in shown:
+                wardrobe.parameter.__class__ = wardrobe.gathered if self.copied else wardrobe.absent
+
+    def check_written(self) -> None:
+        """Raise where a parameter was given values inside gathered() that the unit cannot hold."""
+        for flat in self.flats:
+            for index, (name, parameter) in enumerate(flat.named_parameters):
+                values = values_of(parameter)
+                expected, got = (
+                    f"{tuple(shape)} {dtype} on {device}"
+                    for shape, dtype, device in (
+                        (flat.shapes[index], flat.dtype, flat.device),
+                        (values.shape, values.dtype, values.device),
+                    )
+                )
+                if expected != got:
+                    raise RuntimeError(
+                        f"{name!r} was changed to {got} inside gathered(write_rank=…), and the sharded model has it as "
+                        f"{expected}: nothing was written. Change shape, dtype or device before zeroshard.shard()"
+                    )
 
     @torch.no_grad()
     def dissolve(self) -> None:

@@ -44,6 +44,7 @@ def undivided(comm: Communicator, part: torch.Tensor, flat: Flat, index: int) ->
 def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
     flat, index = find(engine.units, name)
+    engine.states.refuse_edited()
     engine.order.begin("read a parameter")
     engine.states.finish_updates()
     engine.states.refuse_spoilt("weights")
