@@ -464,7 +464,7 @@ def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:
         if card is None or unit is None:
             raise ValueError(
                 f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules, and a "
-                "parameter must not be replaced by another (load_state_dict(assign=True), setattr) after zeroshard.shard()"
+                "parameter must not be replaced after zeroshard.shard() (by load_state_dict(assign=True), setattr)"
             )
         engine = card.engine
         units[unit] = None

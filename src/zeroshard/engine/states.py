@@ -128,8 +128,8 @@ class States:
         name = next(name for name, old, new in zip(flat.names, known, now, strict=True) if old != new)
         raise RuntimeError(
             f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
-            "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model computes "
-            "with. Change values in place (`parameter.copy_(…)` under torch.no_grad()) or inside "
+            "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
+            "Change values in place (`parameter.copy_(…)` under torch.no_grad()) or inside "
             "`with zeroshard.gathered(model, write_rank=0):`; change dtype, device or memory format before shard()"
         )
 
