@@ -60,7 +60,9 @@ def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:
     """Run ``body``; return the most that torch's CPU allocator held beyond what it held before, and what is left.
 
     Workspaces are left out: what one operator allocates and frees itself. oneDNN takes some for bf16 products and for
-    convolutions, how much depends on the processor and the version, and the library has no part in it. Memory that was allocated while no profiler ran is not seen to be freed. And now and then, after thousands of tests
+    convolutions; how much depends on the processor and the version, and the library has no part in it.
+
+    Memory that was allocated while no profiler ran is not seen to be freed. And now and then, after thousands of tests
     in one process, nothing is seen at all: then it raises.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,18 @@ def test_torchs_own_bits_do_not_depend_on_where_an_element_is(kind: Any, way: di
     assert not differing(trained([end - begin for begin, end in itertools.pairwise(cuts)]), whole)
 
 
+@pytest.fixture
+def tried_again() -> Iterator[None]:
+    """A test tries the roundings itself, and so does what runs after it."""
+    rounding_of_torch.cache_clear()
+    yield
+    rounding_of_torch.cache_clear()
+
+
 @pytest.mark.parametrize("kind", [AdamOptions, SGDOptions])
 def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
-    native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, kind: Any
+    native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tried_again: None, kind: Any
 ) -> None:
-    monkeypatch.setattr(rounding_module, "_rounding_of_torch", rounding_module._rounding_of_torch.__wrapped__)
     assert rounding_of_torch(kind, fused=False) is not None
     right = rounding_module._by_torch
 
@@ -153,6 +161,7 @@ def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
         return lines
 
     monkeypatch.setattr(rounding_module, "_by_torch", other)
+    rounding_of_torch.cache_clear()
     assert rounding_of_torch(kind, fused=False) is None
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = (torch.optim.AdamW if kind is AdamOptions else torch.optim.SGD)([parameter], lr=0.1)
@@ -160,11 +169,11 @@ def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
     assert recipe_for(optimizer, optimizer.param_groups[0], {}, dtypes) is None
 
 
-def test_the_trial_of_roundings_disturbs_nothing(native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_roundings_disturbs_nothing(native_kernels: Kernels, tried_again: None) -> None:
     seen: list[Any] = []
     hook = register_optimizer_step_pre_hook(lambda *arguments: seen.append(arguments))
-    monkeypatch.setattr(rounding_module, "_rounding_of_torch", rounding_module._rounding_of_torch.__wrapped__)
     wanted, before = rounding_of_torch(AdamOptions, fused=False), torch.get_rng_state()
+    rounding_of_torch.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode():

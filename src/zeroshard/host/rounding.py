@@ -24,7 +24,6 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,9 @@ TRIED: dict[type, tuple[AdamOptions | SGDOptions, ...]] = {
         SGDOptions(lr=0.7, momentum=0.9, nesterov=True),
     ),
 }
-_trying = threading.Lock()
 
 
+@functools.cache  # ranks that are threads may try at once: they find the same
 def rounding_of_torch(kind: type, fused: bool) -> Rounding | None:
     """How torch rounds updates of ``kind``, AdamOptions or SGDOptions, on this processor: [Note: found by trying].
 
@@ -66,12 +65,6 @@ def rounding_of_torch(kind: type, fused: bool) -> Rounding | None:
     >>> kernels() is None or rounding_of_torch(SGDOptions, fused=False) in (Rounding(), Rounding(separate=True))
     True
     """
-    with _trying:
-        return _rounding_of_torch(kind, fused)
-
-
-@functools.cache
-def _rounding_of_torch(kind: type, fused: bool) -> Rounding | None:
     native = kernels()
     if native is None:
         return None
