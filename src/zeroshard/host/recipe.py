@@ -94,9 +94,11 @@ def recipe_for(
     options = options_for(optimizer, group, cuda)
     if options is None or dtypes[0] != torch.float32 or any(dtype not in DTYPES for dtype in dtypes):
         return None
-    rounding = None if cuda else rounding_of_torch(type(options), options.fused)
-    if not cuda and rounding is None:
-        return None  # no rounding that the native update knows gives this torch's bits
+    rounding = None
+    if not cuda:
+        rounding = rounding_of_torch("adam" if isinstance(options, AdamOptions) else "sgd", options.fused)
+        if rounding is None:
+            return None  # no rounding that the native update knows gives this torch's bits
     held = {key for key, value in state.items() if value is not None}
     if isinstance(options, AdamOptions):
         if held - {"step", *ADAM}:

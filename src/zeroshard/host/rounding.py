@@ -26,7 +26,7 @@ import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.adam import adam
@@ -35,6 +35,7 @@ from torch.optim.sgd import sgd
 from zeroshard.host.native import Kernels, Rounding, kernels, usual_rounding
 from zeroshard.host.options import AdamOptions, SGDOptions
 
+Kind = Literal["adam", "sgd"]
 # Tensors of so many elements: in one, enough to meet square roots that MKL rounds otherwise (0.6 % of them); the short
 # ones show which elements are left over after whole vectors.
 PIECES = [4096, *[15] * 6]
@@ -43,12 +44,12 @@ STEPS = 3
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 LANES = (4, 8, 16, 0)
 # Large steps: the last bit of everything that is computed on the way decides a bit of the parameter.
-TRIED: dict[type, tuple[AdamOptions | SGDOptions, ...]] = {
-    AdamOptions: (
+TRIED: dict[Kind, tuple[AdamOptions | SGDOptions, ...]] = {
+    "adam": (
         AdamOptions(lr=0.7, weight_decay=0.1),
         AdamOptions(lr=0.7, betas=(0.3, 0.99), weight_decay=0.1, decoupled=False, maximize=True),
     ),
-    SGDOptions: (
+    "sgd": (
         SGDOptions(lr=0.7, weight_decay=0.1),
         SGDOptions(lr=0.7, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
         SGDOptions(lr=0.7, momentum=0.9, nesterov=True),
@@ -57,12 +58,12 @@ TRIED: dict[type, tuple[AdamOptions | SGDOptions, ...]] = {
 
 
 @functools.cache  # ranks that are threads may try at once: they find the same
-def rounding_of_torch(kind: type, fused: bool) -> Rounding | None:
-    """How torch rounds updates of ``kind``, AdamOptions or SGDOptions, on this processor: [Note: found by trying].
+def rounding_of_torch(kind: Kind, fused: bool) -> Rounding | None:
+    """How torch rounds updates of ``kind``, Adam (and AdamW) or SGD, on this processor: [Note: found by trying].
 
     None: in no way that the native update knows, or there is no native update.
 
-    >>> kernels() is None or rounding_of_torch(SGDOptions, fused=False) in (Rounding(), Rounding(separate=True))
+    >>> kernels() is None or rounding_of_torch("sgd", fused=False) in (Rounding(), Rounding(separate=True))
     True
     """
     native = kernels()
@@ -73,7 +74,7 @@ def rounding_of_torch(kind: type, fused: bool) -> Rounding | None:
 
 
 @torch.no_grad()
-def _find(native: Kernels, kind: type, fused: bool) -> Rounding | None:
+def _find(native: Kernels, kind: Kind, fused: bool) -> Rounding | None:
     tried = [dataclasses.replace(options, fused=fused) for options in TRIED[kind]]
     numbers = [_numbers(seed) for seed in range(1 + STEPS)]  # a parameter, and its gradients
     wanted = [
