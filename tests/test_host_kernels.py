@@ -137,6 +137,8 @@ def test_torchs_own_bits_do_not_depend_on_where_an_element_is(kind: Any, way: di
     whole, at = trained([numel]), 16 if way.get("fused") else 1  # fused: in whole vectors
     cuts = [0, *(at * cut for cut in (1, 4, 8, 21, 34, 1000, 1031, 4000)), numel]
     assert not differing(trained([end - begin for begin, end in itertools.pairwise(cuts)]), whole)
+    torch.set_num_threads(3)
+    assert not differing(trained([numel]), whole)
 
 
 @pytest.fixture
