@@ -432,11 +432,14 @@ def _be(rank: int, run: Run, scratch: Path, announcement: int, listener: socket.
         store = _store(rank, run, scratch, listener)
         limit = timedelta(seconds=run.limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=limit)
-        answer = globals()[run.body](rank, **run.arguments)
+        module, _, name = run.body.rpartition(":")
+        body = getattr(importlib.import_module(module), name) if module else globals()[name]
+        answer = body(rank, **run.arguments)
         place.with_suffix(".json").write_text(json.dumps(answer))
         _linger(store, run.ranks)
     except BaseException as error:
         traceback.print_exc()
+        sys.last_value = error  # as Python leaves it
         place.with_suffix(".error").write_text("".join(traceback.format_exception_only(error)))
     # As Python ends, less the taking apart of torch's modules, which takes two seconds.
     threading._shutdown()  # type: ignore[attr-defined]

@@ -214,6 +214,8 @@ class Engine:
             self.comm.control.tell_failure(str(error))
         elif not (isinstance(error, RanksDisagreeError) or self.states.spoilt or self.states.away is not None):
             self._take_part_in_rest()  # else there is nothing to give
+            if error is not None:
+                self.comm.control.tell_failure(f"its forward raised {type(error).__name__}: {error}")
         self._abort_forward()
 
     def fetch(self, unit: Unit) -> bool:
