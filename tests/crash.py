@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -461,10 +461,11 @@ def _store(rank: int, run: Run, scratch: Path, listener: socket.socket) -> Store
 
 def _linger(store: Store, ranks: int) -> None:
     """Keep the sockets while others may still read from them."""
-    store.add("done", 1)
     deadline = time.monotonic() + 2  # the others may be dead
-    while store.add("done", 0) < ranks and time.monotonic() < deadline:
-        time.sleep(0.005)
+    with suppress(RuntimeError):  # and the one that holds the store
+        store.add("done", 1)
+        while store.add("done", 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 def _serve(scratch: Path) -> None:

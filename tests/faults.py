@@ -18,7 +18,7 @@ import zeroshard
 from zeroshard import watch
 from zeroshard.checkpoint.meeting import Meeting
 
-AT, STEPS = 3, 6  # the step in which the last rank does it, of how many
+AT, STEPS = 3, 6  # the step in which a rank does it, of how many
 
 
 class LossError(Exception):
@@ -71,8 +71,10 @@ def _do(what: str, model: Net, optimizer: Any, directory: Path) -> None:
         zeroshard.save(directory / "step", model, optimizer)
 
 
-def fault(rank: int, ranks: int, what: str, directory: str, stage: int = 3, apart: bool = False, **options: Any) -> Any:
-    """Train; the last rank does ``what`` in one of the steps. ``apart``: as if on machines of their own.
+def fault(
+    rank: int, ranks: int, what: str, directory: str, by: int, stage: int = 3, apart: bool = False, **options: Any
+) -> Any:
+    """Train; rank ``by`` does ``what`` in one of the steps. ``apart``: as if on machines of their own.
 
     Returns what this rank was told, how long after the fault, and how long its own call had taken by then.
     """
@@ -85,7 +87,7 @@ def fault(rank: int, ranks: int, what: str, directory: str, stage: int = 3, apar
     called = time.time()
     try:
         for step in range(STEPS):
-            mine = rank == ranks - 1 and step == AT
+            mine = rank == by and step == AT
             called = time.time()
             if step == AT and what == "killed in save" and not mine:
                 zeroshard.save(Path(directory, "step"), model, optimizer)

@@ -234,7 +234,7 @@ class _Watched:
         began = time.monotonic()
         with self._stopwatch:
             try:
-                self._work.wait(SLICE)
+                self._work.wait(SLICE / 100 if self._control.faults else SLICE)
             except RuntimeError:  # it takes longer, or has failed
                 self._control.finish(self._work, self._what, began)
         if self._then is not None:

@@ -276,7 +276,8 @@ class Watch:
             if peer.handle is not None:
                 self._poll.unregister(peer.handle)
             if store_answers:
-                self._read_board()  # what it said before it ended
+                with contextlib.suppress(RuntimeError):  # it may have held the store
+                    self._read_board()  # what it said before it ended
             self._bury(peer, f"its process {peer.pid} was killed, or ended without a word", store_answers)
 
     def _look_at_heartbeats(self) -> None:
@@ -298,9 +299,10 @@ class Watch:
             return
         text = f"rank {peer.rank} has died: {how}"
         if store_answers:
-            last = self._store.get(f"{self._prefix}/beat {peer.rank}").decode().split(" ", 2)[-1]
-            text += f". The last it was known to come to: {last}"
-            self.post(GONE, text, rank=peer.rank)
+            with contextlib.suppress(RuntimeError):
+                last = self._store.get(f"{self._prefix}/beat {peer.rank}").decode().split(" ", 2)[-1]
+                text += f". The last it was known to come to: {last}"
+                self.post(GONE, text, rank=peer.rank)
         self._add(Fault(GONE, peer.rank, text, known_since=time.monotonic()))
 
     # -- the end ------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from itertools import islice
 
 import torch
@@ -216,7 +217,8 @@ class Engine:
             self._take_part_in_rest()  # else there is nothing to give
             if error is not None:
                 self.comm.control.tell_failure(f"its forward raised {type(error).__name__}: {error}")
-        self._abort_forward()
+        with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
+            self._abort_forward()  # what is still under way fails like the first, which says more
 
     def fetch(self, unit: Unit) -> bool:
         """Somebody touches a parameter whose values are not in place: bring them if that is right now.
