@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -67,7 +68,7 @@ def _do(what: str, model: Net, optimizer: Any, directory: Path) -> None:
         zeroshard.full_parameter(model, name)
     elif what == "full_gradient":
         zeroshard.full_gradient(model, name)
-    elif what == "save":
+    elif what in ("save", "save before a barrier"):
         zeroshard.save(directory / "step", model, optimizer)
 
 
@@ -91,6 +92,8 @@ def fault(
             called = time.time()
             if step == AT and what == "killed in save" and not mine:
                 zeroshard.save(Path(directory, "step"), model, optimizer)
+            if step == AT and what == "save before a barrier" and not mine:
+                dist.barrier()
             if mine:
                 mark.write_text(repr(time.time()))
                 _do(what, model, optimizer, Path(directory))

@@ -18,7 +18,7 @@ from ranks import run_threads
 import zeroshard
 from zeroshard import watch
 
-SOON = 10.0  # seconds in which all ranks are told
+SOON = 25.0  # seconds: they are told within 10, but for a busy machine; the process group's timeout is 60
 
 
 @dataclass
@@ -69,13 +69,14 @@ CASES = [
 # in these stages a rank has all of it by itself
 ALONE = [Case("state_dict", "", 2, {"stage": 0}), Case("full_state", "", 2, {"stage": 0})]
 ALONE += [Case("full_parameter", "", 2, {"stage": stage}) for stage in (0, 2)]
+BARRIER = Case("save before a barrier", "")
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
     """All runs, made by one program."""
     forks = Forks(tmp_path_factory.mktemp("forks"))
-    cases = [*CASES, *ALONE, Case("slow", "")]
+    cases = [*CASES, *ALONE, BARRIER, Case("slow", "")]
     runs = []
     for case in cases:
         directory = str(tmp_path_factory.mktemp("fault"))
@@ -99,7 +100,7 @@ def test_all_other_ranks_are_told_who_and_what(case: Case, outcomes: dict[str, l
         assert told["after"] < SOON, told
         stated = re.search(r", after ([\d.]+) s", told["told"])
         if stated is not None:  # how long it waited, which is not how long it might have
-            assert abs(float(stated[1]) - told["waited"]) < 0.5, told
+            assert float(stated[1]) < told["waited"] + 0.2, told
 
 
 @pytest.mark.parametrize("case", [*ALONE, Case("slow", "")], ids=lambda case: case.name)
@@ -107,6 +108,14 @@ def test_what_needs_no_other_rank_and_what_is_slow_is_no_error(case: Case, outco
     for outcome in outcomes[case.name]:
         assert outcome.code == 0, outcome.printed
         assert outcome.answer == {"told": "", "watching": 1, "left": 0}
+
+
+def test_a_rank_that_saves_while_others_wait_in_a_barrier_is_told(outcomes: dict[str, list[Outcome]]) -> None:
+    waiting, saving = outcomes[BARRIER.name]
+    wanted = r"rank 0 waits for it in torch.distributed.barrier\(\) \(.*faults.py, line \d+\)"
+    assert re.search(wanted, saving.answer["told"]), saving
+    assert saving.answer["after"] < SOON
+    assert not waiting.hung, waiting.printed  # its barrier ends with the process of the other
 
 
 def watches() -> int:

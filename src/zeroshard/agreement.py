@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.watch import ERROR, Fault, RanksDisagreeError, Watch
+from zeroshard.watch import ERROR, Barrier, Fault, RanksDisagreeError, Watch
 
 __all__ = ["PASS_START", "SLICE", "Agreement", "RanksDisagreeError"]
 
@@ -234,7 +234,9 @@ class Agreement:
         progress = self._progress() if self._progress is not None else None
         return (0, "shard()") if progress is None else (progress.moment, progress.where())
 
-    def conflict(self, announced: dict[int, tuple[int, str]], notes: dict[int, tuple[int, str]]) -> str:
+    def conflict(
+        self, announced: dict[int, tuple[int, str]], notes: dict[int, tuple[int, str]], barrier: Barrier | None
+    ) -> str:
         """Say how this rank differs from what others have announced; "" where it does not, or not yet.
 
         What others announced at a moment that this rank has passed cannot be agreed on any more: it would have
@@ -254,6 +256,10 @@ class Agreement:
                 return (
                     f"ranks disagree: {said}, where rank {self.rank} has come to: {mine or 'another call'}. {_ADVICE}"
                 )
+        for rank, (moment, what) in announced.items():
+            if barrier is not None and moment > max(settled, passed) and self.members[rank] in barrier.ranks:
+                here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.line})"
+                return f"ranks disagree: rank {rank} is about to {what}, where {here}. {_ADVICE}"
         for rank, (moment, why) in notes.items():
             after = moment + 1
             mine = progress.event_at(after) if after <= passed else asked if after == asking else ""

@@ -187,6 +187,13 @@ class Communicator:
         """Collect small plain values of all ranks on the shard axis."""
         return gather_object(value, self.shard.group, what, self.control)
 
+    def on_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
+        """Wait for a result and return its values; raise where a fault of another rank has made them useless."""
+        values: list[Any] = tensor.reshape(-1).tolist()
+        if self.control.faults:
+            self.control.refuse(self.control.position()[0], what)
+        return values
+
     @property
     def axes(self) -> list[Axis]:
         """The data-parallel axes with more than one rank, outer first."""
@@ -302,8 +309,8 @@ def _explained(control: Agreement | None, what: str) -> Iterator[None]:
         yield
     except RanksDisagreeError:
         raise
-    except RuntimeError as error:
-        if control is None:
+    except Exception as error:  # bytes of a collective that was ended may be read as anything
+        if control is None or not (isinstance(error, RuntimeError) or control.faults):
             raise
         raise control.stuck(what, error) from error
 

@@ -266,7 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.order.check(what)
             comm.all_reduce_everywhere(merged, what, dist.ReduceOp.MAX)
             if not all(flags):
-                flags = tuple(bool(flag) for flag in merged.tolist())
+                flags = tuple(bool(flag) for flag in comm.on_host(merged, what))
                 position = iter(flags)
                 for gradient in gradients.values():
                     gradient.used = [next(position) for _ in gradient.used]

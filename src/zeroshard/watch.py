@@ -12,8 +12,9 @@ heartbeat (how many collectives this rank has come to, and the last of them), an
   stop for ``heartbeat_timeout`` seconds mean that it is dead. Each rank looks at the ``REACH`` ranks on either side,
   so that the store's work grows with the number of ranks and not with its square.
 - the *announcements* of ranks that have waited for a second (see [Note: agreement]). A rank that has gone past the
-  moment which another one announces can say for certain that the two differ, and does so on the board. A rank that has
-  not come there yet may be slow: that is no fault.
+  moment which another one announces can say for certain that the two differ, and does so on the board; so can one that
+  waits in a ``torch.distributed.barrier`` of the user's for the rank that announces. A rank that has not come there
+  yet may be slow: that is no fault.
 
 Waiting is done in slices, and between them the waiting thread looks at the faults that its watch has found. Under NCCL
 the host does not wait, but the device may, for ever: there the watch ends the communicators of the groups that the
@@ -45,7 +46,8 @@ from torch._C._distributed_c10d import Store
 BEAT_SECONDS = 1.0  # between two looks
 REACH = 4  # ranks on either side that a rank looks after
 GRACE_SECONDS = 3.0  # in which a collective may still end that a rank took part in before it ended
-FAREWELL_SECONDS = 3.0  # that the process which may hold the store gives the others to read why it ends
+FAREWELL_SECONDS = 3.0  # that a process which ends by an exception gives the others to read why
+BARRIER_LOOKS = 3  # after which a barrier, which moves no data, is not about to end
 NAME = "zeroshard watch"  # of the threads
 
 ERROR, GONE, ENDED = "error", "gone", "ended"  # kinds of faults
@@ -81,8 +83,19 @@ class Watched(Protocol):
     def position(self) -> tuple[int, str]:
         """How many events this rank has come to, and the last of them in words."""
 
-    def conflict(self, announced: dict[int, tuple[int, str]], notes: dict[int, tuple[int, str]]) -> str:
+    def conflict(
+        self, announced: dict[int, tuple[int, str]], notes: dict[int, tuple[int, str]], barrier: Barrier | None
+    ) -> str:
         """Say how this rank differs from what others have announced; "" where it does not, or not yet."""
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """A ``torch.distributed.barrier`` of the user's, in which this rank's thread waits."""
+
+    ranks: tuple[int, ...]  # as the job counts them
+    line: str  # that calls it
+    call: int  # tells it from the next one
 
 
 @dataclass
@@ -116,6 +129,11 @@ class Watch:
         self._notes: dict[int, tuple[int, str]] = {}
         self._position = (0, "")
         self._peers: list[_Peer] | None = None
+        self._has_aborted = False  # NCCL's communicators
+        self._has_group = False  # whether the rank had a process group when this was last looked at
+        self._owner = threading.get_ident()  # the thread of the rank
+        self._barrier: Barrier | None = None
+        self._barrier_looks = 0  # at which the rank was found in it
         self._over = False
         self._lock = threading.Lock()  # of the pipe that wakes the thread
         self._woken, self._waker = os.pipe()
@@ -174,7 +192,7 @@ class Watch:
             while not self._over and self._look():
                 self._poll.poll(1000 * BEAT_SECONDS)
             if not self._over and self._watched() is None:
-                self.post(ENDED, f"rank {self._rank} has no such sharded model any more", self._position[0])
+                self._post_end("has no such sharded model any more")
                 self._exit.cancel()
         finally:
             for peer in self._peers or ():
@@ -191,14 +209,18 @@ class Watch:
         if watched is None:
             return False
         self._position = watched.position()
+        had_group, self._has_group = self._has_group, dist.is_initialized()
         try:
             self._beats += 1
             beat = f"{self._beats} {self._position[0]} {self._position[1]}"
             self._store.set(f"{self._prefix}/beat {self._rank}", beat)
+            if had_group and not self._has_group:
+                self._post_end("has destroyed its process group")
             self._look_at_processes()  # first: under NCCL a dead rank's communicators are best ended at once
             self._read_board()
             self._look_at_heartbeats()
-            difference = watched.conflict(self._announced, self._notes)
+            self._end_hung_collectives()  # this rank may have gone on since a fault was found
+            difference = watched.conflict(self._announced, self._notes, self._long_barrier())
             if difference:
                 self.post(ERROR, difference)
                 self._read_board()
@@ -224,11 +246,19 @@ class Watch:
             record = json.loads(self._store.get(key))
             if record["rank"] != self._rank or record["kind"] != ENDED:
                 self._add(Fault(**record, known_since=time.monotonic()))
+            if record["rank"] != self._rank:
                 self._store.add(f"{key} read", 1)
         if lates != self._lates:
             self._lates = lates
             self._announced = self._by_rank("rank")
             self._notes = self._by_rank("note")
+
+    def _long_barrier(self) -> Barrier | None:
+        """The barrier that this rank has been in for some looks, while another has announced something else."""
+        barrier = _barrier_of(self._owner) if self._announced else None
+        is_same = barrier is not None and barrier == self._barrier
+        self._barrier, self._barrier_looks = barrier, self._barrier_looks + 1 if is_same else 0
+        return barrier if self._barrier_looks >= BARRIER_LOOKS else None
 
     def _by_rank(self, topic: str) -> dict[int, tuple[int, str]]:
         found = {}
@@ -242,8 +272,14 @@ class Watch:
 
     def _add(self, fault: Fault) -> None:
         self.faults[:] = sorted([*self.faults, fault], key=lambda known: known.kind == ENDED)  # what is worst first
-        if fault.kind != ENDED:
-            _abort_nccl({self._members[fault.rank]} if fault.kind == GONE else set(self._members), fault.text)
+        self._end_hung_collectives()
+
+    def _end_hung_collectives(self) -> None:
+        """Under NCCL, have the device wait no longer for a rank that will not come."""
+        for fault in self.faults:
+            if not self._has_aborted and fault.stops(self._position[0]):
+                self._has_aborted = True
+                _abort_nccl({self._members[fault.rank]} if fault.kind != ERROR else set(self._members), fault.text)
 
     # -- who lives ----------------------------------------------------------------------------------------------
 
@@ -321,23 +357,45 @@ class Watch:
     def _at_exit(self) -> None:
         """Leave word how this process ends."""
         watched = self._watched()
-        moment, last = self._position if watched is None else watched.position()
+        self._position = self._position if watched is None else watched.position()
         error = _ending_error()
         raised = error is not None and not isinstance(error, RanksDisagreeError)  # which others have been told of
-        how = f"raised {type(error).__name__}: {error}" if raised else "has ended"
-        self.post(ENDED, f"rank {self._rank} {how}. The last it came to: {last}", moment)
-        if raised and self._rank == 0 and not self.faults:  # it may hold the store
+        self._post_end(f"raised {type(error).__name__}: {error}" if raised else "has ended")
+        if error is not None:
             self._linger()
         self._stop()
 
+    def _post_end(self, how: str) -> None:
+        moment, last = self._position
+        self.post(ENDED, f"rank {self._rank} {how}. The last it came to: {last}", moment)
+
     def _linger(self) -> None:
+        """Stay until the others have read why: this process may hold the store, and NCCL may end theirs when it goes."""
         deadline = time.monotonic() + FAREWELL_SECONDS
         with contextlib.suppress(RuntimeError):
-            number = int(self._store.get(f"{self._prefix}/faults"))
-            while time.monotonic() < deadline:
-                if self._store.add(f"{self._prefix}/fault {number} read", 0) >= len(self._members) - 1:
-                    return
+            unread = [
+                f"{self._prefix}/fault {n + 1} read" for n in range(int(self._store.get(f"{self._prefix}/faults")))
+            ]
+            while unread and time.monotonic() < deadline:
                 time.sleep(0.05)
+                unread = [key for key in unread if self._store.add(key, 0) < len(self._members) - 1]
+
+
+def _barrier_of(thread: int) -> Barrier | None:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("barrier", "monitored_barrier") and code.co_filename.endswith("distributed_c10d.py"):
+            group, caller = frame.f_locals.get("group"), frame.f_back
+            while caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # its decorators
+                caller = caller.f_back
+            line = f"{caller.f_code.co_filename}, line {caller.f_lineno}" if caller is not None else "an unknown line"
+            try:
+                return Barrier(tuple(dist.get_process_group_ranks(group)), line, id(frame))
+            except (KeyError, ValueError, RuntimeError):  # a group that is being taken apart
+                return None
+        frame = frame.f_back
+    return None
 
 
 def _ending_error() -> BaseException | None:

@@ -476,7 +476,9 @@ class Engine:
         self.order.check("agree on the order of reductions")
         agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
         self.comm.broadcast(agreed, 0, "agree on the order of reductions")
-        return [units[i] for i in agreed.tolist()] if self.comm.control.real else [units[i] for i in order]
+        if self.comm.control.real:
+            order = self.comm.on_host(agreed, "agree on the order of reductions")
+        return [units[i] for i in order]
 
     def _end_backward(self) -> None:
         if not self._backward_on:

@@ -73,7 +73,7 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     used, what = torch.tensor(float(gradient.used[index]), device=engine.comm.device), f"read the gradient of {name!r}"
     engine.order.check(what)
     engine.comm.all_reduce_everywhere(used, what)
-    if not used or gradient.shard is None or not gradient.has_shard:
+    if not engine.comm.on_host(used, what)[0] or gradient.shard is None or not gradient.has_shard:
         return None
     gradient.settle()
     line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
