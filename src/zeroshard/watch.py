@@ -370,7 +370,7 @@ class Watch:
         self.post(ENDED, f"rank {self._rank} {how}. The last it came to: {last}", moment)
 
     def _linger(self) -> None:
-        """Stay until the others have read why: this process may hold the store, and NCCL may end theirs when it goes."""
+        """Stay until the others have read why: this process may hold the store, and NCCL end theirs with it."""
         deadline = time.monotonic() + FAREWELL_SECONDS
         with contextlib.suppress(RuntimeError):
             unread = [
