@@ -99,7 +99,7 @@ def shard(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     device = _device(model, mesh, config)
-    control = open_agreement(mesh, config.timeout)
+    control = open_agreement(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = _trained(optimizer, names)
     replicas = math.prod(axis.size for axis in axes[:-1])
@@ -116,7 +116,7 @@ def shard(
         chosen.recompute(model)
     cast = config.casts_masters and bool(trained)
     placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
-    comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
+    comm = Communicator(axes, device, placement.optimizer, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     tiers = Tiers(config.offload, device, ledger)
     open_tiers(tiers, control)
@@ -177,6 +177,7 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     for handle in sharded.handles:
         handle.remove()
     del model._zeroshard
+    engine.comm.control.close()
     if optimizer is None:
         return model
     if sharded.division is not None:

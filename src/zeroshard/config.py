@@ -89,8 +89,16 @@ class Config:
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
 
-    timeout: float = 600.0
-    """Seconds after which ranks that wait for each other at different places get an error that names them."""
+    timeout: float | None = None
+    """Seconds that a rank waits for others that live and have done nothing else meanwhile; then it raises
+    :class:`RanksDisagreeError`. None: the process group's own. A rank that has died, raised, ended or does something
+    else is named to all within 10 seconds, whatever this is. Under NCCL the process group's own holds for collectives
+    on the device."""
+
+    heartbeat_timeout: float = 8.0
+    """Seconds without a sign of life after which a rank on another machine counts as dead. Of a rank on the same
+    machine the operating system knows whether it lives. Give more where Python code holds the interpreter's lock for
+    longer."""
 
     loss_scale: float = 2.0**16
     """fp16: the first loss scale. It halves after an overflow and doubles after 2000 steps without one."""
@@ -120,8 +128,10 @@ class Config:
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
         if self.init_fn is not None and not callable(self.init_fn):
             raise ValueError(f"init_fn is a function of a module, got {self.init_fn!r}")
-        for name in ("timeout", "loss_scale"):
+        for name in ("timeout", "heartbeat_timeout", "loss_scale"):
             value = getattr(self, name)
+            if name == "timeout" and value is None:
+                continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"{name} is a positive number, got {value!r}")
 

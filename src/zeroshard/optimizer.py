@@ -278,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.order.check(what)
             comm.all_reduce_everywhere(merged, what, dist.ReduceOp.MAX)
             if not all(flags):
-                flags = tuple(bool(flag) for flag in merged.tolist())
+                flags = tuple(bool(flag) for flag in comm.on_host(merged, what))
                 position = iter(flags)
                 for gradient in gradients.values():
                     gradient.used = [next(position) for _ in gradient.used]
@@ -336,14 +336,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer's state of one parameter, whole, in its plain shape. All ranks call it together."""
-        return self._whole_state(name, self.describe_states([name])[name])
+        what = f"read the optimizer's state of {name!r}"
+        return self._whole_state(name, self.describe_states([name], what)[name])
 
-    def describe_states(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    def describe_states(
+        self, names: Iterable[str] | None = None, what: str = "read the optimizer's states"
+    ) -> dict[str, dict[str, Any]]:
         """Tell which states each parameter has, without bringing them: all, or those of ``names``.
 
         A state with a value for each element is described by its dtype; one that has not (a step count) is given. All
-        ranks call it together.
+        ranks call it together, for the sake of ``what``.
         """
+        self._engine.order.begin(what)
         self._engine.states.finish_updates()
         self._engine.states.refuse_spoilt("optimizer")
         mine: dict[str, dict[str, Any]] = {name: {} for name in (names or [n for group in self.names for n in group])}
@@ -353,7 +357,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for flat, parameter, _, _ in run.places() if known else ():
                 if flat.names[parameter] in mine:
                     mine[flat.names[parameter]] = known
-        told = self._engine.comm.all_gather_object(mine)
+        if self._engine.comm.shard.size > 1 or self._engine.comm.tensor.size > 1:
+            self._engine.order.check(what)
+        told = self._engine.comm.all_gather_object(mine, what)
         return {name: next((rank[name] for rank in told if rank[name]), {}) for name in mine}
 
     def _whole_state(self, name: str, described: dict[str, Any]) -> dict[str, Any]:
@@ -377,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Under fp16 a key of its own, "loss_scale", goes with it.
         """
         numbers = {name: number for number, name in enumerate(name for group in self.names for name in group)}
-        described = self.describe_states(numbers)
+        described = self.describe_states(numbers, "read the optimizer's state_dict()")
         states = {number: self._whole_state(name, described[name]) for name, number in numbers.items()}
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[n] for n in names]}

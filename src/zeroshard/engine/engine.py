@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from itertools import islice
 
 import torch
@@ -215,7 +216,10 @@ class Engine:
             self.comm.control.tell_failure(str(error))
         elif not (isinstance(error, RanksDisagreeError) or self.states.spoilt or self.states.away is not None):
             self._take_part_in_rest()  # else there is nothing to give
-        self._abort_forward()
+            if error is not None:
+                self.comm.control.tell_failure(f"its forward raised {type(error).__name__}: {error}")
+        with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
+            self._abort_forward()  # what is still under way fails like the first, which says more
 
     def fetch(self, unit: Unit) -> bool:
         """Somebody touches a parameter whose values are not in place: bring them if that is right now.
@@ -474,7 +478,9 @@ class Engine:
         self.order.check("agree on the order of reductions")
         agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
         self.comm.broadcast(agreed, 0, "agree on the order of reductions")
-        return [units[i] for i in agreed.tolist()] if self.comm.control.real else [units[i] for i in order]
+        if self.comm.control.real:
+            order = self.comm.on_host(agreed, "agree on the order of reductions")
+        return [units[i] for i in order]
 
     def _end_backward(self) -> None:
         if not self._backward_on:

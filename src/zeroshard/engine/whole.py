@@ -45,16 +45,20 @@ def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
     flat, index = find(engine.units, name)
     engine.states.refuse_edited()
-    engine.order.begin("read a parameter")
+    engine.order.begin(f"read the parameter {name!r}")
     engine.states.finish_updates()
     engine.states.refuse_spoilt("weights")
     if flat.master is None and not flat.partitioned:  # every rank has all of it
+        if flat.shares[index] is not None:
+            engine.order.check(f"assemble {name!r}")
         return undivided(engine.comm, flat.view(flat.full, index).clone(), flat, index)
     dtype = flat.dtype if flat.master is None else flat.master.dtype
     line = torch.zeros(flat.layout.numels[index], dtype=dtype, device=flat.device)
     for number, within, values in flat.held():
         if number == index:
             line[within.start : within.end] = values
+    if engine.comm.shard.size > 1 or flat.shares[index] is not None:
+        engine.order.check(f"assemble {name!r}")
     return assemble(engine.comm, line, flat, index)
 
 
@@ -65,11 +69,12 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     gradient = engine.gradients.of_flat.get(flat)
     if gradient is None:
         return None
-    engine.order.begin("read a gradient")
+    engine.order.begin(f"read the gradient of {name!r}")
     engine.gradients.reduce_rest()
-    used = torch.tensor(float(gradient.used[index]), device=engine.comm.device)
-    engine.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
-    if not used or gradient.shard is None or not gradient.has_shard:
+    used, what = torch.tensor(float(gradient.used[index]), device=engine.comm.device), f"read the gradient of {name!r}"
+    engine.order.check(what)
+    engine.comm.all_reduce_everywhere(used, what)
+    if not engine.comm.on_host(used, what)[0] or gradient.shard is None or not gradient.has_shard:
         return None
     gradient.settle()
     line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
