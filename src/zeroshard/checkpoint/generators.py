@@ -60,7 +60,7 @@ def check_generators(states: dict[str, torch.Tensor]) -> None:
     >>> check_generators(generator_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
     Traceback (most recent call last):
         ...
-    ValueError: the state of torch's random numbers is not one: RNG state is wrong size
+    ValueError: the state of torch's random numbers is not one: ...
     """
     trials = {
         "python": lambda state: random.Random().setstate(_python_state(state)),

@@ -55,7 +55,14 @@ def _step(path: Path) -> int:
 
 def point_latest(checkpoint: Path) -> None:
     """Make ``latest``, a file beside the checkpoint, name it."""
-    write_whole(checkpoint.with_name(LATEST), f"{checkpoint.name}\n".encode(), writer=_series(checkpoint))
+    pointer = checkpoint.with_name(LATEST)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with locked(pointer.parent) as free:  # two runs may point it at once
+            if free or time.monotonic() > deadline:
+                write_whole(pointer, f"{checkpoint.name}\n".encode(), writer=_series(checkpoint))
+                return
+        time.sleep(0.01)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -132,11 +139,15 @@ def locked(directory: Path) -> Iterator[bool]:
         except BlockingIOError:
             free = False
         except OSError:  # it cannot be locked
-            changed = max(child.stat().st_mtime for child in (directory, *directory.iterdir()))
-            free = is_checkpoint(directory) or time.time() - changed > IN_USE
+            free = is_checkpoint(directory) or not is_leftover(directory) or _age(directory) > IN_USE
         yield free
     finally:
         os.close(descriptor)
+
+
+def _age(directory: Path) -> float:
+    """Seconds since something in a directory changed."""
+    return time.time() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
 
 
 class SaveLock:

@@ -269,3 +269,9 @@ def check_header(path: Path, record: FileRecord, wanted: Sequence[tuple[str, str
                 f"{path} is damaged, or is not the file that the index describes: the index has {name} as "
                 f"{json.dumps(expected)}, the file's own header as {shown(entries.get(name), 120)}. {remedy}"
             )
+    unknown = entries.keys() - {"__metadata__"} - {name for name, *_ in wanted}
+    if unknown:
+        raise CheckpointError(
+            f"{path} is damaged, or is not the file that the index describes: it holds {shown(min(unknown))}, which the "
+            f"index does not have there. {remedy}"
+        )
