@@ -181,17 +181,34 @@ def states_of_an_element(optimizer: torch.optim.Optimizer | None) -> int:
     """
     if optimizer is None or not optimizer.param_groups:
         return 0
-    trial = nn.Parameter(torch.zeros(2))
-    trial.grad = torch.zeros(2)
-    twin: Any = copy.copy(optimizer)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.param_groups = [{**optimizer.param_groups[0], "params": [trial], "capturable": False, "fused": None}]
-    twin.state = defaultdict(dict)
+    shape = torch.Size([2])
     try:
-        type(optimizer).step(twin)
+        state = state_after_a_step(optimizer, optimizer.param_groups[0], shape)
     except Exception:  # not one of torch's, and not made for this: taken to be like Adam
         return 8
-    return sum(4 for key, value in twin.state[trial].items() if is_elementwise(key, value, trial.shape))
+    return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))
+
+
+def state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
+) -> dict[str, Any]:
+    """The state that an optimizer keeps of a parameter after its first step with a group's options.
+
+    A copy of the optimizer steps a parameter of its own; raises what that raises.
+
+    >>> list(state_after_a_step(torch.optim.Adam([nn.Parameter(torch.ones(1))]), {"lr": 1e-3}, torch.Size([2])))
+    Traceback (most recent call last):
+        ...
+    KeyError: 'betas'
+    """
+    trial = nn.Parameter(torch.zeros(shape))
+    trial.grad = torch.zeros(shape)
+    twin: Any = copy.copy(optimizer)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.param_groups = [{**group, "params": [trial], "capturable": False, "fused": None}]
+    twin.state = defaultdict(dict)
+    type(optimizer).step(twin)
+    return dict(twin.state[trial])
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
