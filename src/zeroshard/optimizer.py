@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import card_of
+from zeroshard.engine.guards import refuse_join
+from zeroshard.engine.parameter import NOT_PICKLED, card_of
 from zeroshard.engine.whole import assemble, find
 from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range
@@ -73,6 +74,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.states.updates = weakref.ref(self._host)
             engine.gradients.landed = weakref.WeakMethod(self._host.landed)
             engine.gradients.look_for_overflow = loss_scale is not None
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied: a copy would share shards and collectives with the original."""
+        raise RuntimeError(f"{NOT_PICKLED}. To copy the optimizer's states, use copy.deepcopy(optimizer.state_dict())")
+
+    def join_hook(self, **options: object) -> NoReturn:
+        """Refuse torch's Join."""
+        refuse_join()
 
     # -- the user's side ----------------------------------------------------------------------------------------
 

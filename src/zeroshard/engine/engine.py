@@ -38,6 +38,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import NoReturn
 
 import torch
 
@@ -48,6 +49,7 @@ from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.frames import Frame, Reach, Trace
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import NOT_PICKLED
 from zeroshard.engine.pins import Pins
 from zeroshard.engine.states import States
 from zeroshard.engine.unit import State, Unit
@@ -125,6 +127,10 @@ class Engine:
             "a sharded model cannot be deep-copied; copy it before zeroshard.shard(), or build a second model and load "
             "the state_dict() taken inside `with zeroshard.gathered(model):`"
         )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: see :data:`NOT_PICKLED`."""
+        raise RuntimeError(NOT_PICKLED)
 
     # -- forward ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.engine import Engine, in_backward
+from zeroshard.engine.guards import Planted, Watch, guard, refuse_wrapped
 from zeroshard.engine.kept import Keeper, keepers
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Unit
@@ -65,13 +66,16 @@ def _items(value: Any) -> Iterable[Any]:
 class _Before:
     """Runs before a hooked module's forward."""
 
-    def __init__(self, engine: Engine, units: tuple[Unit, ...], name: str, outermost: bool) -> None:
-        self._engine, self._units, self._name, self._outermost = engine, units, name, outermost
+    def __init__(self, engine: Engine, units: tuple[Unit, ...], name: str, watch: Watch | None) -> None:
+        self._engine, self._units, self._name, self._watch = engine, units, name, watch
+        self._outermost = watch is not None
 
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = tensors_in((args, kwargs))
-        if self._outermost:
+        if self._watch is not None:
+            refuse_wrapped(module)
+            self._watch.look(module)
             self._engine.about_to_run(given)
         self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
 
@@ -137,10 +141,11 @@ class _CastOutputs:
 class _Loaded:
     """Runs after ``load_state_dict``: the loaded values go into shards and master copies too."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self._engine, self._watch = engine, watch
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        self._watch.look(module)  # assign=True replaces parameters
         self._engine.states.absorb_resident()
 
 
@@ -151,9 +156,10 @@ def install(
     fp32_modules: list[str],
     compute_dtype: torch.dtype | None,
     cast_inputs: bool,
-) -> list[RemovableHandle]:
+) -> list[RemovableHandle | Planted]:
     """Hook the model and the modules that units belong to; return the handles that undo it."""
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle | Planted] = list(guard(model))
+    watch = Watch(model)
     for name in fp32_modules:  # the casts come before the unit's hook registered below, which is put first
         module = model.get_submodule(name)
         if compute_dtype is not None:
@@ -164,11 +170,11 @@ def install(
         module = model.get_submodule(name)
         for unit in units:
             unit.attend(name, module)
-        before = _Before(engine, units, name, outermost=module is model)
+        before = _Before(engine, units, name, watch if module is model else None)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         after = _After(engine, keepers(module, hooked) if units else [])
         handles.append(module.register_forward_hook(after, always_call=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
-    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine)))  # type: ignore[no-untyped-call]
+    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine, watch)))  # type: ignore[no-untyped-call]
     return handles

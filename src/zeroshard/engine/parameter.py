@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
     from zeroshard.engine.flat import Flat
     from zeroshard.engine.unit import Unit
+
+NOT_PICKLED = (
+    "a sharded model, its parameters and its optimizer cannot be pickled, by torch.save or otherwise: this rank holds "
+    "a part of them. Use zeroshard.save(path, model, optimizer), or torch.save a state_dict() taken inside "
+    "`with zeroshard.gathered(model):`"
+)
 
 
 class Card:
@@ -54,6 +60,10 @@ class Card:
         """The engine of the parameter's model."""
         unit = self.unit()
         return unit.engine() if unit is not None else None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: see :data:`NOT_PICKLED`."""
+        raise RuntimeError(NOT_PICKLED)
 
     def fetch(self) -> bool:
         """Bring the values if that may be done now."""
@@ -143,6 +153,10 @@ class _Resting:
     """
 
     __slots__ = ()  # as all classes here: swapped classes must have one layout
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: see :data:`NOT_PICKLED`."""
+        raise RuntimeError(NOT_PICKLED)
 
     @property
     def grad(self: Any) -> torch.Tensor | None:
