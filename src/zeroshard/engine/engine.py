@@ -46,7 +46,7 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.frames import Frame, Reach, Trace
+from zeroshard.engine.frames import Frame, Reach, Trace, outside_transforms
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import NOT_PICKLED
@@ -231,7 +231,8 @@ class Engine:
         if unit.partitioned and not self.running:
             return False
         if unit not in self._fetching:
-            self._fetch(unit)
+            with outside_transforms():
+                self._fetch(unit)
         self._fetching.append(unit)
         return True
 
@@ -481,8 +482,11 @@ class Engine:
         return [units[i] for i in agreed.tolist()] if self.comm.control.real else [units[i] for i in order]
 
     def _end_backward(self) -> None:
-        if not self._backward_on:
-            return
+        if self._backward_on:
+            with outside_transforms():
+                self._finish_backward()
+
+    def _finish_backward(self) -> None:
         while self._sweep:
             self._come_to(self._sweep.pop())
         for unit in tuple(self._open):

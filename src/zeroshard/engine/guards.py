@@ -7,6 +7,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
+from operator import is_not
 from typing import Any, NoReturn
 
 import torch
@@ -160,7 +161,7 @@ def _described(tensor: torch.Tensor) -> str:
 class Watch:
     """Notices that a model's parameters are not those it was sharded with.
 
-    Looking costs some 50 ns a module, so it is done once a forward.
+    Looking costs some 0.2 µs a module, so it is done once a forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -170,11 +171,13 @@ class Watch:
     def _note(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._tables: list[dict[str, Any]] = [m._parameters for m in modules] + [m._modules for m in modules]
-        self._seen = list(map(id, chain.from_iterable(map(dict.values, self._tables))))
+        self._filled = [table for table in self._tables if table]
+        self._seen = list(chain.from_iterable(map(dict.values, self._filled)))
 
     def look(self, model: nn.Module) -> None:
         """Raise where a parameter was replaced, or another one was added that nobody trains."""
-        if list(map(id, chain.from_iterable(map(dict.values, self._tables)))) != self._seen:
+        values = chain.from_iterable(map(dict.values, self._filled))
+        if sum(map(len, self._tables)) != len(self._seen) or any(map(is_not, values, self._seen)):
             self._look_closely(model)
 
     def _look_closely(self, model: nn.Module) -> None:

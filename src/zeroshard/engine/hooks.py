@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.engine import Engine, in_backward
+from zeroshard.engine.frames import outside_transforms
 from zeroshard.engine.guards import Planted, Watch, guard, refuse_wrapped
 from zeroshard.engine.kept import Keeper, keepers
 from zeroshard.engine.parameter import card_of
@@ -77,7 +78,8 @@ class _Before:
             refuse_wrapped(module)
             self._watch.look(module)
             self._engine.about_to_run(given)
-        self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
+        with outside_transforms():
+            self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
 
 
 def lenders(given: list[torch.Tensor], known: tuple[Unit, ...]) -> list[Unit]:
@@ -101,7 +103,8 @@ class _After:
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if output is None and (error := sys.exc_info()[1]) is not None:
-            self._engine.fail(error)
+            with outside_transforms():
+                self._engine.fail(error)
             return
         outputs, lent = [], False
         for tensor in tensors_in(output):
@@ -113,7 +116,8 @@ class _After:
         hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
         graph = bool(outputs) and torch.is_grad_enabled() and not in_backward()
         kept = [tensor for keeper in self._keepers for tensor in keeper.kept()] if graph else []
-        self._engine.leave(outputs, kept, lent, hides)
+        with outside_transforms():
+            self._engine.leave(outputs, kept, lent, hides)
 
 
 class _CastInputs:
