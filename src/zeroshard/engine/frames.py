@@ -63,3 +63,13 @@ class Reach:
         self._engine.makes_graph = torch.is_grad_enabled()
         with outside_transforms():
             self._engine.reach(self._frame, self._trace)
+
+
+def hook_first(tensor: torch.Tensor, hook: Reach) -> None:
+    """Register a hook on a tensor, before those it has: they may run a backward that needs the unit's parameters."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        *others, own = hooks.items()
+        hooks.clear()
+        hooks.update([own, *others])
