@@ -25,6 +25,7 @@ it, and with it what autograd knows of the parameter, stays. A class of its own 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -299,8 +300,26 @@ class Wardrobe:
         divided = isinstance(parameter, DTensor)
         self.parameter: Any = parameter
         self.original = original
-        self.absent: type = AbsentDTensor if divided else AbsentParameter
-        self.resting: type = RestingDTensor if divided else RestingParameter
+        self.absent: type = AbsentDTensor if divided else _derived(AbsentParameter, original, parameter)
+        self.resting: type = RestingDTensor if divided else _derived(RestingParameter, original, parameter)
+
+
+@functools.cache
+def _subclass(kind: type, original: type) -> type:
+    return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
+
+
+def _derived(kind: type, original: type, parameter: nn.Parameter) -> type:
+    """One of the two classes for a user's own class of parameter: instances stay instances of that, too."""
+    if original is nn.Parameter or issubclass(nn.Parameter, original):
+        return kind
+    try:
+        derived = _subclass(kind, original)
+        parameter.__class__ = derived  # Python swaps only classes of one layout
+        parameter.__class__ = original
+    except TypeError:
+        return kind
+    return derived
 
 
 def _twin(parameter: Any) -> torch.Tensor:
@@ -343,5 +362,6 @@ def _complaint(parameter: Any, func: Callable[..., Any]) -> str:
     return (
         f"the values of {name!r} are {where}, so {action!r} cannot use them here. Use them on all ranks inside "
         "`with zeroshard.gathered(model):` (for state_dict() too), or name a writing rank to change them: "
-        "`with zeroshard.gathered(model, write_rank=0):`"
+        "`with zeroshard.gathered(model, write_rank=0):`. To train, call the model or one of its modules as "
+        "model(x), not model.forward(x) or another method, so that its hooks gather the parameters"
     )
