@@ -64,7 +64,7 @@ class Card:
 
     def __reduce__(self) -> NoReturn:
         """Refuse: see :data:`NOT_PICKLED`."""
-        raise RuntimeError(NOT_PICKLED)
+        raise RuntimeError(f"{self.name!r} is sharded: {NOT_PICKLED}")
 
     def fetch(self) -> bool:
         """Bring the values if that may be done now."""
@@ -155,9 +155,10 @@ class _Resting:
 
     __slots__ = ()  # as all classes here: swapped classes must have one layout
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
         """Refuse: see :data:`NOT_PICKLED`."""
-        raise RuntimeError(NOT_PICKLED)
+        card = card_of(self)
+        raise RuntimeError(f"{card.name!r} is sharded: {NOT_PICKLED}" if card is not None else NOT_PICKLED)
 
     @property
     def grad(self: Any) -> torch.Tensor | None:
