@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def _check_aliases(model: nn.Module) -> None:
     parameters = {id(p): (name, p) for name, p in model.named_parameters()}
     spans = sorted((*span, name) for name, p in parameters.values() if (span := _span(p)) is not None)
     dense = {name for name, p in parameters.values() if _is_dense(p)}
-    for (_, end, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end and one in dense and other in dense:
             raise ValueError(
                 f"{one!r} and {other!r} are two parameters over one memory, which shard() would separate: tie them by "

@@ -88,8 +88,8 @@ class _NoSharing:
 
     def __call__(self) -> NoReturn:
         raise RuntimeError(
-            f"{self._name!r} is sharded: its memory is zeroshard's own and cannot be shared with other processes. Share "
-            "the model before zeroshard.shard(), or a state_dict() taken inside `with zeroshard.gathered(model):`"
+            f"{self._name!r} is sharded: its memory is zeroshard's own and cannot be shared with other processes. "
+            "Share the model before zeroshard.shard(), or a state_dict() taken inside `with zeroshard.gathered(model):`"
         )
 
 
@@ -139,8 +139,8 @@ def _refuse_change(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
         if result is not probe:
             raise RuntimeError(
                 f"{full_name!r} is sharded as {_described(probe)}, and this call would replace it by a new tensor, "
-                f"{_described(result)}, which its partition, master copy and optimizer states would not follow. Do it before "
-                "zeroshard.shard(), or after zeroshard.unshard(); for 16-bit computation give shard() "
+                f"{_described(result)}, which its partition, master copy and optimizer states would not follow. Do it "
+                "before zeroshard.shard(), or after zeroshard.unshard(); for 16-bit computation give shard() "
                 'precision="bf16"'
             )
 

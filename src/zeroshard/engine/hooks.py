@@ -164,7 +164,7 @@ class _LayerCasts:
         self._others = {torch.float16, torch.bfloat16, torch.float32, torch.float64} - {dtype}
 
     def are_needed(self, given: list[torch.Tensor]) -> bool:
-        return any([tensor.dtype in self._others for tensor in given])
+        return any(tensor.dtype in self._others for tensor in given)
 
     def install(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook the layers of a module that is about to run; return its own inputs cast where it is such a layer."""
