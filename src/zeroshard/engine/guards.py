@@ -115,7 +115,7 @@ class _Apply:
         parameters, module._parameters = module._parameters, {}
         try:  # an RNN's own method only looks for its parameters again, which are the same
             kind = nn.Module if isinstance(module, nn.RNNBase) else type(module)
-            kind._apply(module, fn, recurse) if not recurse else kind._apply(module, fn)
+            kind._apply(module, fn, recurse) if not recurse else kind._apply(module, fn)  # type: ignore[no-untyped-call]
         finally:
             module._parameters = parameters
         return module
