@@ -23,6 +23,7 @@ from zeroshard.engine.alike import open_agreement, open_tiers, verify_same_divis
 from zeroshard.engine.away import Away
 from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.build import Builder, check_model
+from zeroshard.engine.checks import check_max_norm
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install
@@ -111,6 +112,7 @@ def shard(
         chosen = choose(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
         found = chosen.choice.sharding.items()
         config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.why
+    check_max_norm(model, config, axes[-1].size * replicas)
     verify_same_model(model, _described(optimizer, names), config, control)
     if "checkpoint" in wanted:
         chosen.recompute(model)

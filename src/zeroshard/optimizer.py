@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import card_of, versions_of
+from zeroshard.engine.guards import refuse_join
+from zeroshard.engine.parameter import NOT_PICKLED, card_of, versions_of
 from zeroshard.engine.whole import assemble, find
 from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range
@@ -74,6 +75,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.gradients.landed = weakref.WeakMethod(self._host.landed)
             engine.gradients.look_for_overflow = loss_scale is not None
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled or copied: a copy would share shards and collectives with the original."""
+        raise RuntimeError(f"{NOT_PICKLED}. To copy the optimizer's states, use copy.deepcopy(optimizer.state_dict())")
+
+    def join_hook(self, **options: object) -> NoReturn:
+        """Refuse torch's Join."""
+        refuse_join()
+
     # -- the user's side ----------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -131,13 +140,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._find_unused()
             self._engine.states.settle()
             self._engine.states.take_in_edits()
+            self._engine.drop_pins()
             changed = self._update.run([run for run in self._all_runs() if self._has_gradient(run)], backwards)
             if changed is not None:
                 self._engine.states.copy_masters(changed, near=True)
                 self._engine.states.values_changed(self._updated())
                 self._engine.states.refresh_parameters()
             self._engine.gradients.coefficient = None
-        self._engine.drop_pins()
         self._count_states()
         self._engine.comm.counters.roll()
         return loss

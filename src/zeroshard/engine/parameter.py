@@ -26,9 +26,10 @@ it, and with it what autograd knows of the parameter, stays. A class of its own 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
     from zeroshard.engine.flat import Flat
     from zeroshard.engine.unit import Unit
+
+NOT_PICKLED = (
+    "a sharded model, its parameters and its optimizer cannot be pickled, by torch.save or otherwise: this rank holds "
+    "a part of them. Use zeroshard.save(path, model, optimizer), or torch.save a state_dict() taken inside "
+    "`with zeroshard.gathered(model):`"
+)
 
 
 class Card:
@@ -55,6 +62,10 @@ class Card:
         """The engine of the parameter's model."""
         unit = self.unit()
         return unit.engine() if unit is not None else None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: see :data:`NOT_PICKLED`."""
+        raise RuntimeError(f"{self.name!r} is sharded: {NOT_PICKLED}")
 
     def fetch(self) -> bool:
         """Bring the values if that may be done now."""
@@ -156,6 +167,21 @@ class _Resting:
     """
 
     __slots__ = ()  # as all classes here: swapped classes must have one layout
+
+    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
+        """Refuse: see :data:`NOT_PICKLED`."""
+        card = card_of(self)
+        raise RuntimeError(f"{card.name!r} is sharded: {NOT_PICKLED}" if card is not None else NOT_PICKLED)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy the values into a parameter of its own, which no sharded model knows."""
+        if id(self) not in memo:
+            values, kind = self.detach().clone(), type(self).__bases__[-1]
+            divided = isinstance(self, DTensor)
+            make = nn.Parameter if divided else functools.partial(torch.Tensor._make_subclass, kind)
+            memo[id(self)] = make(values, self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
     @property
     def grad(self: Any) -> torch.Tensor | None:
@@ -363,9 +389,27 @@ class Wardrobe:
         divided = isinstance(parameter, DTensor)
         self.parameter: Any = parameter
         self.original = original
-        self.absent: type = AbsentDTensor if divided else AbsentParameter
-        self.resting: type = RestingDTensor if divided else RestingParameter
-        self.gathered: type = GatheredDTensor if divided else GatheredParameter
+        self.absent: type = AbsentDTensor if divided else _derived(AbsentParameter, original, parameter)
+        self.resting: type = RestingDTensor if divided else _derived(RestingParameter, original, parameter)
+        self.gathered: type = GatheredDTensor if divided else _derived(GatheredParameter, original, parameter)
+
+
+@functools.cache
+def _subclass(kind: type, original: type) -> type:
+    return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
+
+
+def _derived(kind: type, original: type, parameter: nn.Parameter) -> type:
+    """One of these classes for a user's own class of parameter: instances stay instances of that, too."""
+    if original is nn.Parameter or issubclass(nn.Parameter, original):
+        return kind
+    try:
+        derived = _subclass(kind, original)
+        parameter.__class__ = derived  # Python swaps only classes of one layout
+        parameter.__class__ = original
+    except TypeError:
+        return kind
+    return derived
 
 
 def _twin(parameter: Any) -> torch.Tensor:
@@ -409,5 +453,6 @@ def _complaint(parameter: Any, func: Callable[..., Any]) -> str:
     return (
         f"the values of {name!r} are {where}, so {action!r} cannot use them here. Use them on all ranks inside "
         "`with zeroshard.gathered(model):` (for state_dict() too), or name a writing rank to change them: "
-        "`with zeroshard.gathered(model, write_rank=0):`"
+        "`with zeroshard.gathered(model, write_rank=0):`. To train, call the model or one of its modules as "
+        "model(x), not model.forward(x) or another method, so that its hooks gather the parameters"
     )

@@ -142,7 +142,8 @@ class States:
     def values_changed(self, parameters: Iterable[nn.Parameter]) -> None:
         """The parameters have new values: a backward over a graph made of the old ones raises, as with plain torch."""
         torch.autograd.graph.increment_version(list(parameters))
-        for unit in self.resident:
+        for unit in self._units:
+            unit.accept_edits()
             self.note_versions(unit)
 
     # -- what is under way --------------------------------------------------------------------------------------

@@ -40,6 +40,71 @@ class State(enum.Enum):
     READY = enum.auto()  # the full parameters
 
 
+class GatheredValues:
+    """Finds that a partitioned unit's parameters were changed in place while they were gathered.
+
+    Version counters tell of all changes but those of ``parameter.data``, for 0.1 µs a parameter. So the first few times
+    the values themselves are compared, too: a forward that changes its weights does so every time.
+    """
+
+    def __init__(self) -> None:
+        self._to_compare = 4  # gathers: two forwards, two backwards
+        self._versions: list[int] = []
+        self._sums: list[torch.Tensor] = []
+
+    def note_versions(self, flats: list[Flat]) -> None:
+        """A gather begins."""
+        self._versions, self._sums = _versions(flats), []
+
+    def note(self, flats: list[Flat]) -> None:
+        """The values are in place."""
+        if self._to_compare:
+            self._sums = [_checksum(flat.full) for flat in flats]
+
+    def renew(self, flats: list[Flat]) -> None:
+        """What was changed has been taken over."""
+        if self._versions:
+            self._versions = _versions(flats)
+        if self._sums:
+            self.note(flats)
+
+    def edited(self, flats: list[Flat]) -> str | None:
+        """What was changed since then, in words, or None."""
+        versions, sums = _versions(flats), self._sums
+        if versions != self._versions:
+            names = [name for flat in flats for name in flat.names]
+            return next(repr(n) for n, old, new in zip(names, self._versions, versions, strict=True) if old != new)
+        for flat, before in zip(flats if sums else [], sums, strict=True):
+            if not torch.equal(_checksum(flat.full), before):
+                return f"{flat.names[0]!r}" + (f", or another of {flat.names[1:]}," if len(flat.names) > 1 else "")
+        self._to_compare -= bool(sums)
+        return None
+
+
+def _versions(flats: list[Flat]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter._version for flat in flats for parameter in flat.parameters]
+
+
+@torch.no_grad()
+def _checksum(full: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits, as whole numbers: it takes no memory."""
+    line = full.view(torch.uint8)
+    even = line.numel() // 8 * 8
+    return line[:even].view(torch.int64).sum() + line[even:].sum()
+
+
+def _refuse_edits(edited: str | None) -> None:
+    """Raise where :class:`GatheredValues` has found a change."""
+    if edited is not None:
+        raise RuntimeError(
+            f"the values of {edited} were changed in place during a forward or backward, where they are a copy that is "
+            "gathered for the pass: the change would be lost. Compute what is to be used from the parameter in "
+            "forward, without changing it (weight = self.weight.clamp(…)), or change it after step() inside "
+            "`with zeroshard.gathered(model, write_rank=0):`"
+        )
+
+
 class Unit:
     """The life of a unit: gather → (wait) → use → release. ``partitioned`` units breathe, others stay."""
 
@@ -75,6 +140,7 @@ class Unit:
         self._gathered: torch.Event | None = None
         self._wardrobes: list[Wardrobe] = []  # of all parameters
         self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
+        self._values = GatheredValues()
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -141,6 +207,7 @@ class Unit:
             for flat in self.flats:
                 flat.full.untyped_storage().resize_(flat.room)
             self._ledger.add("gathered", self.full_bytes)
+            self._values.note_versions(self.flats)
         elif not self.partitioned:
             self._dress(absent=True)  # until the new values are in
         self.expected = False
@@ -166,6 +233,8 @@ class Unit:
         if gathering:
             self._finish()
             self.state = State.READY
+            if self.partitioned:
+                self._values.note(self.flats)
         if self.partitioned and self.state is State.READY:
             self._show(self._wardrobes if module is None else self._by_module.get(module, self._wardrobes))
         elif gathering:
@@ -206,12 +275,19 @@ class Unit:
         if not self.partitioned or self.state is State.RELEASED:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
+        edited = None if self.copied else self._values.edited(self.flats)
         self._hide()
         moved = [flat.free() for flat in self.flats]
         if any(moved):
             self._point("views")
         self._ledger.add("gathered", -self.full_bytes)
         self.state = State.RELEASED
+        _refuse_edits(edited)
+
+    def accept_edits(self) -> None:
+        """Values gathered for a pass count as unchanged from here on."""
+        if self.partitioned and self.state is not State.RELEASED:
+            self._values.renew(self.flats)
 
     def _finish(self) -> None:
         for pending in self._pending:
@@ -253,6 +329,8 @@ class Unit:
         Until :meth:`drop_copy` they stay there: a forward or backward meanwhile gathers and releases as ever, but
         computes with these values.
         """
+        if self.partitioned and self.state is not State.RELEASED:
+            _refuse_edits(self._values.edited(self.flats))
         copies = []
         for flat in self.flats:
             if not self.partitioned:
@@ -278,6 +356,7 @@ class Unit:
         self.block, self._at_entry = None, []
         if edited:  # what they were in the block is undone: no graph made of it may be gone back through
             torch.autograd.graph.increment_version(edited)
+            self.accept_edits()
         self.parked = self.partitioned and self.state is State.RELEASED
         self._point("stand_ins" if self.parked else "views")
         self._dress_hidden()
@@ -357,6 +436,7 @@ class Unit:
                     self._comm.broadcast(values, source, f"write unit {self.name!r}")
                     self._share_undivided(flat, bucket, values)
                 self._keep(flat, bucket, values)
+        self._values.renew(self.flats)
 
     def _share_undivided(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
         """Of what all ranks of the tensor axis hold alike, the first one's values count."""
