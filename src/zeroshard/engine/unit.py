@@ -209,13 +209,21 @@ class Unit:
         self._dress(absent=False) if self._resting else self._undress()
 
     def rest(self) -> None:
-        """Make ``grad`` of a resident unit's parameters the reduced gradient."""
+        """Make ``grad`` of parameters whose values are there the reduced gradient."""
+        if self.partitioned:
+            for wardrobe in self._shown:
+                wardrobe.parameter.__class__ = wardrobe.resting
+            return
         self._resting = True
         if self.state is State.READY and not self.expected:
             self._dress(absent=False)
 
     def wake(self) -> None:
-        """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
+        """Make parameters whose values are there plain ones, as autograd and compilers know them."""
+        if self.partitioned:
+            for wardrobe in self._shown:
+                wardrobe.parameter.__class__ = wardrobe.original
+            return
         self._resting = False
         if self.state is State.READY and not self.expected:
             self._undress()
@@ -231,7 +239,7 @@ class Unit:
             for number, bucket in enumerate(flat.layout.buckets):
                 self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number))
             copies.append(fresh)
-        self._undress()
+        self._dress(absent=False)  # values as usual, and ``grad`` as ever
         for flat, fresh in zip(self.flats, copies, strict=True):
             for index, parameter in enumerate(flat.parameters):
                 point(parameter, flat.view(fresh, index))
