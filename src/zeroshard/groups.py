@@ -113,7 +113,7 @@ class Told:
 
     def mine(self, groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """What this rank sends."""
-        options = [{key: number for key, value in g.items() if (number := _number(value)) is not None} for g in groups]
+        options = [_numbers(group) for group in groups]
         if options != self._options:
             digest = hashlib.blake2b(repr(options).encode(), digest_size=DIGEST).digest()
             both = [*digest, *(255 - byte for byte in digest)]
@@ -141,6 +141,12 @@ class Told:
                 "same learning rate, and whatever else is in optimizer.param_groups, on all ranks: each updates its "
                 "part of every parameter by its own"
             )
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group that are numbers. How many slices a rank has is its own affair."""
+    found = ((key, _number(value)) for key, value in group.items() if key not in ("params", "param_names"))
+    return {key: number for key, number in found if number is not None}
 
 
 def _number(value: Any) -> Any:

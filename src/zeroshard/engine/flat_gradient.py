@@ -93,7 +93,7 @@ class FlatGradient:
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter."""
         self.used[index] = False
-        self.flat.parameters[index]._grad = None
+        take_autograd_gradients(self.flat.parameters[index : index + 1])
         self.zero(index)
 
     def zero(self, index: int) -> None:

@@ -11,7 +11,7 @@ from zeroshard.comm import Communicator
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import Card
+from zeroshard.engine.parameter import Card, autograd_gradient
 from zeroshard.engine.sharded_gradient import ShardedGradient, Source
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import LossScale
@@ -190,7 +190,7 @@ class States:
         if flat is None or gradient is None:
             return None
         if not self._gradients.held:
-            return flat.parameters[card.index]._grad  # what somebody has put there
+            return autograd_gradient(flat.parameters[card.index])  # what somebody has put there
         self.refuse_away()
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
