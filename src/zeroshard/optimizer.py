@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
+from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.engine.guards import refuse_join
 from zeroshard.engine.parameter import NOT_PICKLED, card_of, versions_of
 from zeroshard.engine.whole import assemble, find
+from zeroshard.groups import Group, Told
 from zeroshard.host.updates import HostUpdates
 from zeroshard.layout import Range
 from zeroshard.memory.spread import Spread, Stretch
@@ -53,16 +55,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner = inner
         self._engine = engine
         self._scale = engine.states.loss_scale = loss_scale
-        self._host = HostUpdates(inner, engine, tiers, loss_scale) if tiers.offload is not None else None
+        self._host = HostUpdates(inner, engine, tiers) if tiers.offload is not None else None
         self._update = Update(inner, engine, loss_scale, self._host)
         self._flats = list(engine.gradients.of_flat)
         self._compared = False  # gradients over the tensor axis, in the first step
+        self._trained: list[torch.nn.Parameter] | None = None  # the groups' parameters, when last asked for
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
+        self._told = Told(engine.comm.device)  # by all ranks, of the hyper-parameters
+        self._apart: list[tuple[FlatGradient, int]] | None = None  # see ``_others``
         plain = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
         states = {names[id(p)]: _whole(state) for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0)], {})
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.param_groups = [self._group(group, names) for group, names in zip(inner.param_groups, plain, strict=True)]
+        self.state, self.defaults = inner.state, inner.defaults
         self.names = plain  # per group, in the order the user gave them
         self._runs: list[list[Run]] = [[] for _ in plain]
         self.state.clear()
@@ -87,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by fp16's loss scale; under other precisions return it as it is."""
-        return loss if self._scale is None else loss.float() * self._scale.scale
+        return loss if self._scale is None else self._scale.apply(loss)
 
     @property
     def loss_scale(self) -> torch.Tensor | None:
@@ -114,15 +120,50 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if norm_type not in (2, math.inf):
             raise ValueError(f"norm_type is 2 or inf, got {norm_type!r}")
         self._engine.states.refuse_away()
-        self._engine.order.begin("clip")
-        self._engine.gradients.reduce_rest()
-        norm = self._global_norm(norm_type)
+        gradients = self._engine.gradients
+        self._engine.order.begin("clip" + self._scaled)
+        gradients.reduce_rest()
+        norm = self._norm_of_groups(norm_type) if self._others() else self._global_norm(norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: not clipped")
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        earlier = self._engine.gradients.coefficient
-        self._engine.gradients.coefficient = coefficient if earlier is None else earlier * coefficient
+        if self._others():  # what is in no group is not clipped
+            parts = [part for gradient, index in self._own() for _, part in gradient.parts_of(index)]
+            self._engine.states.doubt()
+            for gradient in gradients.of_flat.values():
+                gradients.changed(gradient)
+            gradients.multiply(parts, coefficient)
+            return norm
+        earlier = gradients.coefficient
+        gradients.coefficient = coefficient if earlier is None else earlier * coefficient
         return norm
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Limit every element of the gradients to ``-clip_value`` … ``clip_value``. All ranks call it together.
+
+        >>> import zeroshard
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> model(torch.tensor([[3.0, -0.5]])).sum().backward()
+        >>> optimizer.clip_grad_value_(1.0)
+        >>> zeroshard.full_gradient(model, "weight")
+        tensor([[ 1.0000, -0.5000]])
+        """
+        self._engine.states.refuse_away()
+        gradients = self._engine.gradients
+        self._engine.order.begin("clip" + self._scaled)
+        gradients.reduce_rest()
+        gradients.apply_coefficient()
+        self._engine.states.doubt()
+        for gradient in gradients.of_flat.values():
+            gradients.changed(gradient)
+        parts = [part for gradient, index in self._own() for _, part in gradient.parts_of(index)]
+        limit = torch.tensor(float(clip_value), device=self._engine.comm.device)
+        limit = limit if gradients.inverse is None else limit / gradients.inverse
+        for part in parts if self._others() else gradients.shards():
+            high = limit.to(part.device, part.dtype)
+            torch.clamp(part, -high, high, out=part)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce what is still to be reduced, update this rank's shards, and start to bring the result to all ranks."""
@@ -133,7 +174,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._engine.order.begin(f"step after {self._engine.backwards} backwards")
+            self._engine.order.begin(f"step after {self._engine.backwards} backwards{self._scaled}")
+            for group in self.param_groups:
+                group.refuse_changed()
             backwards, self._engine.backwards = self._engine.backwards, 0
             self._engine.gradients.reduce_rest()
             self._refuse_partial()
@@ -152,13 +195,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or make them zero."""
+        """Forget the gradients of the groups' parameters, or make them zero."""
         if self._engine.gradients.memory.held:
             self._engine.states.refuse_away()
         self._engine.states.doubt()
         if not set_to_none:
             self._engine.states.finish_updates()
-        self._engine.gradients.clear(set_to_none)
+        if self._others():
+            self._clear_own(set_to_none)
+        else:
+            self._engine.gradients.clear(set_to_none)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -186,8 +232,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         stand_in = torch.zeros(0, requires_grad=True)  # lets the inner optimizer check the group and fill in defaults
         self.inner.add_param_group({**param_group, "params": [("", stand_in) if titles else stand_in]})
         if titles:
-            self.param_groups[-1]["param_names"] = titles
+            self.inner.param_groups[-1]["param_names"] = titles
         self.names.append(names)
+        self.param_groups.append(self._group(self.inner.param_groups[-1], names))
+        self._apart = None
         self._runs.append([])
         self._set_runs(len(self.names) - 1, self._place_runs(names))
 
@@ -220,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         comm, infinite = self._engine.comm, norm_type == math.inf
         found = self._engine.gradients.norms(norm_type)
         norms = torch.stack(found) if found else torch.zeros(1, device=comm.device)
-        total = norms.max() if infinite else norms.square().sum()
+        total = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms.square().sum()
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         for axis in (comm.shard, comm.tensor):  # along the other axes, every rank has the same
             if axis.size > 1:
@@ -228,9 +276,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._engine.order.check(what)
                 comm.all_reduce(total, axis, what, op).wait()
         norm = total if infinite else total.sqrt()
-        if self._engine.gradients.coefficient is not None:
-            norm = norm * self._engine.gradients.coefficient
-        return norm if self._scale is None else norm * self._scale.inverse
+        for factor in (self._engine.gradients.coefficient, self._engine.gradients.inverse):
+            norm = norm if factor is None else norm * factor
+        return norm
+
+    @property
+    def _scaled(self) -> str:
+        """For the name of a pass: ranks whose gradients carry a loss scale on one and not on another must not add them."""
+        return "" if self._engine.gradients.inverse is None else " of scaled losses"
+
+    # -- what is in the groups, and what is not -----------------------------------------------------------------
+
+    def _group(self, inner: dict[str, Any], names: list[str]) -> Group:
+        flats = [flat for unit in self._engine.units for flat in unit.flats]
+        parameters = {name: parameter for flat in flats for name, parameter in flat.named_parameters}
+        return Group(inner, [parameters[name] for name in names])
+
+    def _others(self) -> list[tuple[FlatGradient, int]]:
+        """The trainable parameters that are in no group: their gradients are not this optimizer's."""
+        if self._apart is None:
+            own = {name for group in self.names for name in group}
+            self._apart = [place for place in self._trainable() if place[0].flat.names[place[1]] not in own]
+        return self._apart
+
+    def _own(self) -> list[tuple[FlatGradient, int]]:
+        own = {name for group in self.names for name in group}
+        return [place for place in self._trainable() if place[0].flat.names[place[1]] in own]
+
+    def _trainable(self) -> list[tuple[FlatGradient, int]]:
+        gradients = self._engine.gradients.of_flat.values()
+        return [(gradient, index) for gradient in gradients for index in range(len(gradient.used))]
+
+    def _norm_of_groups(self, norm_type: float) -> torch.Tensor:
+        own = {name for group in self.names for name in group}
+        wanted = [gradient.flat.names[index] in own for gradient, index in self._trainable()]
+        norms = self._engine.gradients.parameter_norms(norm_type)
+        return torch.linalg.vector_norm(norms[torch.tensor(wanted, device=norms.device)], norm_type).float()
+
+    def _clear_own(self, set_to_none: bool) -> None:
+        gradients = self._engine.gradients
+        gradients.end_reductions()
+        gradients.apply_coefficient()
+        for gradient, index in self._own():
+            gradients.changed(gradient)
+            gradient.clear(index) if set_to_none else gradient.zero(index)
+        if set_to_none:
+            gradients.forget_cleared()
 
     def _refuse_partial(self) -> None:
         """In the first step, refuse plain parameters of which each tensor rank has another gradient.
@@ -261,13 +352,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "that it becomes a DTensor, or leave those layers undivided"
             )
 
-    def _updated(self) -> Iterator[torch.nn.Parameter]:
+    def _updated(self) -> list[torch.nn.Parameter]:
         """The parameters of the groups that have a gradient."""
-        trained = {name for group in self.names for name in group}
-        for flat, gradient in self._engine.gradients.of_flat.items():
-            for (name, parameter), used in zip(flat.named_parameters, gradient.used, strict=True):
-                if name in trained and (self._all_used or used):
-                    yield parameter
+        if self._trained is None:
+            trained = {name for group in self.names for name in group}
+            self._trained = [p for flat in self._flats for name, p in flat.named_parameters if name in trained]
+        if self._all_used:
+            return self._trained
+        gradients = self._engine.gradients.of_flat
+        used = {id(p) for f, g in gradients.items() for p, flag in zip(f.parameters, g.used, strict=True) if flag}
+        return [parameter for parameter in self._trained if id(parameter) in used]
 
     # -- unused parameters --------------------------------------------------------------------------------------
 
@@ -282,15 +376,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if comm.axes and comm.control.real:
             if self._used_cache is None or self._used_cache[0] != flags:
                 self._used_cache = (flags, torch.tensor(flags, dtype=torch.uint8, device=comm.device))
-            merged = self._used_cache[1].clone()
+            merged = torch.cat([self._used_cache[1], self._told.mine(self.inner.param_groups)])
             what = "agree on unused parameters"
             self._engine.order.check(what)
             comm.all_reduce_everywhere(merged, what, dist.ReduceOp.MAX)
+            self._told.compare(merged[len(flags) :], comm.control.rank)
             if not all(flags):
-                flags = tuple(bool(flag) for flag in comm.on_host(merged, what))
-                position = iter(flags)
-                for gradient in gradients.values():
-                    gradient.used = [next(position) for _ in gradient.used]
+                flags = tuple(bool(flag) for flag in comm.on_host(merged[: len(flags)], what))
+                self._engine.gradients.set_used(flags)
         self._all_used = all(flags)
         if self._all_used:
             return
@@ -323,9 +416,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _set_runs(self, index: int, runs: list[Run]) -> None:
         self._runs[index] = runs
-        self.param_groups[index]["params"] = [run.parameter for run in runs]
+        self._trained = None
+        self.inner.param_groups[index]["params"] = [run.parameter for run in runs]
+        self._update.guard.put_on(runs)
         for run in runs:
-            run.group = self.param_groups[index]
+            run.group = self.inner.param_groups[index]
         if self._host is not None:
             self._host.arrange(self._all_runs())
 

@@ -16,12 +16,14 @@ count. The run that holds it is then cut, for good, into one run per parameter, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +32,9 @@ from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.layout import ALIGN, Range
 from zeroshard.memory.spread import Stretch
+
+if TYPE_CHECKING:
+    from zeroshard.engine.engine import Engine
 
 
 @dataclass
@@ -49,6 +54,83 @@ class Part:
             span = self.span.meet(Range(piece.at, piece.at + piece.within.numel))
             if span is not None:
                 yield piece.parameter, span.moved(piece.within.start - piece.at), span
+
+
+class GuardedRun(nn.Parameter):
+    """What the optimizer that was given to shard() has for a parameter, while zeroshard is not stepping it.
+
+    A run's gradient is set for the step alone. Whoever reads it at another time, as the step() of that optimizer does
+    when it is called directly, would find None, and do nothing without a word.
+    """
+
+    @property
+    def grad(self: Any) -> torch.Tensor | None:  # type: ignore[override]
+        guard: Guard | None = self.__dict__.get("_zeroshard_guard")
+        if guard is not None:
+            guard.refuse()
+        gradient: torch.Tensor | None = self._grad
+        return gradient
+
+    @grad.setter
+    def grad(self: Any, value: torch.Tensor | None) -> None:
+        guard: Guard | None = self.__dict__.get("_zeroshard_guard")
+        if guard is not None:
+            guard.refuse()
+        self._grad = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the plain parameter it stands for."""
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class Guard:
+    """Keeps the runs of one optimizer from being stepped by anybody else."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._stepping = False
+
+    def put_on(self, runs: list[Run]) -> None:
+        """Guard these runs from now on."""
+        for run in runs:
+            parameter: Any = run.parameter
+            parameter._zeroshard_guard = self
+            parameter.__class__ = GuardedRun
+
+    def refuse(self) -> None:
+        """Raise where there are gradients that the reader would not see."""
+        engine = self._engine()
+        if not self._stepping and engine is not None and engine.gradients.held:
+            raise RuntimeError(
+                "this is the optimizer that was given to zeroshard.shard(), and its parameters are zeroshard's now: "
+                "call step(), zero_grad() and whatever clips or scales gradients on the optimizer that shard() "
+                "returned (model, optimizer = zeroshard.shard(model, optimizer))"
+            )
+
+    @contextlib.contextmanager
+    def lifted(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Let the optimizer step these runs; their gradients are gone afterwards."""
+        self._stepping = True
+        try:
+            with lifted(parameters):
+                yield
+        finally:
+            self._stepping = False
+
+
+@contextlib.contextmanager
+def lifted(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Make runs plain parameters, as optimizers know them, for one step; their gradients are gone afterwards."""
+    guarded: list[Any] = [parameter for parameter in parameters if type(parameter) is GuardedRun]
+    for parameter in guarded:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:  # after an error, too: another step must not find them
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in guarded:
+            parameter.__class__ = GuardedRun
 
 
 class Run:

@@ -67,7 +67,7 @@ from zeroshard.memory.reader import AHEAD
 from zeroshard.memory.segments import Segments
 from zeroshard.memory.workspace import Workspace
 from zeroshard.placement import Placement
-from zeroshard.precision import Precision
+from zeroshard.precision import Precision, scaled_by
 
 
 def in_backward() -> bool:
@@ -321,7 +321,7 @@ class Engine:
         self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
-        self.states.wake()
+        self.states.wake(self._live)
         self._buffers.synchronise()
 
     def _end_forward(self) -> None:
@@ -336,7 +336,7 @@ class Engine:
             unit.wait()
         if not torch.is_grad_enabled():
             self._park()
-        self.states.rest()
+        self.states.rest(self._live)
 
     def _abort_forward(self) -> None:
         self._frames, self._loose = [], []
@@ -345,7 +345,7 @@ class Engine:
         self._trace = Trace()
         self._release_idle()
         self._park()
-        self.states.rest()
+        self.states.rest(self._live)
 
     def _take_part_in_rest(self) -> None:
         """Go through the gathers the other ranks still expect of this forward, so that they need not hang."""
@@ -490,13 +490,14 @@ class Engine:
         self._kept = set()
         self._brought.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self.order.begin("backward")
+        inverse = scaled_by()
+        self.order.begin("backward" if inverse is None else "backward of a scaled loss")
         self.backwards += 1
         if self._workspace is not None:
             self._workspace.take()
         self.gradients.memory.look()
-        self.states.wake()
-        self.gradients.apply_coefficient()
+        self.states.wake(self._live)
+        self.gradients.begin(inverse)
         updates = self.states.updates()
         if updates is not None:
             updates.foresee(self.backwards) if self.sync else updates.doubt()
@@ -544,7 +545,7 @@ class Engine:
         self._kept = set()
         self._release_idle()
         self._park()
-        self.states.rest()
+        self.states.rest(self._live)
 
     def _park(self) -> None:
         for unit in self._gathers.values():

@@ -109,6 +109,21 @@ def take_autograd_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Te
     return taken
 
 
+def autograd_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that is in the parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = parameter._grad
+        return gradient
+
+
+def zero_autograd_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Make the gradients that are in the parameters themselves zero: somebody may have put them there."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        for parameter in parameters:
+            if parameter._grad is not None:
+                parameter._grad.zero_()
+
+
 def _own_and_dense(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(gradient, DTensor):
         gradient = _local_gradient(gradient, parameter)

@@ -12,7 +12,8 @@ from zeroshard.comm import Communicator
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import Card, card_of, pointers_of, versions_of
+from zeroshard.engine.parameter import Card, autograd_gradient, card_of, pointers_of, versions_of
+from zeroshard.engine.sharded_gradient import ShardedGradient, Source
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import LossScale
 
@@ -239,49 +240,54 @@ class States:
 
     # -- gradients, as parameters show them ---------------------------------------------------------------------
 
-    def rest(self) -> None:
-        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them."""
-        if self._gradients.exist:
-            for unit in self.resident:
+    def rest(self, live: Iterable[Unit] = ()) -> None:
+        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them.
+
+        So do those of partitioned units whose values are in memory, ``live``.
+        """
+        if self._gradients.held:
+            for unit in (*self.resident, *live):
                 unit.rest()
             self._resting = True
 
-    def wake(self) -> None:
+    def wake(self, live: Iterable[Unit] = ()) -> None:
         """Undo :meth:`rest`."""
         if self._resting:
-            for unit in self.resident:
+            for unit in (*self.resident, *live):
                 unit.wake()
             self._resting = False
 
     def resting_gradient(self, card: Card) -> torch.Tensor | None:
         """What ``parameter.grad`` gives between backward and the next forward."""
-        self.refuse_away()
         flat = card.flat()
         gradient = self._gradients.of_flat.get(flat) if flat is not None else None
-        if flat is None or gradient is None or not any(gradient.used):
+        if flat is None or gradient is None:
             return None
-        if self._comm.shard.size > 1:
+        if not self._gradients.held:
+            return autograd_gradient(flat.parameters[card.index])  # what somebody has put there
+        self.refuse_away()
+        if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to "
-                "clip, optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
-            )
-        if self.loss_scale is not None:
-            raise RuntimeError(
-                f"the gradient of {card.name!r} carries fp16's loss scale: use optimizer.clip_grad_norm_(…) to clip, "
-                "optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
+                f"the gradient of {card.name!r} is read inside a backward, which has not reduced it yet: read "
+                "parameter.grad when backward() has returned"
             )
         self._order.begin("read the gradients")
-        self._gradients.reduce_rest()
-        self._gradients.apply_coefficient()
+        self._gradients.agree()
         if not gradient.used[card.index] or gradient.shard is None or not gradient.has_shard:
             return None
+        is_whole = self._comm.shard.size == 1 and self._comm.tensor.size == 1
+        if not is_whole or self.loss_scale is not None or self._gradients.inverse is not None:
+            cleared = self._gradients.cleared
+            return ShardedGradient(
+                Source(self, self._gradients, self._comm, self._order, gradient, card.index, cleared)
+            )
+        self._gradients.apply_coefficient()
         self.doubt()  # whoever has it may write into it
         flat.arrive()  # an update of its values may still read it
         gradient.forget_norms()
         gradient.settle()
         self._gradients.memory.shown = True
-        part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
-        return part if divided is None else divided.wrap(part)
+        return flat.view(gradient.shard, card.index)
 
     def clear_gradient(self, card: Card) -> None:
         """Forget the gradient of one parameter."""
@@ -291,7 +297,7 @@ class States:
             if self._gradients.memory.held:
                 self.refuse_away()
             self.doubt()
-            flat.arrive()  # an update of its values may still read it
+            self._gradients.changed(gradient)
             gradient.clear(card.index)
             if not any(gradient.used):
                 self._gradients.forget_cleared()

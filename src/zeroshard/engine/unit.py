@@ -311,13 +311,21 @@ class Unit:
         self._dress(absent=False) if self._resting else self._undress()
 
     def rest(self) -> None:
-        """Make ``grad`` of a resident unit's parameters the reduced gradient."""
+        """Make ``grad`` of parameters whose values are there the reduced gradient."""
+        if self.partitioned:
+            for wardrobe in self._shown:
+                wardrobe.parameter.__class__ = wardrobe.resting
+            return
         self._resting = True
         if self.state is State.READY and not self.expected and not self.out:
             self._dress(absent=False)
 
     def wake(self) -> None:
-        """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
+        """Make parameters whose values are there plain ones, as autograd and compilers know them."""
+        if self.partitioned:
+            for wardrobe in self._shown:
+                wardrobe.parameter.__class__ = wardrobe.original
+            return
         self._resting = False
         if self.state is State.READY and not self.expected and not self.out:
             self._undress()

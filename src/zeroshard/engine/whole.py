@@ -9,6 +9,8 @@ import torch
 from zeroshard.comm import Communicator
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
+from zeroshard.engine.flat_gradient import FlatGradient
+from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.unit import Unit
 
 
@@ -76,13 +78,20 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     engine.comm.all_reduce_everywhere(used, what)
     if not engine.comm.on_host(used, what)[0] or gradient.shard is None or not gradient.has_shard:
         return None
+    whole = assembled_gradient(engine.comm, engine.gradients, gradient, index)
+    return whole if engine.states.loss_scale is None else whole.float()
+
+
+def assembled_gradient(comm: Communicator, gradients: Gradients, gradient: FlatGradient, index: int) -> torch.Tensor:
+    """The whole reduced gradient of one parameter, clipped, and without the loss scale it may carry."""
+    flat = gradient.flat
     gradient.settle()
     line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
-    for piece in flat.segments:
-        if piece.parameter == index:
-            line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
-    if engine.gradients.coefficient is not None:
-        line *= engine.gradients.coefficient
-    if engine.states.loss_scale is not None:
-        line = line.float() * engine.states.loss_scale.inverse
-    return assemble(engine.comm, line, flat, index)
+    for within, part in gradient.parts_of(index):
+        line[within.slice] = part
+    if gradients.inverse is not None:
+        line = line.float()
+    for factor in (gradients.inverse, gradients.coefficient):
+        if factor is not None:
+            line *= factor
+    return assemble(comm, line, flat, index)

@@ -19,7 +19,7 @@ from zeroshard.host.native import Kernels
 from zeroshard.host.recipe import Recipe
 from zeroshard.host.verdict import Ruling
 from zeroshard.memory.tiers import Tiers
-from zeroshard.runs import Run, is_elementwise
+from zeroshard.runs import Run, is_elementwise, lifted
 
 
 @dataclass(frozen=True)
@@ -162,19 +162,19 @@ class Craft:
         twin: Any = copy.copy(self._inner)
         twin.param_groups = []
         states = zip(task.runs, task.states, strict=True)
+        wides: list[torch.Tensor] = []
         twin.state = defaultdict(dict, {run.parameter: state for run, state in states})
         for run, group in zip(task.runs, task.groups, strict=True):
             gradient = self._desk.gradient(run, self._gradients)
             wide = gradient.to(run.parameter.dtype, copy=True)
             for factor in ruling.factors:
                 wide.mul_(factor)
-            run.parameter.grad = wide
+            wides.append(wide)
             twin.param_groups.append({**group, "params": [run.parameter]})
-        try:
+        with lifted([run.parameter for run in task.runs]):
+            for run, wide in zip(task.runs, wides, strict=True):
+                run.parameter.grad = wide
             type(self._inner).step(twin)
-        finally:
-            for run in task.runs:
-                run.parameter.grad = None
         for run, state in zip(task.runs, task.states, strict=True):
             task.granule.house(run, state, self._tiers)
 
