@@ -35,7 +35,8 @@ from zeroshard.memory.pool import Pool
 from zeroshard.memory.profile import Moment, Profile
 from zeroshard.memory.report import Report
 from zeroshard.memory.tiers import Tiers
-from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer_probe import refuse_unfit
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 from zeroshard.runs import states_of_an_element
@@ -101,7 +102,7 @@ def shard(
     device = _device(model, mesh, config)
     control = open_agreement(mesh, config.timeout)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = _trained(optimizer, names)
+    trained = _trained(optimizer, names, config)
     replicas = math.prod(axis.size for axis in axes[:-1])
     why = ""
     if wanted:
@@ -482,16 +483,10 @@ def _described(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -
     return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
 
 
-def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> set[int]:
+def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
     """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
-    for name in NOT_ELEMENTWISE:
-        if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
-            raise ValueError(
-                f"torch.optim.{name} looks at more than one element at a time, so it cannot run on shards; use an "
-                "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
-            )
     trained = set()
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for position, parameter in enumerate(group["params"]):
@@ -501,4 +496,6 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> 
                     "not one of the model's: make the optimizer from model.parameters()"
                 )
             trained.add(id(parameter))
+    if optimizer is not None:
+        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
     return trained

@@ -24,9 +24,6 @@ from zeroshard.precision import LossScale
 from zeroshard.runs import Run, is_elementwise, place_runs
 from zeroshard.update import Update
 
-# These look at whole rows, whole matrices or all parameters at once: on a shard their result would be another one.
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Returned by :func:`zeroshard.shard`: steps the inner optimizer on shards and brings the new parameters about.
