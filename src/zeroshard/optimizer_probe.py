@@ -45,7 +45,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.runs import is_elementwise
+from zeroshard.runs import is_counter, is_elementwise
 from zeroshard.update import COUNT_BY_PARAMETER
 
 # These look at whole rows, whole matrices or all parameters at once: on a shard their result would be another one.
@@ -220,7 +220,7 @@ def _gradients(trial: _Trial, groups: int, dtype: torch.dtype, device: torch.dev
     for group in range(groups):
         base = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
         sizes = [math.prod(shape) for shape in trial.shapes]
-        for index, part in enumerate(base.split(sizes)):
+        for index, part in enumerate(torch.split(base, sizes)):
             part *= (1.0, 0.2, 5.0, 0.03)[(index + group) % 4]
             part[::7] *= 10
         lines = []
@@ -239,7 +239,7 @@ def _values(trial: _Trial, groups: int, dtype: torch.dtype, device: torch.device
     found = []
     for group in range(groups):
         line = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
-        for index, part in enumerate(line.split([math.prod(shape) for shape in trial.shapes])):
+        for index, part in enumerate(torch.split(line, [math.prod(shape) for shape in trial.shapes])):
             part *= (1.0, 0.0, 0.5, 0.02, 8.0)[(index + 5 - group) % 5]
         found.append(line.to(device, dtype))
     return found
@@ -291,7 +291,7 @@ class _Copy:
 
     def run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
         """Step with each gradient; set counters far ahead in between."""
-        with torch.no_grad(), _Watch():
+        with torch.no_grad(), _Watch():  # type: ignore[no-untyped-call]
             self._run(gradients, jump)
 
     def _run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
@@ -328,7 +328,7 @@ class _Copy:
         lines = [p.detach().flatten() for parameters in self.parameters for p in parameters]
         self.values.append(torch.cat(lines) if lines else torch.zeros(0))
 
-    def _numbers(self) -> Iterable[tuple[Any, float, Callable[[Any], None]]]:
+    def _numbers(self) -> Iterable[tuple[Any, float, Callable[[Any], Any]]]:
         """Every number that the optimizer keeps: its place, its value, and how to set it."""
         states = [self.inner.state[p] for group in self.parameters for p in group if p in self.inner.state]
         places: list[Any] = [*self.inner.param_groups, *(s for s in states if isinstance(s, dict)), vars(self.inner)]
@@ -389,7 +389,7 @@ def copy_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
 
 def is_step_of_a_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the ``step`` in an optimizer's own dictionary is that of a learning rate scheduler, which only counts."""
-    replaced = vars(optimizer).get("step")
+    replaced: Any = vars(optimizer).get("step")
     return hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
 
 
@@ -457,7 +457,7 @@ def _copied(value: Any, where: str, known: Mapping[int, Any], device: torch.devi
 def _rate(options: Mapping[str, Any], defaults: Mapping[str, Any], largest: float, least: float) -> Any:
     """The learning rate of a trial: the group's own; not 0, as a warmup begins; enlarged where all are small."""
     own = options["lr"]
-    others = [options.get("initial_lr"), defaults.get("lr"), 1e-3]
+    others: list[Any] = [options.get("initial_lr"), defaults.get("lr"), 1e-3]
     rate = float(own) or next(float(other) for other in others if _is_number(other) and float(other) > 0)
     if largest < least:
         rate *= least / (largest or rate)
@@ -482,7 +482,7 @@ def _seed_states(
 ) -> None:
     """Begin with states like those the optimizer has: its constructor may have made what a step needs."""
     known = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    model = next((p for p in group["params"] if optimizer.state.get(p)), None)
+    model: Any = next((p for p in group["params"] if optimizer.state.get(p)), None)
     for key, value in optimizer.state[model].items() if model is not None else ():
         where = f"the state {key!r} of a parameter"
         if is_elementwise(key, value, model.shape):
@@ -539,16 +539,16 @@ def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
         raise Undecided(f"its step() needs {', '.join(map(repr, needed))}, and zeroshard calls step() alone")
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ends a trial that draws random numbers or communicates, before either has an effect."""
 
     def __enter__(self) -> Any:
         self._numpy = sys.modules.get("numpy.random")
         self._states = self._others()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         states = self._others()
         if states != self._states:
             random.setstate(self._states[0])
@@ -571,15 +571,6 @@ class _Watch(TorchDispatchMode):
 
 
 # --------------------------------------------------------------------------------------------------------- comparisons
-
-
-def is_counter(value: Any) -> bool:
-    """Whether a state that is not elementwise says the same of every part of a parameter: a number, or several."""
-    if isinstance(value, torch.Tensor):
-        return type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1
-    if isinstance(value, (list, tuple)):
-        return all(not isinstance(entry, torch.Tensor) and is_counter(entry) for entry in value)
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def _is_number(value: Any) -> bool:
@@ -689,4 +680,4 @@ def _short(value: Any) -> str:
         if value.numel() == 1:
             return f"{value.item():.6g}"
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
-    return f"{value:.6g}" if isinstance(value, float) else repr(value)[:60]
+    return f"{value:.6g}" if isinstance(value, float) else " ".join(repr(value).split())[:60]

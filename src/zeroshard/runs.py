@@ -110,6 +110,19 @@ def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
 
 
+def is_counter(value: Any) -> bool:
+    """Whether a state that is not elementwise says the same of every part of a parameter: a number, or several.
+
+    >>> is_counter(torch.tensor(3.0)), is_counter((0.9, 0.99)), is_counter(torch.ones(38))
+    (True, True, False)
+    """
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(entry, torch.Tensor) and is_counter(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
 def longest_run(bucket_size: int) -> int:
     """Elements that a run has at most, for a given ``bucket_size``.
 

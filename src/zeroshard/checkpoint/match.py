@@ -15,7 +15,7 @@ from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.index import Saved
 from zeroshard.checkpoint.source import Source
 from zeroshard.checkpoint.states import Group, Held, States, persistent_buffers, states_of, ties_of
-from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer, refuse_states
 
 
 @dataclass
@@ -147,4 +147,6 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
     counters = {name: counted for name, counted in saved["counters"].items() if name in plan.opened}
     for parameter, counted in source.decode(counters).items():
         plan.opened[parameter] |= counted
+    if isinstance(optimizer, ShardedOptimizer):
+        refuse_states(plan.opened)
     plan.loss_scale = saved["loss_scale"]
