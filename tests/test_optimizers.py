@@ -264,6 +264,21 @@ def test_a_class_with_its_own_constructor_and_states_runs() -> None:
         assert_close(parameters, dict(plain.named_parameters()))
 
 
+class ByGroup(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().max().clamp(min=1e-3) if group.get("normalise") else momentum
+
+
+def test_a_group_that_is_added_later_is_tried_too() -> None:
+    model = copy.deepcopy(MODEL)
+    model, optimizer = zeroshard.shard(model, ByGroup(model[0].parameters()))
+    with pytest.raises(ValueError, match="ByGroup looks at more than one element"):
+        optimizer.add_param_group({"params": list(model[2].parameters()), "normalise": True})
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+    model(DATA).sum().backward()
+    optimizer.step()
+
+
 def test_torchs_own_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroshard.optimizer_probe._compare", lambda *_: pytest.fail("tried"))
     model = copy.deepcopy(MODEL)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from zeroshard.layout import Range
 from zeroshard.memory.spread import Spread, Stretch
 from zeroshard.memory.tiers import Tiers
 from zeroshard.offload import TIERS
+from zeroshard.optimizer_probe import refuse_unfit_group
 from zeroshard.precision import LossScale
 from zeroshard.runs import Run, is_counter, is_elementwise, place_runs
 from zeroshard.update import Update
@@ -85,14 +86,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- the user's side ----------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        """Give ``train()`` and ``eval()`` where the inner optimizer has them, as schedule-free ones do.
+    if not TYPE_CHECKING:  # which would take every name for one of these
 
-        They change parameters, so all ranks call them together; forward then uses the new values on every rank.
-        """
-        if name in self.__dict__.get("_modes", ()):
-            return partial(self._switch, name)
-        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        def __getattr__(self, name: str) -> Any:
+            """Give ``train()`` and ``eval()`` where the inner optimizer has them, as schedule-free ones do.
+
+            They change parameters, so all ranks call them together; forward then uses the new values on every rank.
+            """
+            if name in self.__dict__.get("_modes", ()):
+                return partial(self._switch, name)
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def _take_modes(self) -> dict[str, Callable[[], Any]]:
         """Take the inner optimizer's ``train()`` and ``eval()``: called there, they come here."""
@@ -212,6 +215,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if card.name in taken:
                 raise ValueError(f"{card.name!r} is in a parameter group already")
             names.append(card.name)
+        config = self._engine.config
+        dtype = None if config.precision is None else torch.float32
+        refuse_unfit_group(self.inner, {**param_group, "params": params}, config.elementwise, dtype)
         self._engine.states.settle()
         self._engine.states.finish_updates()
         self._open_masters(set(names))

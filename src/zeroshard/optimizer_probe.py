@@ -36,6 +36,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
@@ -76,11 +77,23 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, elementwise: bool | None, dty
                 f"torch.optim.{name} looks at more than one element at a time, so it cannot run on shards; use an "
                 "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
             )
-    if type(optimizer) in COUNT_BY_PARAMETER or elementwise:
-        return
+    if type(optimizer) not in COUNT_BY_PARAMETER and not elementwise:
+        _explain(optimizer, partial(_compare, optimizer, dtype))
+
+
+def refuse_unfit_group(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], elementwise: bool | None, dtype: torch.dtype | None
+) -> None:
+    """Raise unless one more group, of parameters of the model, may run on flat shards."""
+    if type(optimizer) not in COUNT_BY_PARAMETER and not elementwise:
+        _explain(optimizer, partial(_compare_groups, optimizer, [{**optimizer.defaults, **group}], dtype))
+
+
+def _explain(optimizer: torch.optim.Optimizer, compare: Callable[[], None]) -> None:
+    """Make an error for the user of what a comparison raises."""
     kind = type(optimizer).__qualname__
     try:
-        _compare(optimizer, dtype)
+        compare()
     except Differs as difference:
         raise ValueError(
             f"{kind} looks at more than one element at a time, so it cannot run on shards: stepped on flat slices of "
@@ -134,9 +147,12 @@ _LARGE = _Trial(  # past the sizes from which matrices are factored (128 by 128)
 def _compare(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
     """Raise ``Differs`` or ``Undecided`` unless slices and whole parameters give the same numbers."""
     _refuse_untried(optimizer)
-    groups = _distinct_groups(optimizer)
-    if not groups:
-        return
+    groups = _distinct_groups(optimizer.param_groups)
+    if groups:
+        _compare_groups(optimizer, groups, dtype)
+
+
+def _compare_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
     cpu = torch.device("cpu")
     devices = list(dict.fromkeys([cpu, *(p.device for p in groups[0]["params"] if p.device.type == "cuda")]))
     run = partial(_run_trial, optimizer, groups)
@@ -226,7 +242,7 @@ def _gradients(trial: _Trial, groups: int, dtype: torch.dtype, device: torch.dev
         lines = []
         for step, scale in enumerate((*trial.scales, *trial.after_jump)):
             noise = base.roll(3 * step + 1)
-            line = (0.8 * base + 0.2 * noise) * scale
+            line = (0.8 * base + 0.2 * noise) * scale * (0.01 if dtype == torch.float16 else 1.0)
             if step % 4 == 3:
                 line[step % 5 :: 3] = 0
             lines.append(line.to(device, dtype))
@@ -262,7 +278,7 @@ class _Copy:
         cuts: tuple[int, ...] | None,
         is_seeded: bool,
     ) -> None:
-        self.trial, self.is_seeded, self.jumped = trial, is_seeded, False
+        self.trial, self.is_seeded, self.jumped, self._device = trial, is_seeded, False, device
         self.values: list[torch.Tensor] = []  # after each step, of all groups
         self.first: list[torch.Tensor] = []
         self.parameters: list[list[nn.Parameter]] = []
@@ -291,7 +307,8 @@ class _Copy:
 
     def run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
         """Step with each gradient; set counters far ahead in between."""
-        with torch.no_grad(), _Watch():  # type: ignore[no-untyped-call]
+        elsewhere = torch.get_default_device() != self._device
+        with torch.no_grad(), self._device if elsewhere else nullcontext(), _Watch():  # type: ignore[no-untyped-call]
             self._run(gradients, jump)
 
     def _run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
@@ -374,10 +391,7 @@ def copy_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
     known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     twin: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
-        if key == "step":
-            if not is_step_of_a_scheduler(optimizer):
-                raise Undecided("its step() was replaced by another one")
-        elif key not in ("param_groups", "state") and not key.startswith("_optimizer_"):
+        if key not in ("param_groups", "state", "step", "train", "eval") and not key.startswith("_optimizer_"):
             twin.__dict__[key] = _copied(value, f"its attribute {key!r}", known, device, optimizer, twin)
     for key in vars(optimizer):
         if key.startswith("_optimizer_"):
@@ -466,9 +480,10 @@ def _rate(options: Mapping[str, Any], defaults: Mapping[str, Any], largest: floa
 
 def _imitate(parameters: list[nn.Parameter], originals: list[Any]) -> None:
     """Give parameters the attributes that the user has given to theirs: a rule may go by them. Slices have none."""
-    kinds = {tuple(sorted(vars(p))): p for p in originals if vars(p)}
-    for parameter, original in zip(parameters, [*kinds.values()], strict=False):
-        parameter.__dict__.update(vars(original))
+    own = ({key: value for key, value in vars(p).items() if key != "_zeroshard"} for p in originals)
+    kinds = {tuple(sorted(attributes)): attributes for attributes in own if attributes}
+    for parameter, attributes in zip(parameters, kinds.values(), strict=False):
+        parameter.__dict__.update(attributes)
 
 
 def _seed_states(
@@ -510,10 +525,10 @@ def _spans(trial: _Trial, cuts: tuple[int, ...] | None) -> list[tuple[int, int]]
     return found
 
 
-def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _distinct_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups that differ by more than their learning rate and decay."""
     found: dict[Any, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
+    for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for key, value in options.items():
             if (key in ("lr", "initial_lr", "weight_decay") or "lr_scale" in key) and _is_number(value):
@@ -525,6 +540,8 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _refuse_untried(optimizer: torch.optim.Optimizer) -> None:
     """Refuse what a trial would not show, or must not run."""
+    if "step" in vars(optimizer) and not is_step_of_a_scheduler(optimizer):
+        raise Undecided("its step() was replaced by another one")
     hooks = [value for key, value in vars(optimizer).items() if key.startswith("_optimizer_step_") and value]
     if hooks:
         raise Undecided("there are hooks on its step, which were not run for a trial")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -200,8 +201,10 @@ def states_of_an_element(optimizer: torch.optim.Optimizer | None) -> int:
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     twin.param_groups = [{**optimizer.param_groups[0], "params": [trial], "capturable": False, "fused": None}]
     twin.state = defaultdict(dict)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # draws no random numbers
     try:
-        type(optimizer).step(twin)
+        with nullcontext() if is_torchs else torch.random.fork_rng(devices=[]):
+            type(optimizer).step(twin)
     except Exception:  # not one of torch's, and not made for this: taken to be like Adam
         return 8
     return sum(4 for key, value in twin.state[trial].items() if is_elementwise(key, value, trial.shape))
