@@ -36,7 +36,8 @@ from zeroshard.memory.pool import Pool
 from zeroshard.memory.profile import Moment, Profile
 from zeroshard.memory.report import Report
 from zeroshard.memory.tiers import Tiers
-from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer, described, refuse_states
+from zeroshard.optimizer_probe import refuse_unfit
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 from zeroshard.runs import states_of_an_element
@@ -96,13 +97,13 @@ def shard(
     wanted = _left_open(options, checkpoint, inputs, planning)
     config = Config(**{name: value for name, value in options.items() if name not in wanted})
     axes, tensor = axes_of(mesh)
+    if optimizer is not None:
+        _refuse_second(model, optimizer)
     check_model(model, divided=tensor.size > 1)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     device = _device(model, mesh, config)
     control = open_agreement(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = _trained(optimizer, names)
+    trained = _trained(optimizer, names, config)
     replicas = math.prod(axis.size for axis in axes[:-1])
     why = ""
     if wanted:
@@ -168,8 +169,8 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     sharded = _sharded(model)
     engine: Engine = sharded.engine
     engine.states.refuse_gathered("unshard()")
-    engine.close()
     state = optimizer.state_dict() if optimizer is not None else None
+    engine.close()
     engine.order.begin("unshard")
     for unit in engine.units:
         engine.order.check(unit.gather_event)
@@ -186,6 +187,7 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
         sharded.division.divide_states(state or {}, optimizer.names)
     parameters = dict(model.named_parameters())
     inner = optimizer.inner
+    optimizer.give_modes_back()
     inner.state.clear()
     for group, names in zip(inner.param_groups, optimizer.names, strict=True):
         group["params"] = [parameters[name] for name in names]
@@ -498,16 +500,24 @@ def _described(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -
     return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
 
 
-def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> set[int]:
+def _refuse_second(model: nn.Module, optimizer: Any) -> None:
+    """Refuse what is no optimizer, and a second one: one model is updated by one optimizer."""
+    one = "one model is updated by one optimizer: put the parameters of several into groups of one"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        hint = f"; {one}" if isinstance(optimizer, (list, tuple, dict)) else ""
+        raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}{hint}")
+    if isinstance(model, nn.Module) and "_zeroshard" in model.__dict__ and not isinstance(optimizer, ShardedOptimizer):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already, and {type(optimizer).__name__} cannot be added: {one}, "
+            "or add them with add_param_group() of the optimizer that shard() returned. To use another optimizer, call "
+            "zeroshard.unshard() first"
+        )
+
+
+def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
     """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
-    for name in NOT_ELEMENTWISE:
-        if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
-            raise ValueError(
-                f"torch.optim.{name} looks at more than one element at a time, so it cannot run on shards; use an "
-                "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
-            )
     trained = set()
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for position, parameter in enumerate(group["params"]):
@@ -517,4 +527,8 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> 
                     "not one of the model's: make the optimizer from model.parameters()"
                 )
             trained.add(id(parameter))
+    if optimizer is not None:
+        shapes = {names[id(p)]: p.shape for p in optimizer.state if id(p) in names}
+        refuse_states(described({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes))
+        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
     return trained

@@ -86,6 +86,11 @@ class Config:
     """Which states rest in host memory or on disk: "host" (optimizer states, and gradients with them), a
     :class:`zeroshard.Offload`, or its options as a dictionary. Changes memory and time, never the numbers."""
 
+    elementwise: bool | None = None
+    """Whether the optimizer updates each element from that element alone, as it has to: it is run on flat slices of the
+    parameters. None: torch's own elementwise optimizers are known, others are tried on small tensors, and refused where
+    that shows a difference or decides nothing. True: your word for it, and nothing is tried."""
+
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
 
@@ -126,6 +131,8 @@ class Config:
         for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
+        if self.elementwise is not None and self.elementwise is not True:
+            raise ValueError(f"elementwise is True, or None to find out by trying, got {self.elementwise!r}")
         if self.init_fn is not None and not callable(self.init_fn):
             raise ValueError(f"init_fn is a function of a module, got {self.init_fn!r}")
         for name in ("timeout", "heartbeat_timeout", "loss_scale"):

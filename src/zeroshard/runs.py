@@ -21,6 +21,7 @@ import copy
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -192,6 +193,19 @@ def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
 
 
+def is_counter(value: Any) -> bool:
+    """Whether a state that is not elementwise says the same of every part of a parameter: a number, or several.
+
+    >>> is_counter(torch.tensor(3.0)), is_counter((0.9, 0.99)), is_counter(torch.ones(38))
+    (True, True, False)
+    """
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(entry, torch.Tensor) and is_counter(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
 def longest_run(bucket_size: int) -> int:
     """Elements that a run has at most, for a given ``bucket_size``.
 
@@ -264,8 +278,10 @@ def states_of_an_element(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None or not optimizer.param_groups:
         return 0
     shape = torch.Size([2])
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # draws no random numbers
     try:
-        state = state_after_a_step(optimizer, optimizer.param_groups[0], shape)
+        with nullcontext() if is_torchs else torch.random.fork_rng(devices=[]):
+            state = state_after_a_step(optimizer, optimizer.param_groups[0], shape)
     except Exception:  # not one of torch's, and not made for this: taken to be like Adam
         return 8
     return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))

@@ -16,7 +16,7 @@ from zeroshard.checkpoint.index import Saved
 from zeroshard.checkpoint.optimizer_states import Trials, fits, refuse_counters, refuse_options
 from zeroshard.checkpoint.source import Source
 from zeroshard.checkpoint.states import Group, Held, States, persistent_buffers, states_of, ties_of
-from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer, refuse_states
 
 
 @dataclass
@@ -156,4 +156,6 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
     for parameter, state in plan.opened.items():
         if state:
             trials.refuse_incomplete(f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], state)
+    if isinstance(optimizer, ShardedOptimizer):
+        refuse_states(plan.opened)
     plan.loss_scale = saved["loss_scale"]

@@ -206,7 +206,12 @@ def _commit(
     tensors: dict[str, Saved] = {}
     counters: dict[str, Any] = {}
     for described, counted, _ in own:
-        counters |= counted
+        for name, one in counted.items():
+            if counters.setdefault(name, one) != one:
+                raise CheckpointError(
+                    f"the optimizer's numbers for {name!r} differ from rank to rank ({counters[name]} and {one}): a "
+                    "checkpoint holds one of each, so these cannot be saved"
+                )
         for fqn, (shape, dtype, order) in described.items():
             if fqn not in tensors:
                 tensors[fqn] = Saved(shape, dtype, order, sorted(stretches.get(fqn, []), key=lambda s: s.start))

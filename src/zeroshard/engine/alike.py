@@ -61,6 +61,7 @@ def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config,
         "bucket_size",
         "units",
         "prefetch",
+        "elementwise",
     )
     options = {name: str(getattr(config, name)) for name in decisive}
     options["offload"] = config.offload.described if config.offload is not None else "None"

@@ -27,8 +27,10 @@ it, and with it what autograd knows of the parameter, stays. A class of its own 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -174,6 +176,26 @@ def values_of(parameter: nn.Parameter) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
+def _refuse_optimizer(parameter: Any, frame: FrameType | None) -> None:
+    """Raise where what asks for something of a parameter is an optimizer that was made over it after shard()."""
+    for _ in range(3):  # a method of its own, or a function that this has called
+        if frame is None:
+            return
+        code = frame.f_code
+        owner = frame.f_locals.get("self") if "self" in code.co_varnames[:1] else None
+        if isinstance(owner, torch.optim.Optimizer):
+            held = [one for group in owner.param_groups for one in group["params"]]
+            if code.co_name == "add_param_group" or any(one is parameter for one in held):
+                card, kind = card_of(parameter), type(owner).__name__
+                raise RuntimeError(
+                    f"{kind} was given {card.name if card is not None else 'a parameter'!r} of a sharded model. An "
+                    "optimizer that is made after shard() cannot update it, since the ranks hold shards: make it "
+                    f"first and give it to shard(), as in `model, optimizer = zeroshard.shard(model, "
+                    f"{kind}(model.parameters(), …))`, and step the one that shard() returns"
+                )
+        frame = frame.f_back
+
+
 class _Resting:
     """A parameter between backward and the next forward: values as usual, but ``grad`` is the reduced gradient.
 
@@ -201,6 +223,7 @@ class _Resting:
     @property
     def grad(self: Any) -> torch.Tensor | None:
         card = card_of(self)
+        _refuse_optimizer(self, sys._getframe(1))
         engine = card.engine if card is not None else None
         return engine.states.resting_gradient(card) if engine is not None and card is not None else None
 
@@ -248,6 +271,7 @@ _METADATA = {
 }
 
 
+_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # the first that a new optimizer asks for
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # answered as of the values, see ``_twin``
 
 
@@ -261,6 +285,8 @@ class _Absent(_Resting):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _IS_LEAF:
+            _refuse_optimizer(args[0], sys._getframe(1))
         if func in _LAYOUT:
             args = (_twin(args[0]), *args[1:])
         elif func not in _METADATA:

@@ -75,7 +75,7 @@ class Craft:
         granule = task.granule
         if task.recipes is None:
             with self._pointed(task, lines):
-                self._by_torch(task, ruling)
+                self._by_torch(task, lines, ruling)
                 return self.deliver_masters(granule, list(task.runs), now)
         if self._desk.direct(granule.place, now):
             yield from self._cook(task, lines, lines, granule.place, ruling)
@@ -157,7 +157,7 @@ class Craft:
                 if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
                     state[key] = lines[key][span]
 
-    def _by_torch(self, task: Task, ruling: Ruling) -> None:
+    def _by_torch(self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling) -> None:
         """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
         twin: Any = copy.copy(self._inner)
         twin.param_groups = []
@@ -176,7 +176,7 @@ class Craft:
                 run.parameter.grad = wide
             type(self._inner).step(twin)
         for run, state in zip(task.runs, task.states, strict=True):
-            task.granule.house(run, state, self._tiers)
+            task.granule.house(run, state, self._tiers, lines)
 
     def deliver_masters(
         self, granule: Granule, runs: list[Run], now: torch.cuda.Event | None
