@@ -146,6 +146,7 @@ def shard(
             homes[name] = (*homes.get(name, ()), unit)
     handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
     model._zeroshard = _Sharded(engine, handles, division, tiers, why)  # type: ignore[assignment]
+    engine.states.rest()
     comm.counters.roll()  # what building took is no step's
     comm.counters.roll()
     if optimizer is None:

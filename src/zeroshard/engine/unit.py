@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ from zeroshard.tensor.division import Divided
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
+
+
+LOOKS = 4  # two steps, each with a look before its forward and one before its update
 
 
 class State(enum.Enum):
@@ -141,6 +145,9 @@ class Unit:
         self._wardrobes: list[Wardrobe] = []  # of all parameters
         self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
         self._values = GatheredValues()
+        self._aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` of a resident unit, as given out
+        self._looks = LOOKS  # at values that a forward may change through ``parameter.data``
+        self._changes_itself = False  # such a forward was found
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -151,6 +158,11 @@ class Unit:
     def copied(self) -> bool:
         """Whether the parameters hold full values in memory of their own: see :meth:`gather_copy`."""
         return self.block is not None
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether it is resident, and an optimizer updates other tensors than its parameters."""
+        return not self.partitioned and any(flat.master is not None for flat in self.flats)
 
     @property
     def veiled(self) -> bool:
@@ -288,6 +300,25 @@ class Unit:
         """Values gathered for a pass count as unchanged from here on."""
         if self.partitioned and self.state is not State.RELEASED:
             self._values.renew(self.flats)
+
+    def note_alias(self, values: torch.Tensor) -> None:
+        """Somebody was given ``parameter.data`` of a resident unit, and may write into it as long as it lives."""
+        if not self.partitioned:
+            self._aliases.append(weakref.ref(values))
+
+    def may_be_edited(self) -> bool:
+        """Whether resident parameters may have been changed in a way that no version counter tells of.
+
+        That is so where somebody has, or had since the last look, ``parameter.data``. The forward itself may use that
+        unnoticed, but then it does so every time: the first few times the values are compared with their masters.
+        """
+        if self.expected or self.out or self.state is not State.READY:
+            return False
+        taken, self._aliases = bool(self._aliases), [alias for alias in self._aliases if alias() is not None]
+        if self._looks and not taken:
+            self._looks -= 1
+            self._changes_itself = self._changes_itself or any(flat.differs_from_master() for flat in self.flats)
+        return taken or self._changes_itself
 
     def _finish(self) -> None:
         for pending in self._pending:
