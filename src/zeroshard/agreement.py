@@ -92,6 +92,17 @@ class Agreement:
         if self._watch is not None:
             self._watch.close()
 
+    def leave(self, position: tuple[int, str]) -> None:
+        """The model is dropped, after it came to this number of events, and to this one at last."""
+        if self._watch is not None:
+            self._watch.leave(position)
+
+    def __del__(self) -> None:
+        """End the watch of a model that was refused before it had an order."""
+        watch = getattr(self, "_watch", None)
+        if watch is not None:
+            watch.leave()
+
     # -- agreeing -----------------------------------------------------------------------------------------------
 
     def agree(self, moment: int, what: str, expected: str) -> None:
