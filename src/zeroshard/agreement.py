@@ -86,6 +86,8 @@ class Agreement:
     def follow(self, progress: Progress) -> None:
         """Say whose moments these are."""
         self._progress = weakref.ref(progress)
+        if self._watch is not None:
+            self._watch.wake()  # by now all ranks have said who they are
 
     def close(self) -> None:
         """Watch over the other ranks no longer: the model is plain again."""

@@ -138,6 +138,7 @@ class Watch:
         self._over = self._left = False
         self._lock = threading.RLock()  # of the pipe that wakes the thread; a collector may call leave() at any time
         self._woken, self._waker = os.pipe()
+        self._ready: set[int] = set()  # what woke the thread
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
         for key in ("faults", "lates"):
@@ -166,7 +167,7 @@ class Watch:
         if not self._left:
             self._position = position or self._position
             self._left = True
-            self._wake()
+            self.wake()
 
     def close(self) -> None:
         """End the thread: nobody will wait for this rank any more."""
@@ -198,7 +199,9 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._over and not self._left and self._look():
-                self._poll.poll(1000 * BEAT_SECONDS)
+                self._ready = {handle for handle, _ in self._poll.poll(1000 * BEAT_SECONDS)}
+                if self._woken in self._ready:
+                    os.read(self._woken, 64)
             if not self._over and self._left:
                 self._post_end("has no such sharded model any more")
                 self._exit.cancel()
@@ -233,6 +236,8 @@ class Watch:
                 self.post(ERROR, difference)
                 self._read_board()
         except (RuntimeError, ValueError) as error:
+            time.sleep(0.3)  # connections end before a process does
+            self._ready = {handle for handle, _ in self._poll.poll(0)}
             self._look_at_processes(store_answers=False)
             if not self.faults:
                 lost = (
@@ -308,13 +313,18 @@ class Watch:
         """Have the thread woken at once when a process of this machine ends, where the system can do that."""
         if peer.machine == _machine() and peer.pid != os.getpid() and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
-                peer.handle = os.pidfd_open(peer.pid)
-                self._poll.register(peer.handle, select.POLLIN)
+                handle = os.pidfd_open(peer.pid)
+                if _started(peer.pid) == peer.started:  # else it is another process by now
+                    peer.handle = handle
+                    self._poll.register(handle, select.POLLIN)
+                else:
+                    os.close(handle)
 
     def _look_at_processes(self, store_answers: bool = True) -> None:
         for peer in (self._find_peers() if store_answers else self._peers) or ():
             here = peer.machine == _machine() and peer.pid != os.getpid()  # ranks that are threads end with this one
-            if not here or not peer.lives or _started(peer.pid) == peer.started:
+            is_gone = peer.handle in self._ready if peer.handle is not None else _started(peer.pid) != peer.started
+            if not (here and peer.lives and is_gone):
                 continue
             peer.lives = False
             if peer.handle is not None:
@@ -351,14 +361,15 @@ class Watch:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the thread look now."""
         with self._lock:
             if self._waker >= 0:
                 os.write(self._waker, b"x")
 
     def _stop(self) -> None:
         self._over = True
-        self._wake()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2.0)
 
