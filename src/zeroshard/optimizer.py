@@ -334,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _scaled(self) -> str:
-        """For the name of a pass: ranks whose gradients carry a loss scale on one and not on another must not add them."""
+        """For the name of a pass: gradients that carry a loss scale on one rank and none on another are not added."""
         return "" if self._engine.gradients.inverse is None else " of scaled losses"
 
     # -- what is in the groups, and what is not -----------------------------------------------------------------
