@@ -529,7 +529,7 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], con
                 )
             trained.add(id(parameter))
     if optimizer is not None:
+        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
         shapes = {names[id(p)]: p.shape for p in optimizer.state if id(p) in names}
         refuse_states(described({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes))
-        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
     return trained
