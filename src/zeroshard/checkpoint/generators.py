@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 # of each generator's state: its dtype, and its length where that is the same everywhere
 LENGTHS = {
     "python": (torch.int64, 627),
