@@ -140,6 +140,7 @@ def shard(
     gradients = Gradients(units, placement, comm, order, ledger, pool, tiers, config, reduce_dtypes)
     buffers = Buffers(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
+    engine.states.check_tiers = tiers.check
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):
         for name in plan.modules:

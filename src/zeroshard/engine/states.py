@@ -47,6 +47,7 @@ class States:
         # the optimizer's, and weak: what is updated outside the device, and which states rest on it
         self.updates: Callable[[], Updates | None] = lambda: None
         self.on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
+        self.check_tiers: Callable[[], None] = lambda: None  # raises where states cannot be read where they rest
         self.away: object | None = None  # where all states are, while they are out
         self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
         self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
@@ -165,11 +166,12 @@ class States:
             updates.doubt()
 
     def finish_updates(self) -> None:
-        """Wait for the updates and gathers that a step has started."""
+        """Wait for the updates and gathers that a step has started; raise where the states cannot be read."""
         self.refuse_away()
         updates = self.updates()
         if updates is not None:
             updates.wait()
+        self.check_tiers()
         for unit in self.resident:
             self.complete(unit)
             unit.wait()
