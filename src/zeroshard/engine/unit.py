@@ -344,6 +344,8 @@ class Unit:
     def absorb(self, source: int | None) -> None:
         """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master."""
         for flat in self.flats:
+            _refuse_reshaped(flat)
+        for flat in self.flats:
             if flat.reader is not None:
                 flat.reader.forget()
             for bucket in flat.layout.buckets:
@@ -404,6 +406,17 @@ class Unit:
     def _undress(self) -> None:
         for wardrobe in self._wardrobes:
             wardrobe.parameter.__class__ = wardrobe.original
+
+
+def _refuse_reshaped(flat: Flat) -> None:
+    for index, (name, parameter) in enumerate(flat.named_parameters):
+        shape = values_of(parameter).shape
+        if shape != flat.shapes[index]:
+            raise RuntimeError(
+                f"{name!r} was sharded with shape {tuple(flat.shapes[index])} and has {tuple(shape)} now "
+                "(resize_token_embeddings does that): change a model's shapes before zeroshard.shard(), or after "
+                "zeroshard.unshard()"
+            )
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
