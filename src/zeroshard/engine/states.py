@@ -106,8 +106,9 @@ class States:
         initialisation, ``clamp_``, an EMA copied in) needs nothing. A master has to be told: autograd counts each
         change in place, so a count that has grown since the last look says which. It does not count changes through
         ``parameter.data`` (``p.data.clamp_(…)``): whoever was given that is taken to have made one. As in data
-        parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is another matter: the parameter no longer lies in the
-        flat, and neither the optimizer nor a gather would ever see it again, so that is refused.
+        parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is another matter: the
+        parameter no longer lies in the flat, and neither the optimizer nor a gather would ever see it again, so that
+        is refused.
         """
         edited: list[Unit] = []
         for unit in self.resident:

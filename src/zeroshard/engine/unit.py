@@ -66,20 +66,21 @@ class GatheredValues:
             self._sums = [_checksum(flat.full) for flat in flats]
 
     def renew(self, flats: list[Flat]) -> None:
-        """What was changed has been taken over."""
+        """What was changed has been taken over, if the values are in place."""
         if self._versions:
             self._versions = _versions(flats)
         if self._sums:
             self.note(flats)
 
     def edited(self, flats: list[Flat]) -> str | None:
-        """What was changed since then, in words, or None."""
-        versions, sums = _versions(flats), self._sums
-        if versions != self._versions:
+        """What was changed since then, in words, or None. The values are about to go."""
+        before, sums, versions = self._versions, self._sums, _versions(flats)
+        self._versions, self._sums = [], []
+        if versions != before:
             names = [name for flat in flats for name in flat.names]
-            return next(repr(n) for n, old, new in zip(names, self._versions, versions, strict=True) if old != new)
-        for flat, before in zip(flats if sums else [], sums, strict=True):
-            if not torch.equal(_checksum(flat.full), before):
+            return next(repr(n) for n, old, new in zip(names, before, versions, strict=True) if old != new)
+        for flat, noted in zip(flats if sums else [], sums, strict=True):
+            if not torch.equal(_checksum(flat.full), noted):
                 return f"{flat.names[0]!r}" + (f", or another of {flat.names[1:]}," if len(flat.names) > 1 else "")
         self._to_compare -= bool(sums)
         return None
@@ -463,6 +464,8 @@ class Unit:
     def absorb(self, source: int | None) -> None:
         """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master."""
         for flat in self.flats:
+            _refuse_reshaped(flat)
+        for flat in self.flats:
             if flat.reader is not None:
                 flat.reader.forget()
             for bucket in flat.layout.buckets:
@@ -523,6 +526,17 @@ class Unit:
     def _undress(self) -> None:
         for wardrobe in self._wardrobes:
             wardrobe.parameter.__class__ = wardrobe.original
+
+
+def _refuse_reshaped(flat: Flat) -> None:
+    for index, (name, parameter) in enumerate(flat.named_parameters):
+        shape = values_of(parameter).shape
+        if shape != flat.shapes[index]:
+            raise RuntimeError(
+                f"{name!r} was sharded with shape {tuple(flat.shapes[index])} and has {tuple(shape)} now "
+                "(resize_token_embeddings does that): change a model's shapes before zeroshard.shard(), or after "
+                "zeroshard.unshard()"
+            )
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
