@@ -35,7 +35,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ import torch
 from ranks import RanksFailed, ThreadTeam, seeded
 from torch import nn
 from torch.func import functional_call
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import zeroshard
 
@@ -74,7 +74,7 @@ class Counterexample(AssertionError):
     """The two sides are not equal, or an error was not clear."""
 
 
-class Trouble(Exception):  # noqa: N818
+class Trouble(Exception):
     """Raised by the machine itself, in the middle of something."""
 
 
@@ -103,8 +103,8 @@ class Options:
         offload: Any = self.offload
         if self.offload == "disk":
             offload = {"optimizer": "disk", "directory": scratch}
-        elif self.offload == "parameters":
-            offload = {"optimizer": "host", "parameters": "host"}
+        elif self.offload == "parameters":  # in the other stages all of them are there
+            offload = "host" if self.stage != 3 else {"optimizer": "host", "parameters": "host"}
         return {
             "stage": self.stage,
             "precision": self.precision,
@@ -230,7 +230,7 @@ class Side:
     original: Any = None  # the optimizer that was given to shard()
     graphs: dict[int, torch.Tensor] = field(default_factory=dict)
     contexts: list[Any] = field(default_factory=list)
-    noted: list[torch.Tensor] = field(default_factory=list)
+    saves: list[zeroshard.Save] = field(default_factory=list)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)
@@ -274,10 +274,10 @@ class Plain:
 
     def _computed(self, module: nn.Module, *args: Any) -> torch.Tensor:
         if self.dtype is None:
-            return module(*args)  # type: ignore[no-any-return]
+            return module(*args)
         cast = {name: p.to(self.dtype) for name, p in module.named_parameters()}
         first = args[0].to(self.dtype)
-        return functional_call(module, cast, (first, *args[1:]))  # type: ignore[no-any-return]
+        return functional_call(module, cast, (first, *args[1:]))
 
     def run(self, body: Callable[[Callable[..., torch.Tensor], int], Any]) -> list[Any]:
         """Call it for each rank, each with its buffers; stop where it raises."""
@@ -371,7 +371,7 @@ class Lockstep:
         self.frozen_at_shard = {name for name, p in net.named_parameters() if not p.requires_grad}
         self.plain = Plain(copy.deepcopy(net), options)
         _watch(self.plain.model, options.hook, sharded=False)
-        self.sides: list[Side] = [None] * options.world  # type: ignore[list-item]
+        self.sides: list[Side] = [None] * options.world
         self._team = ThreadTeam(options.world) if options.world > 1 else None
         try:
             self._call("shard", lambda rank: self._build(rank, copy.deepcopy(net)))
@@ -387,7 +387,7 @@ class Lockstep:
             zeroshard.checkpoint_activations(net, ["blocks.*"])
         original = make_optimizer(options.optimizer, net, options.held_out)
         model, optimizer = zeroshard.shard(net, original, **options.shard_options(self.scratch))
-        self.sides[rank] = Side(model, optimizer, rank, original)  # type: ignore[arg-type]
+        self.sides[rank] = Side(model, optimizer, rank, original)
 
     def close(self) -> None:
         try:
@@ -458,7 +458,9 @@ class Lockstep:
     @property
     def ordinary(self) -> bool:
         """Whether nothing is special: a plain loop's calls may not be refused."""
-        return not (self.lenient or self.away or self.over or self.thawed or any(o.kind == "gathered" for o in self.opened))
+        return not (
+            self.lenient or self.away or self.over or self.thawed or any(o.kind == "gathered" for o in self.opened)
+        )
 
     # -- comparing ------------------------------------------------------------------------------------------------
 
@@ -498,7 +500,7 @@ class Lockstep:
         for name in self.names:
             done = self._do(
                 f"read({name})",
-                lambda side, name=name: _read(side.parameter(name)),  # type: ignore[misc]
+                lambda side, name=name: _read(side.parameter(name)),
                 lambda: None,
             )
             for rank, value in enumerate(done[0] if done is not None else ()):
@@ -520,7 +522,7 @@ class Lockstep:
         for name in self.names if not edited else ():
             done = self._do(
                 f"full_parameter({name})",
-                lambda side, name=name: zeroshard.full_parameter(side.model, name),  # type: ignore[misc]
+                lambda side, name=name: zeroshard.full_parameter(side.model, name),
                 lambda: None,
                 must=True,
             )
@@ -531,7 +533,7 @@ class Lockstep:
         for name in self.names:
             done = self._do(
                 f"full_gradient({name})",
-                lambda side, name=name: zeroshard.full_gradient(side.model, name),  # type: ignore[misc]
+                lambda side, name=name: zeroshard.full_gradient(side.model, name),
                 lambda: None,
                 must=True,
             )
@@ -708,13 +710,13 @@ class Lockstep:
         def act(side: Side) -> None:
             loss = sum((side.graphs[number] for number in numbers[1:]), side.graphs[numbers[0]])
             loss = side.optimizer.scale(loss) if scaled else loss
-            loss.backward(retain_graph=retain)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain)
 
         def plain() -> None:
             for rank in range(self.options.world):
                 losses = [self.plain.graphs[number][rank] for number in numbers]
                 loss = sum(losses[1:], losses[0]) / self.options.world
-                loss.backward(retain_graph=retain)  # type: ignore[no-untyped-call]
+                loss.backward(retain_graph=retain)
 
         done = self._do(f"backward({numbers}, retain={retain}, scaled={scaled})", act, plain)
         if done is None:
@@ -750,9 +752,6 @@ class Lockstep:
 
         self._do(f"fail_backward({index})", act, plain, must=True)
 
-    def fail_again(self, seed: int) -> None:
-        """A block that is checkpointed raises when it is run again."""
-
     # -- the optimizer --------------------------------------------------------------------------------------------
 
     def step(self, closure: int | None = None) -> None:
@@ -785,7 +784,7 @@ class Lockstep:
                 def body(run: Callable[..., torch.Tensor], rank: int) -> float:
                     loss = self._loss(run, self.plain.model, rank, seed, 0, None)
                     if loss.requires_grad:
-                        (loss / self.options.world).backward()  # type: ignore[no-untyped-call]
+                        (loss / self.options.world).backward()
                     return loss.item()
 
                 return self.plain.run(body)
@@ -1138,7 +1137,7 @@ class Lockstep:
         wait = wait or self.options.world > 1
         done = self._do(
             f"save(wait={wait})",
-            lambda side: zeroshard.save(path, side.model, side.optimizer, wait=wait) and None,
+            lambda side: side.saves.append(zeroshard.save(path, side.model, side.optimizer, wait=wait)),
             self.plain.save,
         )
         if done is not None:
@@ -1180,7 +1179,7 @@ class Lockstep:
         for side in self.sides:
             for name in self.names:
                 self.same(f"{name} unsharded", side.parameter(name), self.plain.parameter(name))
-        options = {**self.options.shard_options(self.scratch), "stage": stage}
+        options = replace(self.options, stage=stage).shard_options(self.scratch)
         for model in (self.plain.model, *(side.model for side in self.sides)):
             for name, parameter in model.named_parameters():
                 if thaw:
@@ -1191,7 +1190,7 @@ class Lockstep:
         def build(rank: int) -> None:
             side = self.sides[rank]
             side.original = side.optimizer
-            side.model, side.optimizer = zeroshard.shard(side.model, side.optimizer, **options)  # type: ignore[assignment]
+            side.model, side.optimizer = zeroshard.shard(side.model, side.optimizer, **options)
             for context in side.contexts:
                 context.__exit__(None, None, None)
             side.contexts.clear()
@@ -1209,6 +1208,9 @@ class Lockstep:
 
     def finish(self) -> None:
         """Compare everything once more."""
+        for side in self.sides:
+            for save in side.saves:
+                save.wait()
         if self.over:
             return
         while self.opened:

@@ -133,7 +133,7 @@ class ThreadTeam:
             except Exception as error:
                 self._answers.put((rank, None, error))
 
-    def call(self, body: Callable[[int], T], timeout: float = 60) -> list[tuple[T | None, BaseException | None]]:
+    def call(self, body: Callable[[int], T], timeout: float = 20) -> list[tuple[T | None, BaseException | None]]:
         """Run it on every rank; see above."""
         for bodies in self._bodies:
             bodies.put(body)

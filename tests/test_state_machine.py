@@ -6,8 +6,8 @@ The test runs a short, fixed selection of sequences. A long run, by command:
 
 It runs in child processes of `--chunk` sequences each, `--jobs` at a time, so that a sequence that ends the interpreter
 is told as well. At a counterexample it prints the shortest sequence that hypothesis has found for it, and ends with
-status 1; with `--keep-going` it goes on with the next seed. `--without edit,cast` leaves rules out, `--stage`,
-`--world`, `--offload` and `--precision` fix an option.
+status 1; with `--keep-going` it goes on with the next seed. `--without edit,cast` leaves rules out, `--fix stage=3
+offload=None` fixes options of `Options`, `--counts` tells how often each call went through or was refused.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ def sharded_models(draw: st.DrawFn) -> Options:
         "cast_on_gather": draw(st.booleans()) if sixteen else True,
     }
     options |= FIXED
-    if options["offload"] == "parameters" and options["stage"] != 3:
-        options["offload"] = "host"
     return Options(**options)
 
 
@@ -122,6 +120,8 @@ def add_rule(name: str, /, **arguments: st.SearchStrategy[Any]) -> None:
 
     def act(self: Machine, look: str, **given: Any) -> None:
         if self.going and allowed(name) and self.both is not None:
+            if "name" in given and given["name"] not in self.both.names:
+                given["name"] = given["name"].replace("blocks.1", "blocks.0")
             getattr(self.both, name)(**given)
             self._after(look)
 
@@ -133,7 +133,9 @@ NUMBER = st.integers(-2, 1)
 add_rule("train", seed=SEEDS, clear=st.sampled_from(("optimizer", "model")))
 add_rule("forward", seed=SEEDS, route=st.integers(0, 2), part=PARTS)
 add_rule("evaluate", seed=SEEDS, route=st.integers(0, 2), mode=st.booleans(), inference=st.booleans())
-add_rule("backward", which=NUMBER, retain=st.booleans(), both=st.booleans(), scaled=st.sampled_from((True, True, False)))
+add_rule(
+    "backward", which=NUMBER, retain=st.booleans(), both=st.booleans(), scaled=st.sampled_from((True, True, False))
+)
 add_rule("step", closure=st.none() | SEEDS)
 add_rule("zero_grad", by=st.sampled_from(("optimizer", "model")), set_to_none=st.booleans())
 add_rule(
@@ -209,10 +211,9 @@ def _child(arguments: argparse.Namespace) -> int:
     if arguments.only:
         WITHOUT.update(RULES.difference(arguments.only.split(",")))
     Lockstep.lenient = arguments.lenient
-    for name in ("stage", "world", "offload", "precision", "optimizer"):
-        value = getattr(arguments, name)
-        if value is not None:
-            FIXED[name] = None if value == "none" else int(value) if name in ("stage", "world") else value
+    for entry in arguments.fix:
+        name, _, value = entry.partition("=")
+        FIXED[name] = {"None": None, "True": True, "False": False}.get(value, int(value) if value.isdigit() else value)
     try:
         run_sequences(arguments.chunk, arguments.seed, arguments.steps, arguments.quick)
     except Counterexample as error:
@@ -268,7 +269,9 @@ def _parent(arguments: argparse.Namespace) -> int:
             if arguments.counts:
                 print(output)
             seconds = time.monotonic() - began
-            print(f"seed {first}: {ran} sequences without a counterexample, {failures} with; {seconds:.0f} s", flush=True)
+            print(
+                f"seed {first}: {ran} sequences without a counterexample, {failures} with; {seconds:.0f} s", flush=True
+            )
     return 1 if failures else 0
 
 
@@ -286,8 +289,7 @@ def main() -> int:
     parser.add_argument("--without", default="", help="rules to leave out, separated by commas")
     parser.add_argument("--only", default="", help="the only rules, separated by commas")
     parser.add_argument("--lenient", action="store_true", help="take refusals of what a plain loop does")
-    for name in ("stage", "world", "offload", "precision", "optimizer"):
-        parser.add_argument(f"--{name}", default=None)
+    parser.add_argument("--fix", nargs="*", default=[], metavar="OPTION=VALUE", help="options that are not drawn")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     return _child(arguments) if arguments.child else _parent(arguments)
