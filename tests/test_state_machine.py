@@ -108,11 +108,6 @@ class Machine(RuleBasedStateMachine):
     def going(self) -> bool:
         return self.both is not None and not self.both.over
 
-    def _after(self, look: str) -> None:
-        assert self.both is not None
-        STARTED["rules"] += 1
-        self.both.look(look)
-
 
 def add_rule(name: str, /, **arguments: st.SearchStrategy[Any]) -> None:
     """Make a rule of a method of `Lockstep`."""
@@ -122,8 +117,13 @@ def add_rule(name: str, /, **arguments: st.SearchStrategy[Any]) -> None:
         if self.going and allowed(name) and self.both is not None:
             if "name" in given and given["name"] not in self.both.names:
                 given["name"] = given["name"].replace("blocks.1", "blocks.0")
-            getattr(self.both, name)(**given)
-            self._after(look)
+            STARTED["rules"] += 1
+            try:
+                getattr(self.both, name)(**given)
+                self.both.look(look)
+            except BaseException:
+                self.both.over = True  # nothing that comes later is worth telling
+                raise
 
     act.__name__ = name
     setattr(Machine, name, precondition(lambda self: allowed(name))(rule(look=LOOK, **arguments)(act)))
