@@ -361,6 +361,7 @@ class Lockstep:
         self.checkpoints: list[tuple[str, Saved]] = []
         self.snapshots: list[tuple[list[Any], Saved]] = []  # of the optimizer: (each rank's, plain)
         self.thawed: set[str] = set()
+        self._last: tuple[int, int | None] | None = None  # route and part of the last forward with a graph
         self._ids = itertools.count()
         self._scratch = contextlib.ExitStack()
         self.scratch = self._scratch.enter_context(tempfile.TemporaryDirectory())
@@ -594,6 +595,7 @@ class Lockstep:
         if done is None:
             self._drop(number)
             return
+        self._last = (route, part)
         self._same_outputs("loss", done)
         if not self.plain.graphs[number][0].requires_grad:
             self._drop(number)
@@ -667,9 +669,13 @@ class Lockstep:
             self._same_outputs("evaluation", done)
 
     def fail_forward(self, where: str, index: int, seed: int, only: int | None = None) -> None:
-        """Raise in the middle of a forward, or in a hook of it, on all ranks or one; the batch is skipped."""
+        """Raise in the middle of a forward, or in a hook of it, on all ranks or one; the batch is skipped.
+
+        On one alone where the forward before was the same: else the rank cannot know what the others expect of it.
+        """
         if any(o.apart for o in self.opened):
             return
+        only = only if self._last == (0, None) else None
         index %= self.options.blocks
 
         def troubled(rank: int) -> tuple[str, int] | None:
@@ -699,6 +705,7 @@ class Lockstep:
                 self.plain.model.noted.clear()
 
         self._do(f"fail_forward({where}, {index}, only={only})", act, plain, must=True)
+        self._last = None
 
     def backward(self, which: int = -1, retain: bool = False, both: bool = False, scaled: bool = True) -> None:
         """A backward of one graph, or of the sum of all."""
@@ -1196,6 +1203,7 @@ class Lockstep:
             side.contexts.clear()
 
         self._call(f"shard(stage={stage})", build)
+        self._last = None
         self.opened.clear()
         self.thawed = set()
         self.frozen_at_shard = {name for name, p in self.plain.model.named_parameters() if not p.requires_grad}

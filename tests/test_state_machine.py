@@ -198,7 +198,7 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
 
 
 def test_a_sharded_model_stays_beside_a_plain_one() -> None:
-    run_sequences(60, None, 12)
+    run_sequences(100, 1, 12)
 
 
 # ------------------------------------------------------------------------------------------------- a long run
