@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -432,11 +432,14 @@ def _be(rank: int, run: Run, scratch: Path, announcement: int, listener: socket.
         store = _store(rank, run, scratch, listener)
         limit = timedelta(seconds=run.limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=run.ranks, timeout=limit)
-        answer = globals()[run.body](rank, **run.arguments)
+        module, _, name = run.body.rpartition(":")
+        body = getattr(importlib.import_module(module), name) if module else globals()[name]
+        answer = body(rank, **run.arguments)
         place.with_suffix(".json").write_text(json.dumps(answer))
         _linger(store, run.ranks)
     except BaseException as error:
         traceback.print_exc()
+        sys.last_value = error  # as Python leaves it
         place.with_suffix(".error").write_text("".join(traceback.format_exception_only(error)))
     # As Python ends, less the taking apart of torch's modules, which takes two seconds.
     threading._shutdown()  # type: ignore[attr-defined]
@@ -458,10 +461,11 @@ def _store(rank: int, run: Run, scratch: Path, listener: socket.socket) -> Store
 
 def _linger(store: Store, ranks: int) -> None:
     """Keep the sockets while others may still read from them."""
-    store.add("done", 1)
     deadline = time.monotonic() + 2  # the others may be dead
-    while store.add("done", 0) < ranks and time.monotonic() < deadline:
-        time.sleep(0.005)
+    with suppress(RuntimeError):  # and the one that holds the store
+        store.add("done", 1)
+        while store.add("done", 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 def _serve(scratch: Path) -> None:

@@ -91,6 +91,20 @@ def test_a_resident_parameter_that_is_away_says_so() -> None:
     assert torch.isfinite(head.sum())
 
 
+@pytest.mark.parametrize("held_by", ["NumPy", "other processes"])
+def test_memory_that_others_hold_is_refused_before_anything_is_moved(held_by: str) -> None:
+    case = Case(steps=1, options={"stage": 1})
+    model, optimizer = case.make()
+    head = model.head.weight.detach()
+    array = head.numpy() if held_by == "NumPy" else head.share_memory_()
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match=f"cannot be moved: the memory .* {held_by}"):
+        zeroshard.offload_states(model)
+    assert_same(everything(model, optimizer), before)
+    loop(model, optimizer, case)
+    del array
+
+
 def test_the_ledger_follows() -> None:
     case = Case(steps=1, options={"stage": 2, "precision": "bf16"})
     model, optimizer = case.make()

@@ -265,8 +265,9 @@ def kept_gradients(rank: int, stage: int) -> list[tuple[torch.Tensor, torch.Tens
     """Gradients that a hook of the user's has kept, each with a copy made at that moment."""
     model = copy.deepcopy(stack())
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer in model.layers:
-        layer.down.weight.register_post_accumulate_grad_hook(lambda p: kept.append((p.grad, p.grad.clone())))
+    nodes = [(p, p.view_as(p).grad_fn.next_functions[0][0]) for p in (layer.down.weight for layer in model.layers)]
+    for p, node in nodes:
+        node.register_hook(lambda *_, p=p: kept.append((p.grad, p.grad.clone())))
     model, _ = zeroshard.shard(model, stage=stage, units=(Layer,), bucket_size=LARGE)
     model(data(rank, 0)).backward()
     zeroshard.full_gradient(model, "layers.0.up.weight")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from live import allocated_bytes, live_beyond, live_bytes
 from plain import assert_close, assert_equal, full_parameters
 from ranks import run_processes, run_threads, seeded
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -355,3 +360,127 @@ def test_live_tensors_inside_initialisation_are_the_shards_and_one_unit(by: str)
     for seen in run_processes(2, excess_while_initialising, by):
         assert len(seen) >= LARGE.layers
         assert set(seen) == {0}
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6)) for _ in range(2)])
+
+
+def with_part(part) -> nn.Module:
+    """A model one of whose blocks is something else."""
+    model = small()
+    model[1] = part(model[1])
+    return model
+
+
+def with_attribute(made) -> nn.Module:
+    model = small()
+    model[1].kept = made(model[0][0].weight)
+    return model
+
+
+def two_over_one_memory() -> nn.Module:
+    model = small()
+    model[1][0].weight = nn.Parameter(model[0][0].weight.data)
+    return model
+
+
+def stepped_in_backward() -> nn.Module:
+    model = small()
+    model[0][2].weight.register_post_accumulate_grad_hook(lambda p: None)
+    return model
+
+
+def traced(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        return torch.jit.trace(module, torch.zeros(4, 6))
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(module)
+
+
+REFUSED = {
+    "traced": (lambda: with_part(traced), "module '1' is a ScriptModule"),
+    "scripted": (lambda: with_part(scripted), "module '1' is a ScriptModule"),
+    "data parallel": (lambda: with_part(nn.DataParallel), "module '1' is wrapped by DataParallel"),
+    "sharded": (lambda: with_part(lambda m: zeroshard.shard(m)[0]), "module '1' is sharded already"),
+    "sharded model": (lambda: zeroshard.shard(small())[0], "the model is sharded already"),
+    "hook": (stepped_in_backward, r"'0\.2\.weight' has a post-accumulate-grad hook"),
+    "view": (lambda: with_attribute(lambda w: w.data[1:3]), r"'1\.kept' views the memory of parameter '0\.0\.weight'"),
+    "view in a list": (lambda: with_attribute(lambda w: [w.t()]), r"'1\.kept' views the memory"),
+    "one memory": (two_over_one_memory, r"'0\.0\.weight' and '1\.0\.weight' are two parameters over one memory"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_right_afterwards_is_refused_by_name(what: str) -> None:
+    make, message = REFUSED[what]
+    with pytest.raises(ValueError, match=message):
+        zeroshard.shard(make())
+
+
+def test_attributes_that_are_no_views_are_not_refused() -> None:
+    zeroshard.shard(with_attribute(lambda w: [w, w.detach().clone()]))
+    zeroshard.shard(with_part(lambda m: nn.Sequential(nn.utils.spectral_norm(m[0]), nn.LSTM(9, 6))))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_renormalise_are_refused_unless_one_rank_updates_the_very_weight(kind, stage: int) -> None:
+    def body(rank: int):
+        with pytest.raises(ValueError, match=r"'0' \(Embedding(Bag)?\) has max_norm=0\.5"):
+            zeroshard.shard(nn.Sequential(kind(5, 4, max_norm=0.5)), stage=stage)
+
+    run_threads(2, body)
+    for options in ({"precision": "bf16"}, {"offload": "host"}):
+        with pytest.raises(ValueError, match="max_norm"):
+            zeroshard.shard(nn.Sequential(kind(5, 4, max_norm=0.5)), stage=stage, **options)
+    model, _ = zeroshard.shard(nn.Sequential(kind(5, 4, max_norm=0.5)), stage=stage)
+    model(torch.arange(5)[None]).sum().backward()
+    assert zeroshard.full_parameter(model, "0.weight").norm(dim=1).max() <= 0.5 + 1e-6
+
+
+def refused_wrappers(rank: int, stage: int) -> list[str]:
+    """What is said about other wrappers inside the model, around it, and around a model that holds it."""
+
+    class Holding(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.last = inner, nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.inner(x))
+
+    mesh = init_device_mesh("cpu", (2,))
+    inside = [DistributedDataParallel, lambda m: fully_shard(m, mesh=mesh)]
+    inside += [lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))]
+    around = [DistributedDataParallel, lambda m: DistributedDataParallel(Holding(m)), replicate, *inside[1:]]
+    said = []
+    for wrap in inside:
+        with pytest.raises(ValueError) as refused:
+            zeroshard.shard(nn.Sequential(small(), wrap(small())), stage=stage)
+        said.append(str(refused.value))
+    for wrap in around:
+        model, _ = zeroshard.shard(small(), stage=stage)
+        with pytest.raises(RuntimeError) as caught:
+            wrap(model)(torch.ones(2, 6))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_other_wrappers_inside_and_around_are_refused(stage: int) -> None:
+    for said in run_processes(2, refused_wrappers, stage):
+        names = ["DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"]
+        assert all(f"module '1' is wrapped by {name}" in text for name, text in zip(names, said, strict=False))
+        assert "DistributedDataParallel would reduce the gradients" in said[3]
+        assert ("would reduce the gradients" if stage == 0 else "partitioned over the ranks") in said[4]
+        assert "replicate() would reduce the gradients" in said[5]
+        assert all(("another nn.Parameter" if stage == 0 else "partitioned over the ranks") in t for t in said[6:])

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from against_plain import Step, assert_same, built, numbers, token_loss, token_step, tokens
-from plain import Net
+from against_plain import Step, assert_same, built, numbers, sgd, token_loss, token_step, tokens
+from plain import Net, full_parameters
 from ranks import run_processes
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import zeroshard
 
 VOCABULARY = 11  # of plain.Net
 
@@ -214,3 +217,113 @@ def test_a_backward_that_makes_a_graph(stage: int) -> None:
         return loss
 
     assert_same(built(Continuous), step, numbers(3, 6, 5, 7), stage=stage)
+
+
+# ------------------------------------------------------------------------------------- backward inside backward
+
+
+class SolvesBackward(Continuous):
+    """An implicit layer: a hook on each block's output solves for its gradient through a second graph of the block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.solved(block, x)
+        return self.head(x)
+
+    @staticmethod
+    def solved(block: Any, x: torch.Tensor) -> torch.Tensor:
+        x = block(x)
+        start = x.detach().requires_grad_()
+        end = block(start)
+        x.register_hook(lambda g: g + 0.1 * torch.autograd.grad(end, start, g, retain_graph=True)[0])
+        return x
+
+
+class HooksInside(SolvesBackward):
+    """The same, with the hook on the very tensor that the unit's module gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_hook(self.hooked)
+
+    @staticmethod
+    def hooked(block: Any, args: Any, x: torch.Tensor) -> None:
+        start = x.detach().requires_grad_()
+        end = block.down(torch.tanh(block.up(start)))
+        if x.requires_grad:
+            x.register_hook(lambda g: g + 0.1 * torch.autograd.grad(end, start, g, retain_graph=True)[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Continuous.forward(self, x)
+
+
+class ReachesAhead(Continuous):
+    """A hook in the middle goes back through blocks that the outer backward is still to come to, and adds to them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.blocks[1](self.blocks[0](x))
+        x = super().forward(early.detach().requires_grad_())
+        x.register_hook(lambda g: early.backward(0.5 * torch.ones_like(early)))
+        return self.blocks[0](x[..., :7]) if x.shape[-1] >= 7 else x
+
+
+class RunsAgain(Continuous):
+    """Runs a block again inside a hook, and goes back through that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        start = x.detach()[..., :7]
+
+        def again(g: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                at = start.clone().requires_grad_()
+                return g + torch.autograd.grad(self.blocks[0](at).square().mean(), at)[0].sum()
+
+        x.register_hook(again)
+        return x
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", [SolvesBackward, HooksInside, ReachesAhead, RunsAgain])
+def test_a_backward_inside_backward(kind: Any, stage: int) -> None:
+    assert_same(built(kind), squared, numbers(2, 6, 5, 7), stage=stage, whole=False, run=run_processes)
+
+
+# -------------------------------------------------------------------------------------------- torch.func
+
+
+def transformed(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """What torch's transforms make of a model, with its own parameters and with others."""
+    own = {name: torch.full(p.shape, 0.1) for name, p in model.named_parameters()}
+
+    def called(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    found = [
+        torch.func.grad(called)(own, x),
+        torch.func.vmap(torch.func.grad(called), (None, 0))(own, x),
+        torch.func.grad(lambda x: model(x).square().mean())(x),
+        torch.func.vmap(torch.func.grad(lambda x: model(x).square().mean()))(x),
+        torch.func.jvp(lambda x: model(x), (x,), (x,)),
+    ]
+    return [tensor.detach() for tensor in tree_leaves(found)]
+
+
+def sharded_transforms(rank: int, model: Any, batch: torch.Tensor, options: dict[str, Any]) -> list[torch.Tensor]:
+    model, optimizer = zeroshard.shard(model, sgd(model), **options)
+    found = transformed(model, batch)
+    squared(model, batch)
+    optimizer.step()
+    return [*found, *full_parameters(model).values()]
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload": "host"}])
+def test_transforms_of_a_sharded_model_are_those_of_the_plain_one(options: dict[str, Any]) -> None:
+    model, batch = built(Continuous), numbers(1, 6, 7)[0]
+    found = run_processes(2, sharded_transforms, model, batch, options)
+    wanted, optimizer = transformed(model, batch), sgd(model)
+    squared(model, batch)
+    optimizer.step()
+    for ours in found:
+        torch.testing.assert_close(ours, [*wanted, *(p.detach() for p in model.parameters())])

@@ -201,6 +201,33 @@ def test_lora_with_checkpointing_trains_as_plain() -> None:
     assert_same(model, language_step, tokens(2, VOCABULARY), stage=3)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) -> None:
+    model = lora()
+    batch = tokens(1, VOCABULARY)[0]
+    plain = copy.deepcopy(model)
+    plain.merge_adapter()
+    with torch.no_grad():
+        expected = plain(input_ids=batch).logits
+
+    def body(rank: int) -> Any:
+        mine = copy.deepcopy(model)
+        mine, optimizer = zeroshard.shard(mine, sgd(mine), stage=stage)
+        before = {name: zeroshard.full_parameter(mine, name) for name, _ in mine.named_parameters()}
+        with zeroshard.gathered(mine), torch.no_grad():
+            mine.merge_adapter()
+            logits = mine(input_ids=batch).logits
+            mine.unmerge_adapter()
+        after = {name: zeroshard.full_parameter(mine, name) for name, _ in mine.named_parameters()}
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        language_step(mine, part(batch, rank, 2))
+        optimizer.step()
+        return logits
+
+    for logits in run_threads(2, body):
+        torch.testing.assert_close(logits, expected)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(stage: int) -> None:
     model = lora()

@@ -129,6 +129,30 @@ def modes_ddp(rank: int, world: int, model: nn.Module, batches: list[torch.Tenso
     return outputs, {n: p.detach() for n, p in model.named_parameters()}, copied_buffers(model)
 
 
+def hooked_gradients(rank: int, world: int, model: nn.Module, batch: torch.Tensor, stage: int | None) -> Any:
+    """What hooks of parameters see, and what comes of the gradients they give back."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def halved(name: str) -> Any:
+        return lambda gradient: seen.setdefault(name, gradient.clone()) / 2
+
+    names = dict(model.named_parameters())
+    run: Any = DistributedDataParallel(model) if stage is None else zeroshard.shard(model, stage=stage)[0]
+    for name, parameter in names.items():
+        parameter.register_hook(halved(name))
+    run(part(batch, rank, world)).square().mean().backward()
+    read = (lambda name: names[name].grad) if stage is None else (lambda name: zeroshard.full_gradient(run, name))
+    return seen, {name: read(name) for name in names}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_of_parameters_see_and_change_what_they_do_under_ddp(stage: int) -> None:
+    model, batch = built(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))), numbers(1, 6, 4)[0]
+    theirs = run_processes(2, hooked_gradients, 2, model, batch, None)
+    for ours, ddp in zip(run_processes(2, hooked_gradients, 2, model, batch, stage), theirs, strict=True):
+        torch.testing.assert_close(ours, ddp)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", [ConvNet, ReplacingBuffer])
 def test_buffers_and_outputs_are_ddps_on_every_rank_in_every_mode(kind: Any, stage: int) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
 from ranks import run_processes, run_threads
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import zeroshard
 
@@ -238,13 +239,12 @@ def test_showing_an_absent_parameter_tells_its_name_and_shape(show) -> None:
         assert "Linear(in_features=7, out_features=17, bias=True)" in model
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "state_dict", "save", "half", "functional_call"])
+@pytest.mark.parametrize("way", ["deepcopy", "state_dict", "save", "functional_call"])
 def test_using_a_whole_partitioned_model_says_what_to_do(way: str) -> None:
     ways = {
         "deepcopy": copy.deepcopy,
         "state_dict": lambda model: model.state_dict(),
         "save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
-        "half": lambda model: model.half(),
         "functional_call": lambda model: torch.nn.utils.parameters_to_vector(model.parameters()),
     }
 
@@ -256,6 +256,165 @@ def test_using_a_whole_partitioned_model_says_what_to_do(way: str) -> None:
 
     for text in run_threads(2, body):
         assert "zeroshard.gathered" in text
+
+
+# ---------------------------------------------------------------------- what would leave the model wrong, all stages
+
+
+def assign(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: torch.zeros(p.shape) for name, p in make_net().state_dict().items()}, assign=True)
+
+
+def post_hook(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.get_parameter(NAME).register_post_accumulate_grad_hook(lambda p: None)
+
+
+WRONG = {  # a call, and what its error says
+    "half": (lambda model, _: model.half(), "'temperature' is sharded as float32 on cpu.* float16 on cpu"),
+    "a module's dtype": (lambda model, _: model.blocks[1].to(torch.float64), "'blocks.1.norm.weight' .* float64"),
+    "to_empty": (lambda model, _: model.to_empty(device="cpu"), "would replace it by a new tensor"),
+    "share_memory": (lambda model, _: model.share_memory(), "cannot be shared with other processes"),
+    "share one": (lambda model, _: model.get_parameter(NAME).share_memory_(), f"{NAME}.* cannot be shared"),
+    "post-accumulate-grad hook": (post_hook, f"{NAME}.* cannot be stepped inside backward"),
+    "save model": (lambda model, _: torch.save(model, io.BytesIO()), r"zeroshard\.save\(path, model"),
+    "pickle optimizer": (lambda _, optimizer: pickle.dumps(optimizer), r"zeroshard\.save\(path, model"),
+    "copy optimizer": (lambda _, optimizer: copy.deepcopy(optimizer), r"deepcopy\(optimizer\.state_dict"),
+    "join": (lambda model, _: Join([model]), "same number of batches"),
+    "join optimizer": (lambda _, optimizer: Join([optimizer]), "same number of batches"),
+    "assign": (assign, "'temperature' is another nn.Parameter than the one that was sharded"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_calls_that_would_leave_the_model_wrong_are_refused_and_change_nothing(stage: int) -> None:
+    def body(rank: int):
+        model, optimizer = shard(make_net(), stage)
+        for way, (call, message) in WRONG.items():
+            step(model, optimizer, split(batches(1)[0], rank, 2))
+            with pytest.raises(RuntimeError, match=message):
+                call(model, optimizer)
+            if way == "assign":
+                with pytest.raises(RuntimeError, match="is another"):
+                    net_loss(model, split(batches(1)[0], rank, 2))
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_conversions_that_change_nothing_do_nothing(stage: int) -> None:
+    plain = make_net()
+    _, wanted = train_plain(copy.deepcopy(plain), adam, batches(2))
+
+    def body(rank: int):
+        model, optimizer = shard(plain, stage)
+        for batch in batches(2):
+            assert model.to("cpu").cpu().float().to(torch.float32) is model
+            net_loss(model, split(batch, rank, 2)).backward()
+            model.cpu()  # with gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        values = full_parameters(model)
+        assert {p.dtype for p in zeroshard.unshard(model).half().parameters()} == {torch.float16}
+        return values
+
+    for values in run_threads(2, body):
+        assert_close(values, wanted)
+
+
+def replace_weight(model: nn.Module) -> None:
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(17, 7))
+
+
+def replace_module(model: nn.Module) -> None:
+    model.blocks[1].up = nn.Linear(7, 17)
+
+
+def add_adapter(model: nn.Module) -> None:
+    model.blocks[1].up.adapter = nn.Linear(7, 7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("change", [replace_weight, replace_module, add_adapter])
+def test_a_parameter_that_nobody_would_train_is_refused_by_name(change, stage: int) -> None:
+    def body(rank: int):
+        model, optimizer = shard(make_net(), stage)
+        step(model, optimizer, split(batches(1)[0], rank, 2))
+        change(model)
+        with pytest.raises(RuntimeError, match=r"'blocks\.1\.up\..*weight' is another nn\.Parameter"):
+            net_loss(model, split(batches(1)[0], rank, 2))
+
+    run_threads(2, body)
+
+
+def test_modules_around_the_same_parameters_are_no_change() -> None:
+    def body(rank: int):
+        model, optimizer = shard(make_net())
+        model.blocks[1] = nn.Sequential(model.blocks[1])  # as torch.compile(model.blocks[1]) would
+        own = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in model.named_parameters()}
+        assert torch.func.functional_call(model, own, (batches(1)[0],)).abs().max() == 0
+        return step(model, optimizer, split(batches(1)[0], rank, 2))
+
+    run_threads(2, body)
+
+
+class Scale(nn.Parameter):
+    """A user's own class of parameter."""
+
+
+class Edits(nn.Module):
+    """Changes its weight in forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight = how, Scale(torch.ones(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.how == "data":
+                self.weight.data.clamp_(max=0.5)
+            elif self.how == "in place":
+                self.weight.clamp_(max=0.5)
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("how", ["data", "in place"])
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"offload": "host"}])
+def test_a_forward_that_changes_partitioned_weights_is_refused(how: str, options) -> None:
+    def body(rank: int):
+        model, _ = shard(nn.Sequential(*[nn.Sequential(Edits("")) for _ in range(2)]), **options)
+        model(torch.ones(2, 5)).float().sum().backward()
+        model[1][0].how = how
+        with pytest.raises(RuntimeError, match=r"'1\.0\.weight' were changed in place during a forward"):
+            model(torch.ones(2, 5)).float().sum().backward()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_is_an_instance_of_its_own_class_at_all_times(stage: int) -> None:
+    def body(rank: int):
+        model, optimizer = shard(nn.Sequential(*[nn.Sequential(Edits("")) for _ in range(2)]), stage)
+        seen = [isinstance(p, Scale) for p in model.parameters()]
+        model(torch.ones(2, 5)).sum().backward()
+        seen += [isinstance(p, Scale) for p in model.parameters()]
+        optimizer.step()
+        seen += [isinstance(p, Scale) for p in model.parameters()]
+        assert {type(p) for p in zeroshard.unshard(model).parameters()} == {Scale}
+        return all(seen)
+
+    assert run_threads(2, body) == [True, True]
+
+
+def forward_alone(rank: int) -> str:
+    model, _ = shard(make_net())
+    with pytest.raises(RuntimeError) as caught:
+        model.forward(batches(1)[0])
+    return str(caught.value)
+
+
+def test_calling_forward_itself_says_to_call_the_model() -> None:
+    for text in run_threads(2, forward_alone):
+        assert "'temperature'" in text and "call the model or one of its modules as model(x)" in text
 
 
 def test_a_parameter_outside_its_module_is_brought_when_forward_needs_it() -> None:
@@ -293,7 +452,7 @@ def test_gathered_gives_the_full_values_on_all_ranks_and_frees_them(stage: int) 
         held = zeroshard.report(model).total.now
         with zeroshard.gathered(model):
             inside = {name: p.detach().clone() for name, p in model.named_parameters()}
-            assert type(model.get_parameter(NAME)) is nn.Parameter
+            assert isinstance(model.get_parameter(NAME), nn.Parameter)
         assert zeroshard.report(model).total.now == held
         if stage == 3:
             with pytest.raises(RuntimeError, match=r"zeroshard\.gathered"):

@@ -360,6 +360,58 @@ def test_floating_point_inputs_are_cast_unless_that_is_off(cast: bool, seen: tor
     assert model.seen == (seen, seen, torch.int32)
 
 
+class Widens(nn.Module):
+    """Gives its second block and its head fp32, and its blocks a table in fp32 that is to stay exact."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
+            self.seen: list[torch.dtype] = []
+
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            self.seen.append(table.dtype)
+            return x + torch.tanh(self.linear(self.norm(x))) * table.to(x.dtype)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Widens.Block(), Widens.Block(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.linspace(0, 1, 6)
+        return self.head(self.second(self.first(x, table).float(), table=table).float())
+
+
+@every_stage
+@pytest.mark.parametrize("precision", HALVES)
+def test_layers_that_are_given_other_floats_inside_the_model_cast_them(stage: int, precision: str) -> None:
+    plain = Widens()
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model: Any = copy.deepcopy(plain)
+        options = {"stage": stage, "precision": precision, "loss_scale": 64.0}
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.01), **options)
+        for _ in range(2):
+            loss = model(torch.linspace(-1, 1, 12).view(2, 6)).float().square().sum()
+            loss = loss + model.head(torch.ones(2, 6)).float().sum()  # by itself, with fp32
+            optimizer.scale(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert set(model.first.seen + model.second.seen) == {torch.float32}
+        return {name: p.detach() for name, p in zeroshard.unshard(model).named_parameters()}
+
+    found = run_threads(2, body)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _ in range(2):
+        loss = plain(torch.linspace(-1, 1, 12).view(2, 6)).square().sum() + plain.head(torch.ones(2, 6)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for values in found:
+        wanted = {name: p.detach() for name, p in plain.named_parameters()}
+        torch.testing.assert_close(values, wanted, rtol=0, atol=1e-3)
+
+
 # -------------------------------------------------------------------------------------------------- several dtypes
 
 

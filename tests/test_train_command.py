@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +232,45 @@ def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
     run_processes(2, trained, ["--out", str(tmp_path / "run"), "--resume"])  # all options are the run's own
     assert losses(tmp_path / "run") == losses(reference)  # one with evaluations, one without: they disturb nothing
     assert held_out(tmp_path / "run")[STEPS] == held_out(reference)[STEPS]
+
+
+def listeners(pids: Iterable[int]) -> dict[str, str]:
+    """The addresses, as the kernel writes them, on which processes listen, by their sockets' inodes."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:  # it was closed meanwhile
+                continue
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:] if Path(f"/proc/net/{table}").exists() else ():
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found[fields[9]] = fields[1].partition(":")[0]
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the kernel's form of an address, words of four bytes turned round, is in 127.0.0.0/8 or is ::1."""
+    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+    parsed = ipaddress.ip_address(b"".join(words))
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
+    running = Running(tmp_path / "run", "--ranks", 2, "--steps", 1000)
+    running.reach(2)
+    ranks = running.workers()
+    addresses = listeners([running.process.pid, *ranks.values()])
+    running.process.send_signal(signal.SIGTERM)
+    status, output = running.end()
+    assert status == 128 + signal.SIGTERM, output
+    assert len(ranks) == 2
+    assert len(addresses) >= 3  # of the store and of gloo on each rank: the look finds some
+    assert all(map(is_loopback, addresses.values())), addresses
 
 
 def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(

@@ -69,6 +69,16 @@ def test_blocks_of_two_containers_do_not_go_together() -> None:
     assert not any("left" in name and "right" in name for name in names)
 
 
+def test_members_of_a_root_container_are_units_though_they_hold_blocks_themselves() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(4))
+
+    assert units_of(nn.Sequential(Experts(), Experts())) == ["0", "1"]
+    assert units_of(nn.Sequential(nn.Embedding(9, 6), Experts())) == ["0", *(f"1.experts.{n}" for n in range(4))]
+
+
 def test_units_that_are_asked_for_are_left_as_they_are() -> None:
     assert units_of(deep(33), (Block,))[1:3] == ["blocks.0", "blocks.1"]
 

@@ -5,42 +5,94 @@ Collectives carry no name: two ranks that gather different units at the same mom
 silently exchange each other's data. Naming every collective would cost a round trip each. Instead every rank predicts
 the next collective from the recorded order (``engine/order.py``). Ranks with one history predict the same; a rank that
 does what was predicted needs to ask nobody. A rank about to do something *else* first announces it here and waits
-until all have announced the same. So a mismatched collective is never launched: the rank that left the order gets an
-error after the timeout, or at once when all have announced and differ, and those that wait for it inside a collective
-read here where it went.
+until all have announced the same. So a mismatched collective is never launched: the ranks get an error at once when all
+have announced and differ, and within seconds when one of them has gone past that moment with something else, has died,
+raised or ended (see [Note: watch]). Where the others may only be slow, the error comes at the timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
+from zeroshard.watch import ERROR, Barrier, Fault, RanksDisagreeError, Watch
 
-class RanksDisagreeError(RuntimeError):
-    """Ranks wait for each other at different places: the job cannot go on."""
+__all__ = ["PASS_START", "SLICE", "Agreement", "RanksDisagreeError"]
+
+PASS_START = "start "  # the event with which a pass begins
+SLICE = timedelta(seconds=1)  # of a wait, after which the rank looks whether it waits in vain
+LATE_SECONDS = 1.0  # of waiting, after which the others are asked where they are
+_ADVICE = (
+    "All ranks must run the same units in the same order: look for a branch on rank or data around that unit, or a "
+    "rank that skipped a call."
+)
+
+
+class Progress(Protocol):
+    """How far this rank has come, as :class:`zeroshard.engine.order.Order` knows it."""
+
+    moment: int
+
+    def event_at(self, moment: int) -> str:
+        """What this rank did at a moment."""
+
+    def where(self) -> str:
+        """The last event, in words."""
 
 
 class Agreement:
-    """The announcements of the ranks of one sharded model, in the process group's key-value store."""
+    """The announcements of the ranks of one sharded model, in the process group's key-value store.
+
+    >>> Agreement(None, "", 0, 1, 1.0).real  # one rank alone
+    False
+    """
 
     def __init__(
-        self, store: Store | None, prefix: str, rank: int, ranks: int, timeout: float, members: Sequence[int] = ()
+        self,
+        store: Store | None,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        members: Sequence[int] = (),
+        heartbeat_timeout: float = 8.0,
     ) -> None:
         self._store = store  # None: one rank, or a backend that communicates nothing
         self._prefix = prefix
         self.rank, self._ranks = rank, ranks
         self.members = list(members)  # the ranks of the mesh, as the job counts them
-        self._timeout = timeout
+        self.timeout = timeout
         self._settled = -1  # the last moment all ranks announced and agreed at
+        self._asking = (-1, "")  # the moment this rank announced last, and what
         self._stale: list[str] = []  # its keys, deleted once every rank has come to a later one
+        self._progress: weakref.ref[Progress] | None = None
+        self._longest_pause = 0.02 if ranks <= 64 else 0.2
+        self._watch: Watch | None = None
+        if store is not None:
+            self._watch = Watch(store, prefix, rank, self.members, self, heartbeat_timeout)
+        self.faults: list[Fault] = [] if self._watch is None else self._watch.faults
 
     @property
     def real(self) -> bool:
         """Whether there are other ranks that really answer."""
         return self._store is not None
+
+    def follow(self, progress: Progress) -> None:
+        """Say whose moments these are."""
+        self._progress = weakref.ref(progress)
+
+    def close(self) -> None:
+        """Watch over the other ranks no longer: the model is plain again."""
+        if self._watch is not None:
+            self._watch.close()
+
+    # -- agreeing -----------------------------------------------------------------------------------------------
 
     def agree(self, moment: int, what: str, expected: str) -> None:
         """Go on when all ranks are at ``moment`` and about to do ``what``; raise when they are not.
@@ -49,25 +101,27 @@ class Agreement:
         """
         if self._store is None:
             return
-        self._announce(moment, what)
+        began = time.monotonic()
         key = f"{self._prefix}/{moment}"
-        self._store.add(f"{key}/{what}", 1)
-        last = self._store.add(f"{key}/all", 1) == self._ranks
-        if last:
-            same = self._store.add(f"{key}/{what}", 0) == self._ranks
-            self._store.set(f"{key}/verdict", "go" if same else "differ")
         try:
-            self._store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
+            self._asking = (moment, what)
+            self._store.set(f"{self._prefix}/rank {self.rank}", f"{moment}:{what}")
+            self._store.add(f"{key}/{what}", 1)
+            last = self._store.add(f"{key}/all", 1) == self._ranks
+            if last:
+                same = self._store.add(f"{key}/{what}", 0) == self._ranks
+                self._store.set(f"{key}/verdict", "go" if same else "differ")
+            if not self._comes(f"{key}/verdict", what, moment, began):
+                raise self._disagree(f"waited {_since(began)} to {what}, where the recorded order has: {expected}")
+            if self._store.get(f"{key}/verdict") != b"go":
+                raise self._disagree(f"is about to {what}, where the recorded order has: {expected}")
+            if last:  # every rank has read the verdict before this one
+                for stale in self._stale:
+                    self._store.delete_key(stale)
+        except RanksDisagreeError:
+            raise
         except RuntimeError as error:
-            if failure := self._failure():
-                raise RanksDisagreeError(f"rank {self.rank} waits in vain to {what}: {failure}") from error
-            waited = f"waited {self._timeout:g} s to {what}, where the recorded order has: {expected}"
-            raise self._error(waited) from error
-        if self._store.get(f"{key}/verdict") != b"go":
-            raise self._error(f"is about to {what}, where the recorded order has: {expected}")
-        if last:  # every rank has read the verdict before this one
-            for stale in self._stale:
-                self._store.delete_key(stale)
+            raise self.stuck(what, error, began) from error
         self._settled = moment
         self._stale = [f"{key}/{what}", f"{key}/all", f"{key}/verdict"]
 
@@ -96,58 +150,164 @@ class Agreement:
         return {rank: text for rank, text in said.items() if text}
 
     def _get(self, key: str, what: str) -> bytes:
-        if self._store is None:
+        if self._store is None or self._watch is None:
             raise ValueError("there is no store to read")
+        began = time.monotonic()
         try:
-            self._store.wait([key], timedelta(seconds=self._timeout))
+            if not self._comes(key, what, None, began):
+                missing = self._watch.missing()
+                told = f": ranks {missing} have not called it" if missing else ""
+                text = f"rank {self.rank} waited {_since(began)} to {what}: have all ranks called shard(){told}?"
+                self._watch.post(ERROR, text)
+                raise RanksDisagreeError(text)
+            return self._store.get(key)
+        except RanksDisagreeError:
+            raise
         except RuntimeError as error:
-            waited = f"rank {self.rank} waited {self._timeout:g} s to {what}"
-            raise RanksDisagreeError(f"{waited}: have all ranks called shard()?") from error
-        return self._store.get(key)
+            raise self.stuck(what, error, began) from error
+
+    def _comes(self, key: str, what: str, moment: int | None, began: float) -> bool:
+        """Wait until a key is in the store; return False at the timeout, and raise where it will never be."""
+        if self._store is None or self._watch is None:
+            raise ValueError("there is no store to read")
+        pause, late = 0.0002, False
+        while not self._store.check([key]):  # a wait in the store could not be left, and blocks its other users
+            waited = time.monotonic() - began
+            if self._fault(moment) is not None and not self._store.check([key]):
+                raise self._in_vain(what, began, moment)
+            if waited > self.timeout:
+                return False
+            if waited > LATE_SECONDS and not late:
+                late = True
+                self._watch.announce_late()
+            time.sleep(pause)
+            pause = min(1.5 * pause, self._longest_pause)
+        return True
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def refuse(self, moment: int, what: str) -> None:
+        """Raise where a fault is known that keeps this rank from its event number ``moment``."""
+        if self._fault(moment) is not None:
+            raise self._in_vain(what, None, moment)
+
+    def finish(self, work: Any, what: str, began: float) -> None:
+        """Wait on for a collective that took longer than a slice; raise when it will not end any more."""
+        while True:
+            if work.is_completed():
+                try:
+                    work.wait()
+                    return
+                except RuntimeError as error:
+                    raise self.stuck(what, error, began) from error
+            if any(fault.is_settled for fault in self.faults):
+                raise self._in_vain(what, began, None)
+            if time.monotonic() - began > self.timeout:
+                raise self._disagree(f"could not finish to {what} within {_since(began)}")
+            with contextlib.suppress(RuntimeError):  # it has not ended, or has failed: is_completed() tells
+                work.wait(SLICE / 4)
+
+    def stuck(self, what: str, error: BaseException, began: float | None = None) -> RanksDisagreeError:
+        """Explain a collective, or a look into the store, that failed: mostly because a rank has gone."""
+        first_line = str(error).partition("\n")[0]
+        if self._watch is None:
+            return RanksDisagreeError(f"{what} failed: {first_line}")
+        deadline = time.monotonic() + self._watch.patience
+        while not self.faults and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.faults:
+            return self._in_vain(what, began, None, first_line)
+        try:
+            return self._disagree(f"could not finish to {what}{_after(began)} ({first_line})")
+        except RuntimeError:  # the store went down with its rank
+            return RanksDisagreeError(f"rank {self.rank} could not finish to {what}{_after(began)}: {first_line}")
 
     def tell_failure(self, why: str) -> None:
-        """Leave word for the ranks that will wait for this one in vain."""
-        if self._store is not None:
+        """Leave word for the ranks that will wait for this one in vain: it has left its pass by an exception."""
+        if self._store is not None and self._watch is not None:
             with contextlib.suppress(RuntimeError):  # the store went down with its rank
-                self._store.set(f"{self._prefix}/failure", f"rank {self.rank} failed: {why}")
+                self._store.set(f"{self._prefix}/note {self.rank}", f"{self.position()[0]}:{why}")
+                self._watch.announce_late()
 
-    def _failure(self) -> str:
-        key = f"{self._prefix}/failure"
-        return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
+    def position(self) -> tuple[int, str]:
+        """How many events this rank has come to, and the last of them in words."""
+        progress = self._progress() if self._progress is not None else None
+        return (0, "shard()") if progress is None else (progress.moment, progress.where())
 
-    def stuck(self, what: str, error: RuntimeError) -> RanksDisagreeError:
-        """Explain a collective that did not end."""
-        first_line = str(error).partition("\n")[0]
-        if self._store is None:
-            return RanksDisagreeError(f"{what} failed: {first_line}")
-        try:
-            if failure := self._failure():
-                return RanksDisagreeError(f"rank {self.rank} could not finish to {what}, because {failure}")
-            return self._error(f"could not finish to {what} within {self._timeout:g} s ({first_line})")
-        except RuntimeError:  # the store went down with its rank
-            return RanksDisagreeError(f"rank {self.rank} could not finish to {what}: {first_line}")
+    def conflict(
+        self, announced: dict[int, tuple[int, str]], notes: dict[int, tuple[int, str]], barrier: Barrier | None
+    ) -> str:
+        """Say how this rank differs from what others have announced; "" where it does not, or not yet.
 
-    def _announce(self, moment: int, what: str) -> None:
-        if self._store is not None:
-            self._store.set(f"{self._prefix}/rank {self.rank}", f"{moment}:{what}")
+        What others announced at a moment that this rank has passed cannot be agreed on any more: it would have
+        announced it, too, had it seen the need. After an exception has ended a pass, a rank's next event can only be
+        the start of another one.
+        """
+        progress = self._progress() if self._progress is not None else None
+        if progress is None:
+            return ""
+        passed = progress.moment  # first: what was agreed on is settled before it is passed
+        settled, (asking, asked) = self._settled, self._asking
+        for moment in sorted({moment for moment, _ in announced.values() if moment > settled}):
+            theirs = {rank: what for rank, (at, what) in announced.items() if at == moment}
+            mine = progress.event_at(moment) if moment <= passed else asked if moment == asking else ""
+            if moment <= passed or (moment == asking and any(what != asked for what in theirs.values())):
+                said = "; ".join(f"rank {rank} is about to {what}" for rank, what in theirs.items())
+                return (
+                    f"ranks disagree: {said}, where rank {self.rank} has come to: {mine or 'another call'}. {_ADVICE}"
+                )
+        for rank, (moment, what) in announced.items():
+            if barrier is not None and moment > max(settled, passed) and self.members[rank] in barrier.ranks:
+                here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.line})"
+                return f"ranks disagree: rank {rank} is about to {what}, where {here}. {_ADVICE}"
+        for rank, (moment, why) in notes.items():
+            after = moment + 1
+            mine = progress.event_at(after) if after <= passed else asked if after == asking else ""
+            if mine and not mine.startswith(PASS_START):
+                return f"rank {rank} failed: {why}. Rank {self.rank} has come to: {mine}"
+        return ""
 
-    def _error(self, what: str) -> RanksDisagreeError:
-        if self._store is None:
+    def _fault(self, moment: int | None) -> Fault | None:
+        return next((fault for fault in self.faults if fault.stops(moment)), None)
+
+    def _in_vain(self, what: str, began: float | None, moment: int | None, error: str = "") -> RanksDisagreeError:
+        fault = self._fault(moment) or self.faults[0]
+        told = f" ({error})" if error else ""
+        return RanksDisagreeError(f"rank {self.rank} cannot {what}{_after(began)}: {fault.text}{told}")
+
+    def _disagree(self, what: str) -> RanksDisagreeError:
+        """Say where all ranks are, here and to the others."""
+        if self._store is None or self._watch is None:
             raise ValueError("one rank cannot disagree with itself")
-        elsewhere, silent = [], []
+        elsewhere = []
+        positions = self._watch.positions()
         for rank in range(self._ranks):
-            key = f"{self._prefix}/rank {rank}"
-            moment, said = -1, ""
-            if rank != self.rank and self._store.check([key]):
-                number, _, said = self._store.get(key).decode().partition(":")
-                moment = int(number)
+            if rank == self.rank:
+                continue
+            moment, said = self._said("rank", rank)
             if moment > self._settled:
                 elsewhere.append(f"rank {rank} is about to {said}")
-            elif rank != self.rank:
-                silent.append(rank)
-        if silent:
-            elsewhere.append(f"ranks {silent} follow the recorded order, or do not answer")
-        return RanksDisagreeError(
-            f"ranks disagree: rank {self.rank} {what}. " + "; ".join(elsewhere) + ". All ranks must run the same units "
-            "in the same order: look for a branch on rank or data around that unit, or a rank that skipped a call."
-        )
+            else:
+                known = f"the last it was known to come to: {positions[rank]}" if rank in positions else "not heard of"
+                elsewhere.append(f"rank {rank} has announced nothing ({known})")
+            failed, why = self._said("note", rank)
+            if failed >= self._settled and why:
+                elsewhere.append(f"rank {rank} failed: {why}")
+        text = f"ranks disagree: rank {self.rank} {what}. {'; '.join(elsewhere)}. {_ADVICE}"
+        self._watch.post(ERROR, text)
+        return RanksDisagreeError(text)
+
+    def _said(self, topic: str, rank: int) -> tuple[int, str]:
+        key = f"{self._prefix}/{topic} {rank}"
+        if self._store is None or not self._store.check([key]):
+            return -1, ""
+        moment, _, said = self._store.get(key).decode().partition(":")
+        return int(moment), said
+
+
+def _since(began: float) -> str:
+    return f"{time.monotonic() - began:.1f} s"
+
+
+def _after(began: float | None) -> str:
+    return "" if began is None else f", after {_since(began)}"

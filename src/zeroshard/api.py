@@ -23,19 +23,21 @@ from zeroshard.engine.alike import open_agreement, open_tiers, verify_same_divis
 from zeroshard.engine.away import Away
 from zeroshard.engine.buffers import Buffers
 from zeroshard.engine.build import Builder, check_model
+from zeroshard.engine.checks import check_max_norm
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import card_of, values_of
-from zeroshard.engine.unit import State, Unit
+from zeroshard.engine.unit import Unit
 from zeroshard.engine.units import plan_units
 from zeroshard.memory.ledger import Bytes, Ledger
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.profile import Moment, Profile
 from zeroshard.memory.report import Report
 from zeroshard.memory.tiers import Tiers
-from zeroshard.optimizer import NOT_ELEMENTWISE, ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer, described, refuse_states
+from zeroshard.optimizer_probe import refuse_unfit
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
 from zeroshard.runs import states_of_an_element
@@ -95,13 +97,13 @@ def shard(
     wanted = _left_open(options, checkpoint, inputs, planning)
     config = Config(**{name: value for name, value in options.items() if name not in wanted})
     axes, tensor = axes_of(mesh)
+    if optimizer is not None:
+        _refuse_second(model, optimizer)
     check_model(model, divided=tensor.size > 1)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     device = _device(model, mesh, config)
-    control = open_agreement(mesh, config.timeout)
+    control = open_agreement(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = _trained(optimizer, names)
+    trained = _trained(optimizer, names, config)
     replicas = math.prod(axis.size for axis in axes[:-1])
     why = ""
     if wanted:
@@ -111,12 +113,13 @@ def shard(
         chosen = choose(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
         found = chosen.choice.sharding.items()
         config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.why
+    check_max_norm(model, config, axes[-1].size * replicas)
     verify_same_model(model, _described(optimizer, names), config, control)
     if "checkpoint" in wanted:
         chosen.recompute(model)
     cast = config.casts_masters and bool(trained)
     placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
-    comm = Communicator(axes, device, placement.optimizer, config.timeout, control, tensor)
+    comm = Communicator(axes, device, placement.optimizer, control, tensor)
     ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
     tiers = Tiers(config.offload, device, ledger)
     open_tiers(tiers, control)
@@ -165,8 +168,9 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     """
     sharded = _sharded(model)
     engine: Engine = sharded.engine
-    engine.close()
+    engine.states.refuse_gathered("unshard()")
     state = optimizer.state_dict() if optimizer is not None else None
+    engine.close()
     engine.order.begin("unshard")
     for unit in engine.units:
         engine.order.check(unit.gather_event)
@@ -176,12 +180,14 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     for handle in sharded.handles:
         handle.remove()
     del model._zeroshard
+    engine.comm.control.close()
     if optimizer is None:
         return model
     if sharded.division is not None:
         sharded.division.divide_states(state or {}, optimizer.names)
     parameters = dict(model.named_parameters())
     inner = optimizer.inner
+    optimizer.give_modes_back()
     inner.state.clear()
     for group, names in zip(inner.param_groups, optimizer.names, strict=True):
         group["params"] = [parameters[name] for name in names]
@@ -193,10 +199,12 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
 def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]:
     """Give the full values of a sharded model's, or one of its modules', parameters on all ranks.
 
-    Without ``write_rank`` changes are undone on exit. With it, what that rank of the mesh holds at the end counts on
-    all. Values read inside (a ``state_dict()``, say) stay valid afterwards. All ranks enter and leave together; leaving
-    by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts the data axes
-    alone: each tensor rank writes its part of what is divided, and the first of them what is not.
+    Inside, the parameters are those of a plain model: a forward, a ``state_dict()`` or an edit works as usual, and a
+    forward computes with what was edited. Without ``write_rank`` changes are undone on exit. With it, what that rank of
+    the mesh holds at the end counts on all. Values read inside (a ``state_dict()``, say) stay valid afterwards.
+    Whatever would change the states behind the values (``optimizer.step()``, a load) raises. All ranks enter and leave
+    together; leaving by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts
+    the data axes alone: each tensor rank writes its part of what is divided, and the first of them what is not.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -211,31 +219,37 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         raise ValueError(
             f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.ranks - 1}, got {write_rank}"
         )
+    engine.states.refuse_away()
+    if write_rank is not None and engine.running:
+        raise RuntimeError(
+            "gathered(write_rank=…) inside a forward or backward would change parameters that it is computing with: "
+            "write between steps"
+        )
     if not engine.running:
         engine.order.begin("gathered")
         engine.states.finish_updates()
-    released = [unit for unit in units if unit.state is State.RELEASED and not unit.copied]
-    resident = [unit for unit in units if not unit.partitioned]
-    for unit in resident:
-        engine.fetch(unit)  # inside a forward, too, its update may still be under way
-    for unit in released:
-        engine.order.check(unit.gather_event)
-        unit.gather_copy()
-    copies = [unit.copy_resident() for unit in resident]
+    copied: list[Unit] = []
     try:
+        for unit in units:
+            if unit.copied:  # an outer block has it
+                continue
+            if unit.partitioned:
+                engine.order.check(unit.gather_event)
+            else:  # inside a forward its update may still be under way
+                engine.states.complete(unit)
+                unit.wait()
+            unit.gather_copy()
+            copied.append(unit)
         yield
         if write_rank is not None:
-            engine.states.settle()
-            engine.states.doubt()
-            for unit in units:
-                engine.order.check(f"write unit {unit.name!r}")
-                unit.absorb(write_rank)
-            copies = []
+            _units_of(module)  # raises where a parameter was replaced
+            engine.write_back(units, write_rank)
     finally:
-        for unit, copy in zip(resident, copies, strict=False):
-            unit.restore_resident(copy)
-        for unit in released:
+        for unit in copied:
             unit.drop_copy()
+            engine.states.note_versions(unit)
+        if write_rank is not None:
+            engine.drop_pins()
 
 
 def offload_states(model: nn.Module) -> None:
@@ -254,6 +268,7 @@ def offload_states(model: nn.Module) -> None:
     torch.Size([1, 64])
     """
     sharded = _sharded(model)
+    sharded.engine.states.refuse_gathered("offload_states()")
     if sharded.engine.states.away is None:
         sharded.engine.states.away = Away(sharded.engine, sharded.tiers)
 
@@ -452,7 +467,10 @@ def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:
         card = card_of(parameter)
         unit = card.unit() if card is not None else None
         if card is None or unit is None:
-            raise ValueError(f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules")
+            raise ValueError(
+                f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules, and a "
+                "parameter must not be replaced after zeroshard.shard() (by load_state_dict(assign=True), setattr)"
+            )
         engine = card.engine
         units[unit] = None
     if engine is None:
@@ -482,16 +500,24 @@ def _described(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -
     return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
 
 
-def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> set[int]:
+def _refuse_second(model: nn.Module, optimizer: Any) -> None:
+    """Refuse what is no optimizer, and a second one: one model is updated by one optimizer."""
+    one = "one model is updated by one optimizer: put the parameters of several into groups of one"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        hint = f"; {one}" if isinstance(optimizer, (list, tuple, dict)) else ""
+        raise TypeError(f"optimizer is a torch.optim.Optimizer or None, got {type(optimizer).__name__}{hint}")
+    if isinstance(model, nn.Module) and "_zeroshard" in model.__dict__ and not isinstance(optimizer, ShardedOptimizer):
+        raise ValueError(
+            f"this {type(model).__name__} is sharded already, and {type(optimizer).__name__} cannot be added: {one}, "
+            "or add them with add_param_group() of the optimizer that shard() returned. To use another optimizer, call "
+            "zeroshard.unshard() first"
+        )
+
+
+def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
     """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
-    for name in NOT_ELEMENTWISE:
-        if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
-            raise ValueError(
-                f"torch.optim.{name} looks at more than one element at a time, so it cannot run on shards; use an "
-                "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
-            )
     trained = set()
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for position, parameter in enumerate(group["params"]):
@@ -501,4 +527,8 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> 
                     "not one of the model's: make the optimizer from model.parameters()"
                 )
             trained.add(id(parameter))
+    if optimizer is not None:
+        shapes = {names[id(p)]: p.shape for p in optimizer.state if id(p) in names}
+        refuse_states(described({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes))
+        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
     return trained

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.agreement import Agreement
+from zeroshard.agreement import SLICE, Agreement, RanksDisagreeError
 from zeroshard.stopwatch import Stopwatch
 
 # torch 2.13 renamed these two and warns for the old names; 2.11 has only the old ones.
@@ -89,7 +91,6 @@ class Communicator:
         axes: list[Axis],
         device: torch.device,
         partitioned: bool,
-        timeout: float,
         control: Agreement,
         tensor: Axis | None = None,
     ) -> None:
@@ -105,7 +106,6 @@ class Communicator:
         self.counters = Counters()
         backend = backend_of(inner.group, device)
         self._blocks_host = backend == "gloo"
-        self._timeout = timedelta(seconds=timeout)
         self.stopwatch = Stopwatch(on_stream=device.type == "cuda" and not self._blocks_host)
         # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
         self._reduce_group = _twin(self.shard.group) if backend == "nccl" else self.shard.group
@@ -118,12 +118,18 @@ class Communicator:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> Pending:
         """Collect every rank's ``shard`` into ``output``, in rank order."""
         self.counters.add("all-gather", output.nbytes)
-        return self._pending(_all_gather(output, shard, group=self.shard.group, async_op=True), what)
+        try:
+            return self._pending(_all_gather(output, shard, group=self.shard.group, async_op=True), what)
+        except RuntimeError as error:
+            raise self.control.stuck(what, error) from error
 
     def gather_activation(self, output: torch.Tensor, part: torch.Tensor, axis: Axis, what: str) -> Pending:
         """Collect every rank's ``part`` of an activation, which is the same on all ranks of ``axis``."""
         self.counters.add("activation gather", output.nbytes)
-        return self._pending(_all_gather(output, part, group=axis.group, async_op=True), what)
+        try:
+            return self._pending(_all_gather(output, part, group=axis.group, async_op=True), what)
+        except RuntimeError as error:
+            raise self.control.stuck(what, error) from error
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> Pending:
         """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``; see also ``overwrites``."""
@@ -132,18 +138,24 @@ class Communicator:
                 shard.copy_(packed)
             return _Done()
         self.counters.add("reduce-scatter", packed.nbytes)
-        if self._blocks_host:  # gloo's own is an all-reduce of a copy inside, and heeds no timeout
-            work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
-            mine = packed.view(self.shard.size, -1)[self.shard.rank]
-            return self._watched(work, what, then=partial(shard.copy_, mine))
-        return self._pending(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
+        try:
+            if self._blocks_host:  # gloo's own is an all-reduce of a copy inside, and heeds no timeout
+                work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
+                mine = packed.view(self.shard.size, -1)[self.shard.rank]
+                return _Watched(work, what, self.control, self.stopwatch, partial(shard.copy_, mine))
+            return self._pending(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
+        except RuntimeError as error:
+            raise self.control.stuck(what, error) from error
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
         """Reduce ``tensor`` over ``axis``, in place."""
         self.counters.add("all-reduce", 2 * tensor.nbytes)
-        return self._pending(dist.all_reduce(tensor, op=op, group=axis.group, async_op=True), what)
+        try:
+            return self._pending(dist.all_reduce(tensor, op=op, group=axis.group, async_op=True), what)
+        except RuntimeError as error:
+            raise self.control.stuck(what, error) from error
 
     def all_reduce_everywhere(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -158,21 +170,28 @@ class Communicator:
             inner = 1
             for other in self.axes[position + 1 :]:
                 inner *= other.size
-            self.counters.add("broadcast", tensor.nbytes)
-            work = dist.broadcast(tensor, group=axis.group, group_src=source // inner % axis.size, async_op=True)
-            self._pending(work, what).wait()
+            self.broadcast_over(axis, tensor, what, source // inner % axis.size)
 
-    def broadcast_over(self, axis: Axis, tensor: torch.Tensor, what: str) -> None:
-        """Copy the first rank's ``tensor`` to the others of one axis."""
+    def broadcast_over(self, axis: Axis, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        """Copy the first rank's ``tensor``, or another one's, to the others of one axis."""
         self.counters.add("broadcast", tensor.nbytes)
-        self._pending(dist.broadcast(tensor, group=axis.group, group_src=0, async_op=True), what).wait()
+        try:
+            work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
+            self._pending(work, what).wait()
+        except RanksDisagreeError:
+            raise
+        except RuntimeError as error:
+            raise self.control.stuck(what, error) from error
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Collect small plain values of all ranks on the shard axis."""
-        if self.shard.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.shard.size
-        dist.all_gather_object(values, value, group=self.shard.group)
+        return gather_object(value, self.shard.group, what, self.control)
+
+    def on_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
+        """Wait for a result and return its values; raise where a fault of another rank has made them useless."""
+        values: list[Any] = tensor.reshape(-1).tolist()
+        if self.control.faults:
+            self.control.refuse(self.control.position()[0], what)
         return values
 
     @property
@@ -182,11 +201,8 @@ class Communicator:
 
     def _pending(self, work: Any, what: str) -> Pending:
         if self._blocks_host:
-            return self._watched(work, what)
+            return _Watched(work, what, self.control, self.stopwatch)
         return _Timed(work, self.stopwatch) if self.stopwatch.running else work
-
-    def _watched(self, work: Any, what: str, then: Callable[[], object] | None = None) -> Pending:
-        return _Watched(work, what, self._timeout, self.control, self.stopwatch, then)
 
 
 class _Done:
@@ -208,26 +224,26 @@ class _Timed:
 
 
 class _Watched:
-    """A collective whose ``wait`` blocks the host: it ends after the timeout with an error that names the ranks."""
+    """A collective whose ``wait`` blocks the host: where it is in vain, an error names the rank that is missing."""
 
     def __init__(
         self,
         work: Any,
         what: str,
-        timeout: timedelta,
         control: Agreement,
         stopwatch: Stopwatch,
-        then: Callable[[], object] | None,
+        then: Callable[[], object] | None = None,
     ) -> None:
-        self._work, self._what, self._timeout, self._control = work, what, timeout, control
+        self._work, self._what, self._control = work, what, control
         self._stopwatch, self._then = stopwatch, then
 
     def wait(self) -> None:
-        try:
-            with self._stopwatch:
-                self._work.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._control.stuck(self._what, error) from error
+        began = time.monotonic()
+        with self._stopwatch:
+            try:
+                self._work.wait(SLICE / 100 if self._control.faults else SLICE)
+            except RuntimeError:  # it takes longer, or has failed
+                self._control.finish(self._work, self._what, began)
         if self._then is not None:
             self._then()
 
@@ -235,6 +251,77 @@ class _Watched:
 def gather(output: torch.Tensor, part: torch.Tensor, axis: Axis) -> None:
     """Collect every rank's ``part`` over an axis, without a communicator, and wait for it."""
     _all_gather(output, part, group=axis.group)
+
+
+def gather_object(value: Any, group: dist.ProcessGroup | None, what: str, control: Agreement | None) -> list[Any]:
+    """Collect a small plain value of every rank of a group, as ``dist.all_gather_object``.
+
+    With ``control``, a rank that dies, ends or differs meanwhile is an error that names it, and not a hang.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    size = dist.get_world_size(group)
+    with _explained(control, what):
+        if control is None or backend_of(group, torch.device("cpu")) != "gloo":
+            values: list[Any] = [None] * size
+            dist.all_gather_object(values, value, group=group)
+            return values
+        mine, lengths = _pickled(value), torch.empty(size, dtype=torch.int64)
+        _wait(_all_gather(lengths, torch.tensor([mine.numel()]), group=group, async_op=True), what, control)
+        longest = int(lengths.max())
+        everything, padded = torch.empty(size * longest, dtype=torch.uint8), torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        _wait(_all_gather(everything, padded, group=group, async_op=True), what, control)
+    parts = zip(everything.view(size, longest), lengths.tolist(), strict=True)
+    return [pickle.loads(part[:length].numpy().tobytes()) for part, length in parts]
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None, what: str, control: Agreement | None) -> Any:
+    """Return the first rank's plain value on all of a group, as ``dist.broadcast_object_list``; see also above."""
+    if group is None or dist.get_world_size(group) == 1:
+        return value
+    with _explained(control, what):
+        if control is None or backend_of(group, torch.device("cpu")) != "gloo":
+            values = [value]
+            dist.broadcast_object_list(values, group=group, group_src=0)
+            return values[0]
+        is_source = dist.get_rank(group) == 0
+        data = _pickled(value) if is_source else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        _wait(dist.broadcast(length, group=group, group_src=0, async_op=True), what, control)
+        data = data if is_source else torch.empty(int(length), dtype=torch.uint8)
+        _wait(dist.broadcast(data, group=group, group_src=0, async_op=True), what, control)
+    return pickle.loads(data.numpy().tobytes())
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _wait(work: Any, what: str, control: Agreement) -> None:
+    _Watched(work, what, control, Stopwatch(on_stream=False)).wait()
+
+
+@contextmanager
+def _explained(control: Agreement | None, what: str) -> Iterator[None]:
+    """Have a failure name the rank that it comes from, where there are others to ask."""
+    try:
+        yield
+    except RanksDisagreeError:
+        raise
+    except Exception as error:  # bytes of a collective that was ended may be read as anything
+        if control is None or not (isinstance(error, RuntimeError) or control.faults):
+            raise
+        raise control.stuck(what, error) from error
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Seconds after which a group's own collectives fail."""
+    try:
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # no group, or a backend that has none
+        seconds = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    return seconds
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -86,11 +86,24 @@ class Config:
     """Which states rest in host memory or on disk: "host" (optimizer states, and gradients with them), a
     :class:`zeroshard.Offload`, or its options as a dictionary. Changes memory and time, never the numbers."""
 
+    elementwise: bool | None = None
+    """Whether the optimizer updates each element from that element alone, as it has to: it is run on flat slices of the
+    parameters. None: torch's own elementwise optimizers are known, others are tried on small tensors, and refused where
+    that shows a difference or decides nothing. True: your word for it, and nothing is tried."""
+
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
 
-    timeout: float = 600.0
-    """Seconds after which ranks that wait for each other at different places get an error that names them."""
+    timeout: float | None = None
+    """Seconds that a rank waits for others that live and have done nothing else meanwhile; then it raises
+    :class:`RanksDisagreeError`. None: the process group's own. A rank that has died, raised, ended or does something
+    else is named to all within 10 seconds, whatever this is. Under NCCL the process group's own holds for collectives
+    on the device."""
+
+    heartbeat_timeout: float = 8.0
+    """Seconds without a sign of life after which a rank on another machine counts as dead. Of a rank on the same
+    machine the operating system knows whether it lives. Give more where Python code holds the interpreter's lock for
+    longer."""
 
     loss_scale: float = 2.0**16
     """fp16: the first loss scale. It halves after an overflow and doubles after 2000 steps without one."""
@@ -118,10 +131,14 @@ class Config:
         for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
+        if self.elementwise is not None and self.elementwise is not True:
+            raise ValueError(f"elementwise is True, or None to find out by trying, got {self.elementwise!r}")
         if self.init_fn is not None and not callable(self.init_fn):
             raise ValueError(f"init_fn is a function of a module, got {self.init_fn!r}")
-        for name in ("timeout", "loss_scale"):
+        for name in ("timeout", "heartbeat_timeout", "loss_scale"):
             value = getattr(self, name)
+            if name == "timeout" and value is None:
+                continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"{name} is a positive number, got {value!r}")
 

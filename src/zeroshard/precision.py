@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,41 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from zeroshard.config import Config
 
 GROWTH_INTERVAL = 2000  # steps without overflow after which the loss scale doubles
+
+# Backwards under way, by autograd's number → inverse of the scale that their loss was multiplied by, None: of none.
+# One table for all models: a loss may reach several of them.
+_under_way: dict[int, torch.Tensor | None] = {}
+
+
+def scaled_by() -> torch.Tensor | None:
+    """The inverse of the loss scale that the backward under way carries; None where its loss was not scaled.
+
+    From here on it counts as decided: a loss that turns out to be scaled later in the same backward is an error.
+    """
+    number = torch._C._current_graph_task_id()
+    if number not in _under_way:
+        _note(number, None)
+    return _under_way[number]
+
+
+def _note(number: int, inverse: torch.Tensor | None) -> None:
+    _under_way[number] = inverse
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_under_way.pop, number, None))  # at its end
+
+
+def _reached(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
+    """A backward comes to a loss that was multiplied by the loss scale."""
+    number = torch._C._current_graph_task_id()
+    if number not in _under_way:
+        _note(number, inverse)
+        return
+    known = _under_way[number]
+    if known is None or (known is not inverse and bool(known != inverse)):
+        other = "is not scaled" if known is None else "has another scale"
+        raise RuntimeError(
+            f"one loss of this backward was multiplied by optimizer.scale(loss), and another one {other}: their "
+            "gradients cannot be told apart. Add the losses first, and call optimizer.scale() on the sum"
+        )
 
 
 def matches(name: str, module: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> bool:
@@ -73,6 +109,13 @@ class LossScale:
         self.overflow = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
         self._streak = torch.zeros((), dtype=torch.int32, device=device)
 
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the scale, and have its backward know that."""
+        scaled = loss.float() * self.scale
+        if scaled.requires_grad:
+            scaled.register_hook(partial(_reached, self.inverse))  # type: ignore[no-untyped-call]
+        return scaled
+
     def look(self, gradients: list[torch.Tensor], magnitudes: Sequence[torch.Tensor] = ()) -> None:
         """Note values that are not finite, or would not be in fp32. Reads only, and makes no copy.
 
@@ -101,6 +144,10 @@ class LossScale:
         """Halve the scale after an overflow, double it after a long streak without, and clear the note."""
         torch._amp_update_scale_(self.scale, self._streak, self.overflow, 2.0, 0.5, GROWTH_INTERVAL)
         self.inverse = 1 / self.scale
+        self.forget()
+
+    def forget(self) -> None:
+        """Clear the note of an overflow."""
         self.overflow.zero_()
 
 

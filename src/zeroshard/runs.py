@@ -16,12 +16,15 @@ count. The run that holds it is then cut, for good, into one run per parameter, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +33,9 @@ from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.layout import ALIGN, Range
 from zeroshard.memory.spread import Stretch
+
+if TYPE_CHECKING:
+    from zeroshard.engine.engine import Engine
 
 
 @dataclass
@@ -49,6 +55,83 @@ class Part:
             span = self.span.meet(Range(piece.at, piece.at + piece.within.numel))
             if span is not None:
                 yield piece.parameter, span.moved(piece.within.start - piece.at), span
+
+
+class GuardedRun(nn.Parameter):
+    """What the optimizer that was given to shard() has for a parameter, while zeroshard is not stepping it.
+
+    A run's gradient is set for the step alone. Whoever reads it at another time, as the step() of that optimizer does
+    when it is called directly, would find None, and do nothing without a word.
+    """
+
+    @property
+    def grad(self: Any) -> torch.Tensor | None:  # type: ignore[override]
+        guard: Guard | None = self.__dict__.get("_zeroshard_guard")
+        if guard is not None:
+            guard.refuse()
+        gradient: torch.Tensor | None = self._grad
+        return gradient
+
+    @grad.setter
+    def grad(self: Any, value: torch.Tensor | None) -> None:
+        guard: Guard | None = self.__dict__.get("_zeroshard_guard")
+        if guard is not None:
+            guard.refuse()
+        self._grad = value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the plain parameter it stands for."""
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class Guard:
+    """Keeps the runs of one optimizer from being stepped by anybody else."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._stepping = False
+
+    def put_on(self, runs: list[Run]) -> None:
+        """Guard these runs from now on."""
+        for run in runs:
+            parameter: Any = run.parameter
+            parameter._zeroshard_guard = self
+            parameter.__class__ = GuardedRun
+
+    def refuse(self) -> None:
+        """Raise where there are gradients that the reader would not see."""
+        engine = self._engine()
+        if not self._stepping and engine is not None and engine.gradients.held:
+            raise RuntimeError(
+                "this is the optimizer that was given to zeroshard.shard(), and its parameters are zeroshard's now: "
+                "call step(), zero_grad() and whatever clips or scales gradients on the optimizer that shard() "
+                "returned (model, optimizer = zeroshard.shard(model, optimizer))"
+            )
+
+    @contextlib.contextmanager
+    def lifted(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Let the optimizer step these runs; their gradients are gone afterwards."""
+        self._stepping = True
+        try:
+            with lifted(parameters):
+                yield
+        finally:
+            self._stepping = False
+
+
+@contextlib.contextmanager
+def lifted(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Make runs plain parameters, as optimizers know them, for one step; their gradients are gone afterwards."""
+    guarded: list[Any] = [parameter for parameter in parameters if type(parameter) is GuardedRun]
+    for parameter in guarded:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:  # after an error, too: another step must not find them
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in guarded:
+            parameter.__class__ = GuardedRun
 
 
 class Run:
@@ -108,6 +191,19 @@ def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     Of a parameter without dimensions both look alike; there torch's name for its counter decides.
     """
     return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
+
+
+def is_counter(value: Any) -> bool:
+    """Whether a state that is not elementwise says the same of every part of a parameter: a number, or several.
+
+    >>> is_counter(torch.tensor(3.0)), is_counter((0.9, 0.99)), is_counter(torch.ones(38))
+    (True, True, False)
+    """
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(entry, torch.Tensor) and is_counter(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def longest_run(bucket_size: int) -> int:
@@ -181,17 +277,36 @@ def states_of_an_element(optimizer: torch.optim.Optimizer | None) -> int:
     """
     if optimizer is None or not optimizer.param_groups:
         return 0
-    trial = nn.Parameter(torch.zeros(2))
-    trial.grad = torch.zeros(2)
-    twin: Any = copy.copy(optimizer)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.param_groups = [{**optimizer.param_groups[0], "params": [trial], "capturable": False, "fused": None}]
-    twin.state = defaultdict(dict)
+    shape = torch.Size([2])
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # draws no random numbers
     try:
-        type(optimizer).step(twin)
+        with nullcontext() if is_torchs else torch.random.fork_rng(devices=[]):
+            state = state_after_a_step(optimizer, optimizer.param_groups[0], shape)
     except Exception:  # not one of torch's, and not made for this: taken to be like Adam
         return 8
-    return sum(4 for key, value in twin.state[trial].items() if is_elementwise(key, value, trial.shape))
+    return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))
+
+
+def state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
+) -> dict[str, Any]:
+    """The state that an optimizer keeps of a parameter after its first step with a group's options.
+
+    A copy of the optimizer steps a parameter of its own; raises what that raises.
+
+    >>> list(state_after_a_step(torch.optim.Adam([nn.Parameter(torch.ones(1))]), {"lr": 1e-3}, torch.Size([2])))
+    Traceback (most recent call last):
+        ...
+    KeyError: 'betas'
+    """
+    trial = nn.Parameter(torch.zeros(shape))
+    trial.grad = torch.zeros(shape)
+    twin: Any = copy.copy(optimizer)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.param_groups = [{**group, "params": [trial], "capturable": False, "fused": None}]
+    twin.state = defaultdict(dict)
+    type(optimizer).step(twin)
+    return dict(twin.state[trial])
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ from zeroshard.host.updates import HostUpdates
 from zeroshard.host.verdict import Verdict
 from zeroshard.layout import ALIGN, round_up
 from zeroshard.precision import LossScale
-from zeroshard.runs import Run, is_elementwise, longest_run
+from zeroshard.runs import Guard, Run, is_elementwise, longest_run
 
 # Their step() looks at nothing but the parameters with a gradient, and counts for each of them apart.
 COUNT_BY_PARAMETER = (
@@ -82,6 +82,7 @@ class Update:
     ) -> None:
         self._inner: Any = inner
         self._engine, self._scale, self._host = engine, scale, host
+        self.guard = Guard(engine)
         self._most = longest_run(engine.config.bucket_size)  # elements of a batch
         kernel = kernel_for(inner, engine.comm.device)
         self._one_pass = None if kernel is None else OnePass(inner, engine, kernel)
@@ -119,21 +120,24 @@ class Update:
         due = [Due(run, run.reduced(gradients.of_flat)) for run in theirs]
         uncopied = list(dict.fromkeys(part.flat for run in theirs for part in run.parts)) if ours else self._flats()
         if self._scale is None:
-            self._step_at_once(ours, Factors(coefficient=gradients.coefficient))
+            self._step_at_once(ours, Factors(gradients.inverse, gradients.coefficient))
             self._step(due)
             self._owe(ours, theirs)
-            self._step_far(runs, apart, backwards, Verdict(coefficient=gradients.coefficient))
+            self._step_far(runs, apart, backwards, Verdict(gradients.inverse, gradients.coefficient))
             return uncopied
         self._scale.look(*self._to_look_at(runs))
         what = "look for overflow"
         self._engine.order.check(what)
         self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
-        verdict = Verdict(self._scale.inverse, gradients.coefficient, self._scale.overflow)
-        self._step_at_once(ours, Factors(self._scale.inverse, gradients.coefficient, self._scale.overflow))
+        verdict = Verdict(gradients.inverse, gradients.coefficient, self._scale.overflow)
+        self._step_at_once(ours, Factors(gradients.inverse, gradients.coefficient, self._scale.overflow))
         updated = self._step_unless_overflow(due, self._scale)
         self._owe(ours, theirs)
         self._step_far(runs, apart, backwards, verdict)
-        self._scale.update()
+        if gradients.inverse is not None:
+            self._scale.update()
+        else:  # no loss was scaled: the scale has nothing to learn from this step
+            self._scale.forget()
         return uncopied if updated else None
 
     def _step_unless_overflow(self, due: list[Due], scale: LossScale) -> bool:
@@ -170,7 +174,7 @@ class Update:
             return
         alone = not theirs and self._host is None
         views = gradients.shards() if alone else [v for run in ours for v in run.reduced(gradients.of_flat)]
-        gradients.owed = (views, gradients.coefficient)
+        gradients.owed.append((views, gradients.coefficient))
 
     def _step_far(self, runs: list[Run], apart: bool, backwards: int, verdict: Verdict) -> None:
         if self._host is None:
@@ -181,9 +185,8 @@ class Update:
         self._host.step(runs, verdict, backwards)
         gradients = self._engine.gradients
         if gradients.coefficient is not None:
-            near = [] if gradients.owed is None else gradients.owed[0]
             far = [view for run in runs if run.stretch is not None for view in run.reduced(gradients.of_flat)]
-            gradients.owed = ([*near, *far], gradients.coefficient)
+            gradients.owed.append((far, gradients.coefficient))
 
     def _to_look_at(self, runs: list[Run]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The runs' gradients on the device, and the largest magnitudes of those measured on their way out of it."""
@@ -223,14 +226,11 @@ class Update:
 
     def _step_batch(self, batch: list[Due], buffer: torch.Tensor) -> None:
         new = [one.run.parameter for one in batch if not self._inner.state.get(one.run.parameter)]
-        try:
+        with self.guard.lifted([one.run.parameter for one in batch]):  # gradients are gone after it
             self._set_gradients(batch, buffer)
             self._engine.gradients.memory.shown |= self._in_one_call()  # to whom the library does not know
             self._inner.step()
             self._house(new)
-        finally:  # after an error, too: another batch's step must not find them
-            for one in batch:
-                one.run.parameter.grad = None
         coefficient = self._engine.gradients.coefficient
         copied = [view for one in batch if one.copied for view in one.reduced]
         if coefficient is not None and copied:  # only the copy was clipped, and a loop may go on without zero_grad()
@@ -283,8 +283,11 @@ class Update:
                 taken += one.room
             parameter.grad = gradient
             found.append(gradient)
-        coefficient = self._engine.gradients.coefficient
-        if self._scale is not None:
-            self._engine.gradients.multiply(found, self._scale.inverse)
-        if coefficient is not None:
-            self._engine.gradients.multiply(found, coefficient)
+        gradients = self._engine.gradients
+        if gradients.inverse is not None:
+            gradients.multiply(found, gradients.inverse)
+            themselves = [one.reduced[0] for one in batch if not one.copied]
+            if themselves:  # whoever reads or adds to them finds them scaled, as the others are
+                gradients.owed.append((themselves, 1 / gradients.inverse))
+        if gradients.coefficient is not None:
+            gradients.multiply(found, gradients.coefficient)

@@ -49,7 +49,8 @@ class Contents:
         is put, if it is to be put anywhere: only a tensor whose elements were saved in another order is beside it.
         """
         saved = self.index.tensors[fqn]
-        saved.refuse_gaps(self.path, fqn)
+        if memory is None:  # not for more than there is
+            self.index.check_sizes(self.path, {stretch.file for stretch in saved.stretches})
         dtype = dtype or saved.dtype
         if memory is None:
             memory = torch.empty(saved.numel * dtype.itemsize, dtype=torch.uint8)
@@ -70,21 +71,18 @@ class Contents:
                 self._files.popitem(last=False)[1].__exit__()
             record = self.index.files[number]
             self._files[number] = _KeepingReader(self.path / record.name, record)
+            self.index.check_headers(self.path, [number])
         self._files.move_to_end(number)
         return self._files[number]
 
     def damages(self) -> Iterator[str]:
         """Read everything, and tell what is wrong with each file and tensor that is not whole."""
-        for record in self.index.files:
+        for number, record in enumerate(self.index.files):
             try:
                 with BlockReader(self.path / record.name, record) as file:
                     for _ in file.blocks(range(len(record.sums)), self._workers):
                         pass
-            except CheckpointError as error:
-                yield str(error)
-        for fqn, saved in self.index.tensors.items():
-            try:
-                saved.refuse_gaps(self.path, fqn)
+                self.index.check_headers(self.path, [number])
             except CheckpointError as error:
                 yield str(error)
 

@@ -64,6 +64,9 @@ def export(
     config = None if like is None else _config_of(Path(like))
     with Contents(Path(checkpoint)) as contents, _whole_or_absent(target) as partial:
         entries = _entries(contents, dtype)
+        names = [f"model/{entry.name}" for entry in entries]
+        files = {stretch.file for name in names for stretch in contents.index.tensors[name].stretches}
+        contents.index.check_sizes(contents.path, sorted(files))  # before memory is taken for what is in them
         memory = torch.empty(max((entry.nbytes for entry in entries), default=0), dtype=torch.uint8)
         wanted = {entry.name: entry.dtype for entry in entries}
 

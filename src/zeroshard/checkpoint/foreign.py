@@ -46,6 +46,10 @@ def _pickled(path: Path) -> Mapping[str, torch.Tensor]:
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read as a torch.save of tensors alone: {first_line}") from error
     if isinstance(loaded, Mapping) and loaded and all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        for name, tensor in loaded.items():
+            if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+                kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+                raise CheckpointError(f"{path}: {name} is {kind}, expected a dense tensor with values: save it as one")
         return loaded
     kind = f"a dict of {sorted(map(str, loaded))[:8]}" if isinstance(loaded, Mapping) else type(loaded).__name__
     raise CheckpointError(

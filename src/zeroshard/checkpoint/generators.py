@@ -10,6 +10,15 @@ from typing import Any
 import torch
 
 
+# of each generator's state: its dtype, and its length where that is the same everywhere
+LENGTHS = {
+    "python": (torch.int64, 627),
+    "torch": (torch.uint8, None),
+    "numpy": (torch.int64, 627),
+    "cuda": (torch.uint8, None),
+}
+
+
 def generator_states() -> dict[str, torch.Tensor]:
     """Python's, NumPy's (where it is in use) and torch's generators on this rank.
 
@@ -36,17 +45,50 @@ def generator_states() -> dict[str, torch.Tensor]:
 
 def set_generators(states: dict[str, torch.Tensor]) -> None:
     """Give the generators their states back."""
-    words = states["python"].tolist()
-    random.setstate((3, tuple(words[:625]), _number(words[625:])))
+    random.setstate(_python_state(states["python"]))
     torch.set_rng_state(states["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in states:
-        words = states["numpy"].tolist()
-        gauss = _number(words[625:])
-        keys = numpy.array(words[:624], dtype="uint32")
-        numpy.random.set_state(("MT19937", keys, words[624], int(gauss is not None), gauss or 0.0))
+        numpy.random.set_state(_numpy_state(states["numpy"]))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def check_generators(states: dict[str, torch.Tensor]) -> None:
+    """Raise where a generator would not take its state; none of those in use changes.
+
+    >>> check_generators(generator_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
+    Traceback (most recent call last):
+        ...
+    ValueError: the state of torch's random numbers is not one: ...
+    """
+    trials = {
+        "python": lambda state: random.Random().setstate(_python_state(state)),
+        "torch": lambda state: torch.Generator().set_state(state),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        trials["numpy"] = lambda state: numpy.random.RandomState().set_state(_numpy_state(state))
+    if torch.cuda.is_available():
+        trials["cuda"] = lambda state: torch.Generator("cuda").set_state(state)
+    for name, trial in trials.items():
+        if name in states:
+            try:
+                trial(states[name])
+            except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
+                raise ValueError(f"the state of {name}'s random numbers is not one: {error}") from error
+
+
+def _python_state(state: torch.Tensor) -> tuple[int, tuple[int, ...], float | None]:
+    words = state.tolist()
+    return 3, tuple(words[:625]), _number(words[625:])
+
+
+def _numpy_state(state: torch.Tensor) -> tuple[Any, ...]:
+    words = state.tolist()
+    gauss = _number(words[625:])
+    keys = sys.modules["numpy"].array(words[:624], dtype="uint32")
+    return "MT19937", keys, words[624], int(gauss is not None), gauss or 0.0
 
 
 def _optional(number: Any) -> tuple[int, int]:

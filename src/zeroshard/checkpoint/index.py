@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from zeroshard.checkpoint.blocks import FileRecord
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.order import Order
+from zeroshard.checkpoint.schema import DTYPE_OF, SchemaError, check_header, check_index
 from zeroshard.checkpoint.weights import DTYPES
 from zeroshard.checkpoint.whole import write_whole
 
@@ -29,7 +31,6 @@ FORMAT = "zeroshard checkpoint"
 VERSIONS = (1, 2)  # 2: the line of a tensor may be that of its parts, see [Note: lines of divided tensors]
 _BEGINNING = f'{{"format": "{FORMAT}", '.encode()  # of every index
 _END = ', "crc32": "%08x"}'  # the last field: a checksum of the text before it
-_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Saved:
         """Read what :meth:`as_json` gave."""
         shape = tuple(plain["shape"])
         order = Order.of_json(plain.get("order", list(range(len(shape)))), shape)
-        return cls(shape, _DTYPES[plain["dtype"]], order, [Stretch(*stretch) for stretch in plain["stretches"]])
+        return cls(shape, DTYPE_OF[plain["dtype"]], order, [Stretch(*stretch) for stretch in plain["stretches"]])
 
 
 @dataclass
@@ -141,20 +142,53 @@ class Index:
                 "leaves none; give another path, or the directory above for its latest checkpoint"
             ) from error
         plain = _parsed(path, text)
+        names = [entry.name for entry in fields(cls)]
+        missing = [name for name in names if name not in plain]
+        if missing:
+            raise CheckpointError(f"{path} is damaged: it has no {', '.join(missing)}. Load an earlier checkpoint")
+        values = {name: plain[name] for name in names}
         try:
-            values = {entry.name: plain[entry.name] for entry in fields(cls)}
+            check_index(plain)
             values["files"] = [FileRecord(f["name"], f["nbytes"], tuple(f["sums"])) for f in plain["files"]]
-            values["tensors"] = {name: _saved(path, name, saved) for name, saved in plain["tensors"].items()}
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} misses a field, or has it in another form: {error!r}") from error
+            values["tensors"] = {name: _saved(name, saved) for name, saved in plain["tensors"].items()}
+        except SchemaError as error:
+            raise CheckpointError(f"{path} is damaged: {error}. Load an earlier checkpoint") from error
         return cls(**values)
 
+    def check_sizes(self, directory: Path, numbers: Iterable[int]) -> None:
+        """Refuse files, by their numbers, that are missing or have another size than they were written with."""
+        for number in numbers:
+            record = self.files[number]
+            file = directory / record.name
+            size = file.stat().st_size if file.is_file() else -1
+            if size != record.nbytes:
+                state = "is missing" if size < 0 else f"has {size} bytes, was written with {record.nbytes}: truncated"
+                raise CheckpointError(f"{file} {state}. Load an earlier checkpoint, or bring the file anew")
 
-def _saved(path: Path, name: str, plain: Mapping[str, Any]) -> Saved:
+    def check_headers(self, directory: Path, numbers: Iterable[int]) -> None:
+        """Refuse files, by their numbers, whose own headers say something else of their tensors than the index."""
+        for number in numbers:
+            check_header(directory / self.files[number].name, self.files[number], self._placed[number])
+
+    @cached_property
+    def _placed(self) -> list[list[tuple[str, str, tuple[int, ...], int]]]:
+        """Of each file, its tensors: see [Note: a checkpoint's files]."""
+        placed: list[list[tuple[str, str, tuple[int, ...], int]]] = [[] for _ in self.files]
+        for fqn, saved in self.tensors.items():
+            name, numel, plain = fqn.partition("/")[2], saved.numel, saved.order.plain
+            for at in saved.stretches:
+                named, shape = f"{name}[{at.start}:{at.start + at.numel}]", (at.numel,)
+                if plain and at.numel == numel:
+                    named, shape = name, saved.shape
+                placed[at.file].append((named, DTYPES[saved.dtype], shape, at.offset))
+        return placed
+
+
+def _saved(name: str, plain: Mapping[str, Any]) -> Saved:
     try:
         return Saved.of_json(plain)
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {name} has {error}. Load an earlier checkpoint") from error
+        raise SchemaError(f"{name} has {error}") from error
 
 
 def files_of(directory: Path) -> set[str]:
@@ -168,6 +202,8 @@ def files_of(directory: Path) -> set[str]:
 def is_checkpoint(directory: Path) -> bool:
     """Whether a directory holds a whole checkpoint: see [Note: complete or absent]."""
     try:
+        if not (directory / INDEX).is_file():
+            return False
         with open(directory / INDEX, "rb") as file:
             return file.read(len(_BEGINNING)) == _BEGINNING
     except OSError:
@@ -178,7 +214,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     body, end = text[: -len(_END % 0)], text[-len(_END % 0) :]
     try:
         plain = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged or foreign: it is not JSON ({error})") from error
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by zeroshard: its field 'format' is not {FORMAT!r}")

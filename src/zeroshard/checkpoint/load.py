@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from zeroshard.checkpoint.chunks import Chunks
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.generators import set_generators
+from zeroshard.checkpoint.generators import check_generators, set_generators
 from zeroshard.checkpoint.match import Match, match
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.pending import wait_for_pending
@@ -87,12 +87,14 @@ def load(
     wait_for_pending()
     model = unwrapped(model)
     engine = engine_of(model)
+    if engine is not None:
+        engine.states.refuse_gathered("zeroshard.load()")
     meeting = Meeting.call(engine, "load")
     if engine is not None:
         engine.states.settle()
     what = f"{path} cannot be loaded"
     found = meeting.first(meeting.together(what, lambda: find_source(Path(path))))  # `latest` may move meanwhile
-    source = meeting.together(what, lambda: Source.open(found, rename))
+    source = meeting.together(what, lambda: Source.open(found, rename, meeting.rank, meeting.size))
 
     def plan() -> Match:
         if engine is not None and engine.running:
@@ -136,6 +138,10 @@ class _Given:
             random = own[rank]["random"] if rank < len(own) else None
             extra, each, random = source.decode([source.index.extra, [one["extra"] for one in own], random])
             given = cls(extra, each, random)
+            try:
+                check_generators(random or {})
+            except ValueError as error:
+                raise CheckpointError(f"{source.path}: {error}. Load an earlier checkpoint") from error
         lacking = [name for name in wanted or () if name not in extra]
         if lacking:
             raise CheckpointError(

@@ -13,9 +13,10 @@ from torch import nn
 from zeroshard.checkpoint.chunks import Chunks, Turned
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.index import Saved
+from zeroshard.checkpoint.optimizer_states import Trials, fits, refuse_counters, refuse_options
 from zeroshard.checkpoint.source import Source
 from zeroshard.checkpoint.states import Group, Held, States, persistent_buffers, states_of, ties_of
-from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer, refuse_states
 
 
 @dataclass
@@ -101,7 +102,7 @@ def _refuse_unlike(path: Path, targets: Mapping[str, Held], tensors: Mapping[str
         saved.refuse_gaps(path, fqn)
         if tuple(saved.shape) != tuple(held.shape):
             unlike.append(f"{name} is {list(saved.shape)} there and {list(held.shape)} here")
-        elif not torch.can_cast(saved.dtype, held.dtype):
+        elif not fits(saved.dtype, held.dtype):
             unlike.append(f"{name} is {saved.dtype} there and {held.dtype} here")
     if unlike:
         raise CheckpointError(f"{path} is of another model: {'; '.join(unlike)}")
@@ -127,6 +128,8 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
     alike = [set(group.names) for group in groups] == [set(group.names) for group in own]
     if alike and saved["class"] == kind:
         plan.groups = groups
+        for number, (given, present) in enumerate(zip(groups, own, strict=True)):
+            refuse_options(f"{source.path}: group {number}", given.options, present.options)
     elif strict and set(mine) == set(theirs):
         raise CheckpointError(
             f"{source.path} has its parameters in other groups ({[len(group.names) for group in groups]}) than the "
@@ -146,5 +149,13 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
     _refuse_unlike(source.path, states, source.tensors)
     counters = {name: counted for name, counted in saved["counters"].items() if name in plan.opened}
     for parameter, counted in source.decode(counters).items():
+        refuse_counters(f"{source.path}: {parameter}", counted, plan.opened[parameter], shapes[parameter])
         plan.opened[parameter] |= counted
+    trials = Trials(getattr(optimizer, "inner", optimizer))
+    of_name = {name: group for group in plan.groups or own for name in group.names}
+    for parameter, state in plan.opened.items():
+        if state:
+            trials.refuse_incomplete(f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], state)
+    if isinstance(optimizer, ShardedOptimizer):
+        refuse_states(plan.opened)
     plan.loss_scale = saved["loss_scale"]

@@ -10,7 +10,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from zeroshard.agreement import Agreement
 from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.comm import broadcast_object, gather_object
 from zeroshard.engine.engine import Engine
 
 T = TypeVar("T")
@@ -22,8 +24,9 @@ _PURPOSE = "zeroshard checkpoints"
 class Meeting:
     """The ranks that save or load together. They talk over gloo, so that a save may run beside training."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, control: Agreement | None = None) -> None:
         self.group = group  # None: this rank alone
+        self._control = control  # of a sharded model's ranks
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
@@ -42,8 +45,15 @@ class Meeting:
         if "fake" in dist.get_backend_config():
             raise CheckpointError("the fake backend has no other ranks: there is nothing whole to save or load")
         ranks = list(range(dist.get_world_size())) if engine is None else engine.comm.control.members
-        timeout = None if engine is None else timedelta(seconds=engine.config.timeout)
-        return cls(_group_of(ranks, timeout)) if len(ranks) > 1 else cls(None)
+        if len(ranks) == 1:
+            return cls(None)
+        if engine is None:
+            return cls(_group_of(ranks, None))
+        control = engine.comm.control
+        try:
+            return cls(_group_of(ranks, timedelta(seconds=control.timeout)), control)
+        except RuntimeError as error:  # a rank has died, or the like
+            raise control.stuck(f"{what} a checkpoint", error) from error
 
     def together(self, what: str, act: Callable[[], T]) -> T:
         """Do something on every rank; where it fails on any, every rank raises what went wrong where."""
@@ -63,18 +73,12 @@ class Meeting:
 
     def gather(self, value: T) -> list[T]:
         """Collect a small value of every rank."""
-        if self.group is None:
-            return [value]
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_object(value, self.group, "save or load a checkpoint", self._control)
 
     def first(self, value: T) -> T:
         """What the first rank says."""
-        values = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
-        return values[0]
+        first: T = broadcast_object(value, self.group, "save or load a checkpoint", self._control)
+        return first
 
 
 def _told(what: str, error: BaseException) -> str:

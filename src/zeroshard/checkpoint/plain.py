@@ -89,41 +89,128 @@ def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], at: str) -> A
     return {"$tuple" if isinstance(value, tuple) else "$set": items}
 
 
-def decode(value: Any, fetch: Fetch) -> Any:
+def decode(value: Any, fetch: Fetch, at: str = "extra") -> Any:
     """Make plain data of JSON again; ``fetch`` gives the tensors by name.
+
+    Raises ValueError, which names the place, for what :func:`encode` does not write.
 
     >>> decode({"$tuple": [1, {"$float": "inf"}, {"$scalar": 2.0, "dtype": "float32"}]}, {}.get)
     (1, inf, tensor(2.))
+    >>> decode({"d": {"$dtype": "load"}}, {}.get)
+    Traceback (most recent call last):
+        ...
+    ValueError: extra.d: $dtype is 'load', expected the name of a torch dtype (torch.load is no dtype)
     """
     if isinstance(value, list):
-        return [decode(item, fetch) for item in value]
+        return [decode(item, fetch, f"{at}[{number}]") for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     mark = next(iter(value), "")
-    if not mark.startswith("$"):
-        return {key: decode(item, fetch) for key, item in value.items()}
-    content = value[mark]
-    if mark == "$tensor":
-        return fetch(content)
-    if mark == "$scalar":
-        return torch.tensor(content, dtype=getattr(torch, value["dtype"]))
-    if mark == "$array":
-        return decode(content, fetch).numpy().astype(value["dtype"], copy=False)
+    if not any(key.startswith("$") for key in value):
+        return {key: decode(item, fetch, f"{at}.{key}") for key, item in value.items()}
+    if set(value) != {mark, *(("dtype",) if mark in ("$scalar", "$array") else ())}:
+        raise ValueError(f"{at}: an object has the keys {shown(list(value))}, expected one key that begins with $")
+    if mark == "$tensor" and isinstance(value[mark], str):
+        return fetch(value[mark])
     if mark not in _DECODERS:
-        raise ValueError(f"{mark} is not a mark of this version: it was saved by a newer one")
-    return _DECODERS[mark](decode(content, fetch))
+        raise ValueError(f"{at}: {shown(mark)} is not a mark of this version: it was saved by a newer one")
+    expected, make = _DECODERS[mark]
+    content = value[mark]
+    try:
+        if mark in ("$scalar", "$array"):
+            return make((decode(content, fetch, at), value["dtype"]))
+        return make(decode(content, fetch, at))
+    except _Unfit as error:
+        raise ValueError(f"{at}: {mark} is {shown(content)}, expected {expected}{error}") from error
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$float": float,
-    "$bytes": base64.b64decode,
-    "$dtype": lambda name: getattr(torch, name),
-    "$device": torch.device,
-    "$tuple": tuple,
-    "$set": set,
-    "$size": torch.Size,
-    "$items": dict,
-    "$counter": lambda pairs: Counter(dict(pairs)),
+class _Unfit(Exception):
+    """Content that does not fit its mark; what else there is to say."""
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value for an error message, cut where it is long.
+
+    >>> shown("abc" * 100, 8)
+    "'abcabca…"
+    """
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _decoder(wanted: Callable[[Any], bool], make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make something of content that is ``wanted``, and refuse all other."""
+
+    def decoded(content: Any) -> Any:
+        try:
+            if not wanted(content):
+                raise _Unfit
+            return make(content)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise _Unfit(f" ({error})") from error
+
+    return decoded
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype that torch has under a name; raises ValueError where it has none."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
+def _scalar(pair: tuple[Any, Any]) -> torch.Tensor:
+    number, dtype = pair[0], dtype_named(pair[1])
+    if isinstance(number, float) and not dtype.is_floating_point:
+        raise ValueError(f"{number} is no {dtype}")
+    return torch.tensor(number, dtype=dtype)
+
+
+def _array(pair: tuple[torch.Tensor, Any]) -> Any:
+    tensor, name = pair
+    import numpy
+
+    dtype = numpy.dtype(name)
+    if dtype.kind not in "biufc":
+        raise ValueError(f"arrays of {shown(name)} are not kept")
+    if tensor.is_meta:  # its values are not wanted now
+        return tensor
+    return tensor.numpy().astype(dtype, copy=False)
+
+
+def _are_pairs(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
+
+
+def _is_list(content: Any) -> bool:
+    return isinstance(content, list)
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, str)
+
+
+def _are_sizes(content: Any) -> bool:
+    return isinstance(content, list) and all(type(item) is int and item >= 0 for item in content)
+
+
+_DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # what is expected, and how it is made
+    "$tensor": ("the name of a tensor", _decoder(_is_text, str)),
+    "$scalar": ("a number of its dtype", _decoder(lambda pair: isinstance(pair[0], (int, float)), _scalar)),
+    "$array": (
+        "a tensor, and a dtype of numbers that NumPy has",
+        _decoder(lambda pair: isinstance(pair[0], torch.Tensor) and isinstance(pair[1], str), _array),
+    ),
+    "$float": ("'inf', '-inf' or 'nan'", _decoder(lambda content: content in ("inf", "-inf", "nan"), float)),
+    "$bytes": ("base64", _decoder(_is_text, lambda content: base64.b64decode(content, validate=True))),
+    "$dtype": ("the name of a torch dtype", _decoder(_is_text, dtype_named)),
+    "$device": ("a device", _decoder(_is_text, torch.device)),
+    "$tuple": ("a list", _decoder(_is_list, tuple)),
+    "$set": ("a list of keys", _decoder(_is_list, set)),
+    "$size": ("a list of sizes", _decoder(_are_sizes, torch.Size)),
+    "$items": ("a list of pairs", _decoder(_are_pairs, dict)),
+    "$counter": ("a list of pairs", _decoder(_are_pairs, lambda pairs: Counter(dict(pairs)))),
 }
 
 

@@ -55,8 +55,8 @@ def save(
     - ``rank_extra``: such data of each rank's own.
     - ``weights=False``: the optimizer's states without the model's. ``frozen=False``: without parameters that are not
       trained, such as the base of LoRA; a load leaves them as they are.
-    - ``keep``: once it is whole, remove all but the newest ``keep`` of it and those beside it that are called like it
-      but for the last number.
+    - ``keep``: once it is whole, remove all but ``keep`` of it and those beside it that are called like it but for the
+      last number, which is the step: the highest stay. One that cannot be removed is a warning, not a failed save.
     - ``wait=False``: copy the states and write while training goes on. The next save waits for this one and raises what
       went wrong with it, as :meth:`Save.wait` does: call that before the process group is destroyed.
 
@@ -173,6 +173,7 @@ def _write(
     except RuntimeError as error:
         raise CheckpointError(f"the save of {directory} failed, as another rank is gone: {error}") from error
     finally:
+        writer.release()
         for line in lines.values():
             line.let_go()
 
@@ -205,7 +206,12 @@ def _commit(
     tensors: dict[str, Saved] = {}
     counters: dict[str, Any] = {}
     for described, counted, _ in own:
-        counters |= counted
+        for name, one in counted.items():
+            if counters.setdefault(name, one) != one:
+                raise CheckpointError(
+                    f"the optimizer's numbers for {name!r} differ from rank to rank ({counters[name]} and {one}): a "
+                    "checkpoint holds one of each, so these cannot be saved"
+                )
         for fqn, (shape, dtype, order) in described.items():
             if fqn not in tensors:
                 tensors[fqn] = Saved(shape, dtype, order, sorted(stretches.get(fqn, []), key=lambda s: s.start))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.contents import Contents
-from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.foreign import ForeignReader, is_foreign, open_foreign, saved_of
 from zeroshard.checkpoint.history import find_checkpoint
 from zeroshard.checkpoint.index import Index, Saved, is_checkpoint
@@ -26,18 +25,17 @@ class Source:
     index: Index | None  # of a checkpoint; None of weights alone
 
     @classmethod
-    def open(cls, path: Path, rename: Callable[[str], str] | None) -> Source:
-        """Open what :func:`find_source` found; refuses a checkpoint that lacks a file, or has one of another size."""
+    def open(cls, path: Path, rename: Callable[[str], str] | None, rank: int = 0, ranks: int = 1) -> Source:
+        """Open what :func:`find_source` found; refuses a checkpoint that lacks a file, or has one of another size.
+
+        The files' own headers are compared with the index, some by each of the ``ranks`` that open it together.
+        """
         if not is_checkpoint(path) and is_foreign(path):
             foreign = open_foreign(path, rename)
             return cls(path, saved_of(foreign), ForeignReader(foreign), None)
         index = Index.read(path)
-        for record in index.files:
-            file = path / record.name
-            size = file.stat().st_size if file.is_file() else -1
-            if size != record.nbytes:
-                state = "is missing" if size < 0 else f"has {size} bytes, was written with {record.nbytes}: truncated"
-                raise CheckpointError(f"{file} {state}. Load an earlier checkpoint, or bring the file anew")
+        index.check_sizes(path, range(len(index.files)))
+        index.check_headers(path, range(rank, len(index.files), ranks))
         return cls(path, index.tensors, Reader(path, index), index)
 
     def decode(self, value: Any) -> Any:

@@ -103,6 +103,7 @@ class ShardedStates:
 
     def parameters(self) -> dict[str, Held]:
         """Every parameter: the master's values where there are any."""
+        self._engine.states.refuse_edited()
         self._engine.states.finish_updates()
         found: dict[str, Held] = {}
         for flat in self._flats:
@@ -273,6 +274,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _set_options(optimizer: torch.optim.Optimizer, groups: list[Group] | None) -> None:
     for group, saved in zip(optimizer.param_groups, groups or [], strict=False):
         for key, value in saved.options.items():
+            if key in IMPLEMENTATION:
+                continue
             own = group.get(key)  # a learning rate that is a tensor here stays one, on its device; and the reverse
             if isinstance(own, torch.Tensor):
                 value = torch.as_tensor(value).to(own.device, own.dtype)

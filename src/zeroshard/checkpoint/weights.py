@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.checkpoint.whole import is_file_name, read_json
+
 # safetensors' names of dtypes
 DTYPES = {
     torch.complex64: "C64",
@@ -146,8 +148,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self._files: dict[Path, Any] = {}
         self._homes: dict[str, Path] = {}
         if path.is_dir() and (path / INDEX).is_file():
-            homes = json.loads((path / INDEX).read_text())["weight_map"]
-            self._homes = {name: path / file for name, file in homes.items()}
+            self._homes = {name: path / file for name, file in _weight_map(path / INDEX).items()}
         else:
             file = path / SINGLE if path.is_dir() else path
             self._homes = dict.fromkeys(self._open(file).keys(), file)
@@ -167,7 +168,12 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._files[path]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open(self._homes[name]).get_tensor(name)
+        path = self._homes[name]
+        file = self._open(path)
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except Exception as error:  # SafetensorError, and what torch says of dtypes it has not
+            raise ValueError(f"{path} has no tensor {name!r} that torch can read ({error}): fetch it again") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -181,3 +187,17 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The files of an index's tensors, by name; refuses names that lead out of its directory."""
+    homes = read_json(path).get("weight_map")
+    if not isinstance(homes, dict):
+        raise ValueError(f"{path} has no table 'weight_map' of tensors and files: fetch or write it again")
+    for name, file in homes.items():
+        if not is_file_name(file):
+            raise ValueError(
+                f"{path} has {name!r} in {file!r}, expected the name of a file in {path.parent}: put the file there and "
+                "write its name alone"
+            )
+    return homes

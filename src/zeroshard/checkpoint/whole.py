@@ -41,11 +41,20 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def is_file_name(name: Any) -> bool:
+    """Whether a name is that of a file in a directory, and of nothing outside it.
+
+    >>> is_file_name("model-00000-0a1b2c3d.safetensors"), is_file_name("../a"), is_file_name("/etc/passwd")
+    (True, False, False)
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): it was written by something else, or damaged") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object is wanted")

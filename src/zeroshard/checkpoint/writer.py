@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zeroshard.checkpoint.blocks import BlockWriter, FileRecord, Workers
+from zeroshard.checkpoint.history import SaveLock
 from zeroshard.checkpoint.index import Stretch
 from zeroshard.checkpoint.weights import Entry, header
 
@@ -71,6 +72,7 @@ class Writer(StorageWriter):
         self._directory, self._planner, self._workers = directory, planner, workers
         self._before, self._commit = before, commit
         self.written: list[Path] = []
+        self._lock: SaveLock | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one save to the next."""
@@ -78,7 +80,14 @@ class Writer(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the directory; what fails here fails on all ranks, as everything else does that torch calls."""
         self._before()
+        if is_coordinator:
+            self._lock = SaveLock(self._directory)
         self._directory.mkdir(parents=True, exist_ok=True)
+
+    def release(self) -> None:
+        """End the save, whatever came of it: the directory is nobody's any more."""
+        if self._lock is not None:
+            self._lock.release()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""

@@ -132,8 +132,8 @@ def _step(contents: Contents) -> float | None:
 
 def _number(contents: Contents, encoded: Any) -> float | None:
     if isinstance(encoded, dict) and "$tensor" in encoded:
-        tensor = contents.tensor(f"other/{encoded['$tensor']}")
-        value = tensor.item() if tensor.numel() == 1 else None
+        name = f"other/{encoded['$tensor']}"
+        value = contents.tensor(name).item() if contents.index.tensors[name].numel == 1 else None
     else:
         value = _plain(encoded)
     if isinstance(value, float) and value.is_integer():

@@ -5,19 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.agreement import Agreement, RanksDisagreeError
+from zeroshard.comm import timeout_of
 from zeroshard.config import Config
 from zeroshard.memory.disk import DiskError
 from zeroshard.memory.tiers import Tiers
 from zeroshard.tensor.division import Division
 
 
-def open_agreement(mesh: DeviceMesh | None, timeout: float) -> Agreement:
-    """Open the side channel of the mesh's ranks: see [Note: agreement]."""
+def open_agreement(
+    mesh: DeviceMesh | None,
+    timeout: float | None,
+    heartbeat_timeout: float = 8.0,
+    device: torch.device | None = None,
+) -> Agreement:
+    """Open the side channel of the mesh's ranks: see [Note: agreement]. ``timeout`` None: that of their group."""
+    if timeout is None:
+        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups() if dist.is_initialized() else []
+        timeout = max((timeout_of(group, device or torch.device("cpu")) for group in groups), default=1.0)
     if not (dist.is_available() and dist.is_initialized()) or "fake" in dist.get_backend_config():
         return Agreement(None, "", 0, 1, timeout)
     ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
@@ -29,7 +39,7 @@ def open_agreement(mesh: DeviceMesh | None, timeout: float) -> Agreement:
     store = dist.distributed_c10d._get_default_store()
     place = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
     number = store.add(f"{place}/calls of {rank}", 1)  # the how-many-eth shard() of these ranks this is
-    return Agreement(store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout, ranks)
+    return Agreement(store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout, ranks, heartbeat_timeout)
 
 
 def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config, control: Agreement) -> None:
@@ -51,6 +61,7 @@ def verify_same_model(model: nn.Module, updated: dict[str, str], config: Config,
         "bucket_size",
         "units",
         "prefetch",
+        "elementwise",
     )
     options = {name: str(getattr(config, name)) for name in decisive}
     options["offload"] = config.offload.described if config.offload is not None else "None"

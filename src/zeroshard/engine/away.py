@@ -18,6 +18,7 @@ class Away:
     def __init__(self, engine: Engine, tiers: Tiers) -> None:
         self._engine, self._tiers = engine, tiers
         self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        _refuse_fixed(_on_device(engine))  # before anything changes
         engine.states.settle()
         engine.states.doubt()  # first: what is made ahead of the step reads gradients that are about to go
         engine.states.finish_updates()
@@ -80,6 +81,19 @@ def _on_device(engine: Engine) -> list[torch.Tensor]:
         tensors += [tensor for tensor in near if tensor is not None]
     states = engine.states.on_device()
     return tensors + (states() if states is not None else [])
+
+
+def _refuse_fixed(tensors: list[torch.Tensor]) -> None:
+    """Raise where a storage cannot be emptied, because others outside torch hold its memory."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        is_shared = storage.device.type == "cpu" and storage.is_shared()
+        if is_shared or not storage.resizable():
+            who = "is shared with other processes" if is_shared else "is held by an array of NumPy or another library"
+            raise RuntimeError(
+                f"the states cannot be moved: the memory of {tensor.numel()} elements of them {who}. Share or convert "
+                "a copy instead, such as parameter.detach().clone(), and shard the model again"
+            )
 
 
 def _line(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
+from zeroshard.engine.checks import check_modules, check_parameters
 from zeroshard.engine.flat import Flat, share_rooms
 from zeroshard.engine.unit import Unit, refill
 from zeroshard.engine.units import Plan
@@ -31,6 +32,7 @@ def check_model(model: nn.Module, divided: bool) -> None:
     """Refuse what cannot be sharded, with the parameter's name. ``divided``: there is a tensor axis."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+    check_modules(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
@@ -40,6 +42,7 @@ def check_model(model: nn.Module, divided: bool) -> None:
             )
         if hasattr(parameter, "_zeroshard"):
             raise ValueError(f"{name!r} is sharded already: call zeroshard.unshard() on its model first")
+    check_parameters(model)
 
 
 def _make_real(parameter: nn.Parameter, values: torch.Tensor) -> None:

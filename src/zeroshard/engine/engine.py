@@ -13,6 +13,12 @@ A loss may depend on a module on one rank and not on another. Units are gathered
 comes to every frame of its forward, in the reverse order, on every rank: when a gradient arrives, the frames in between
 that got none are gone through first.
 
+[Note: backward inside backward]
+A tensor's hook, or a function's backward, may call ``torch.autograd.grad`` on a graph of the same forward, as implicit
+layers (DEQ) do. Such a pass comes to frames in an order of its own, so it says nothing of what is over: it brings the
+units it comes to, which then wait for the outer pass to be over. The engine's hook on a tensor runs before any other,
+so that the tensor's own unit is there for a pass that another hook starts.
+
 [Note: loose uses]
 A forward may use a parameter outside its own module: a tied weight through ``F.linear``, a child's weight read by its
 parent. The values are brought when they are touched, and stay until the operation has run. What it computed is hooked
@@ -37,7 +43,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from itertools import islice
+from typing import NoReturn
 
 import torch
 
@@ -45,9 +53,10 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.frames import Frame, Reach, Trace
+from zeroshard.engine.frames import Frame, Reach, Trace, hook_first, outside_transforms
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import NOT_PICKLED, is_functorch_wrapped
 from zeroshard.engine.pins import Pins
 from zeroshard.engine.states import States
 from zeroshard.engine.unit import State, Unit
@@ -58,7 +67,7 @@ from zeroshard.memory.reader import AHEAD
 from zeroshard.memory.segments import Segments
 from zeroshard.memory.workspace import Workspace
 from zeroshard.placement import Placement
-from zeroshard.precision import Precision
+from zeroshard.precision import Precision, scaled_by
 
 
 def in_backward() -> bool:
@@ -116,6 +125,7 @@ class Engine:
         self.backwards = 0  # since the last step
         self._backward = 0  # number of the last backward that began
         self._backward_on = False
+        self._task = -1  # autograd's number of the backward under way
         for unit in units:
             unit.engine = weakref.ref(self)
 
@@ -125,6 +135,10 @@ class Engine:
             "a sharded model cannot be deep-copied; copy it before zeroshard.shard(), or build a second model and load "
             "the state_dict() taken inside `with zeroshard.gathered(model):`"
         )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: see :data:`NOT_PICKLED`."""
+        raise RuntimeError(NOT_PICKLED)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -183,7 +197,7 @@ class Engine:
         )
         if frame.hooked:
             for tensor in (*outputs, *kept):
-                tensor.register_hook(Reach(self, frame, self._trace))  # type: ignore[no-untyped-call]
+                hook_first(tensor, Reach(self, frame, self._trace))
         else:
             self._loose = frame.loose + self._loose
         self._record(frame)
@@ -214,7 +228,10 @@ class Engine:
             self.comm.control.tell_failure(str(error))
         elif not (isinstance(error, RanksDisagreeError) or self.states.spoilt or self.states.away is not None):
             self._take_part_in_rest()  # else there is nothing to give
-        self._abort_forward()
+            if error is not None:
+                self.comm.control.tell_failure(f"its forward raised {type(error).__name__}: {error}")
+        with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
+            self._abort_forward()  # what is still under way fails like the first, which says more
 
     def fetch(self, unit: Unit) -> bool:
         """Somebody touches a parameter whose values are not in place: bring them if that is right now.
@@ -225,7 +242,8 @@ class Engine:
         if unit.partitioned and not self.running:
             return False
         if unit not in self._fetching:
-            self._fetch(unit)
+            with outside_transforms():
+                self._fetch(unit)
         self._fetching.append(unit)
         return True
 
@@ -258,10 +276,9 @@ class Engine:
 
     def _hook_use(self, use: Frame, results: list[torch.Tensor]) -> None:
         """Have told when backward comes to a loose use: see [Note: loose uses]."""
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # its graph is gone back through inside the forward
-        hooked = [tensor for tensor in results if tensor.grad_fn is not None and not wrapped(tensor)]
+        hooked = [tensor for tensor in results if tensor.grad_fn is not None and not is_functorch_wrapped(tensor)]
         for tensor in hooked:
-            tensor.register_hook(Reach(self, use, self._trace))  # type: ignore[no-untyped-call]
+            hook_first(tensor, Reach(self, use, self._trace))
         if hooked:
             use.hooked = True
             self._loose = [other for other in self._loose if other is not use]
@@ -292,6 +309,7 @@ class Engine:
         self.states.refuse_spoilt(*self.states.spoilt)
         self.states.refuse_away()
         self.states.refuse_thawed()
+        self.states.take_in_edits()
         if torch.is_grad_enabled():
             self.gradients.memory.abide()
         if self._workspace is not None:
@@ -303,7 +321,7 @@ class Engine:
         self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
         self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
-        self.states.wake()
+        self.states.wake(self._live)
         self._buffers.synchronise()
 
     def _end_forward(self) -> None:
@@ -318,7 +336,7 @@ class Engine:
             unit.wait()
         if not torch.is_grad_enabled():
             self._park()
-        self.states.rest()
+        self.states.rest(self._live)
 
     def _abort_forward(self) -> None:
         self._frames, self._loose = [], []
@@ -327,7 +345,7 @@ class Engine:
         self._trace = Trace()
         self._release_idle()
         self._park()
-        self.states.rest()
+        self.states.rest(self._live)
 
     def _take_part_in_rest(self) -> None:
         """Go through the gathers the other ranks still expect of this forward, so that they need not hang."""
@@ -394,7 +412,14 @@ class Engine:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def reach(self, frame: Frame, trace: Trace) -> None:
-        """A gradient has arrived at a frame's output: see [Note: all ranks come to all frames]."""
+        """A gradient has arrived at a frame's output."""
+        if self._backward_on and torch._C._current_graph_task_id() != self._task:
+            self._reach_inside(frame, trace)
+        else:
+            self._reach(frame, trace)
+
+    def _reach(self, frame: Frame, trace: Trace) -> None:
+        """Backward has come to a frame: see [Note: all ranks come to all frames]."""
         if not self._backward_on:
             self._begin_backward()
         if trace not in self._reached:
@@ -430,6 +455,19 @@ class Engine:
                 self._open[unit] = use.entered
                 self._bring(unit)
 
+    def _reach_inside(self, frame: Frame, trace: Trace) -> None:
+        """A backward inside this one has come to a frame: see [Note: backward inside backward]."""
+        if trace not in self._reached:
+            self._reached.append(trace)
+            for unit in self._pins.renew(trace):
+                self._bring(unit)
+        for use in (frame, *frame.loose):
+            for unit in use.units:
+                self._open.setdefault(unit, use.entered)
+                self._bring(unit)
+                if self.makes_graph:
+                    self._kept.add(unit)
+
     def _reach_again(self, unit: Unit) -> None:
         """A module runs again inside backward: see [Note: recomputation]."""
         number = self._backward if self._backward_on else self._backward + 1
@@ -441,22 +479,25 @@ class Engine:
         ]
         if unit not in self._open and hidden:
             trace, frame = max(hidden, key=lambda pair: pair[1].left)
-            self.reach(frame, trace)
+            self._reach(frame, trace)
         self._bring(unit)
 
     def _begin_backward(self) -> None:
+        self.states.refuse_away()
         self._backward += 1
         self._backward_on = True
+        self._task = torch._C._current_graph_task_id()
         self._kept = set()
         self._brought.clear()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self.order.begin("backward")
+        inverse = scaled_by()
+        self.order.begin("backward" if inverse is None else "backward of a scaled loss")
         self.backwards += 1
         if self._workspace is not None:
             self._workspace.take()
         self.gradients.memory.look()
-        self.states.wake()
-        self.gradients.apply_coefficient()
+        self.states.wake(self._live)
+        self.gradients.begin(inverse)
         updates = self.states.updates()
         if updates is not None:
             updates.foresee(self.backwards) if self.sync else updates.doubt()
@@ -472,11 +513,16 @@ class Engine:
         self.order.check("agree on the order of reductions")
         agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
         self.comm.broadcast(agreed, 0, "agree on the order of reductions")
-        return [units[i] for i in agreed.tolist()] if self.comm.control.real else [units[i] for i in order]
+        if self.comm.control.real:
+            order = self.comm.on_host(agreed, "agree on the order of reductions")
+        return [units[i] for i in order]
 
     def _end_backward(self) -> None:
-        if not self._backward_on:
-            return
+        if self._backward_on:
+            with outside_transforms():
+                self._finish_backward()
+
+    def _finish_backward(self) -> None:
         while self._sweep:
             self._come_to(self._sweep.pop())
         for unit in tuple(self._open):
@@ -499,7 +545,7 @@ class Engine:
         self._kept = set()
         self._release_idle()
         self._park()
-        self.states.rest()
+        self.states.rest(self._live)
 
     def _park(self) -> None:
         for unit in self._gathers.values():
@@ -515,6 +561,18 @@ class Engine:
         self._kept = set()
         self._release_idle()
         self._park()
+
+    def write_back(self, units: list[Unit], source: int) -> None:
+        """Keep what rank ``source`` of the mesh has written into the units' parameters inside gathered()."""
+        for unit in units:
+            unit.check_written()
+        self.states.settle()
+        self.states.doubt()
+        self.order.begin("write")
+        for unit in units:
+            self.order.check(f"write unit {unit.name!r}")
+            unit.absorb(source)
+        self.states.values_changed(parameter for unit in units for parameter in unit.parameters)
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""

@@ -84,6 +84,9 @@ class Flat:
         self.segments: list[Piece] = []  # the parts of parameters this rank owns
         self.rank = 0  # on the axis that the flat is partitioned over
         self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
+        # where the parameters lie, and how often they were changed in place, when last looked at: resident flats alone
+        self.known_pointers: list[int] | None = None
+        self.known_versions: list[int] = []
         self.room = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``share_rooms``
 
     @property
@@ -121,22 +124,39 @@ class Flat:
 
     def place(self, comm: Communicator, partitioned: bool, shard: torch.Tensor | None) -> None:
         """Allocate: the breathing storage when partitioned, beside a shard or a master; else the full tensor alone."""
-        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.partitioned, self.shard = partitioned, shard
-        self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
+        self.partitioned, self.shard, self.rank = partitioned, shard, comm.shard.rank
+        self._allocate()
         self._nothing = torch.full(
             (), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
         )
         self.stand_ins = [self.stand_in(shape) for shape in self.shapes]
-        self.rank = comm.shard.rank
         self.segments = self.layout.segments(self.rank)
-        self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
-        parts = [self.layout.owned(bucket, comm.shard.rank) for bucket in self.layout.buckets]
-        self.landings = [self.full[part.start : part.end] for part in parts]
         self.owned = self.landings
         if partitioned:
             self.owned = [shard[home.start : home.end] for home in self.homes] if shard is not None else []
             self.full.untyped_storage().resize_(0)
+
+    def _allocate(self) -> None:
+        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
+        self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
+        parts = [self.layout.owned(bucket, self.rank) for bucket in self.layout.buckets]
+        self.landings = [self.full[part.start : part.end] for part in parts]
+        self._casts = None
+
+    def free(self) -> bool:
+        """Free the full values: see [Note: breathing storage]. Return whether ``views`` are others from now on.
+
+        Memory that a NumPy array shares (``parameter.detach().numpy()``) can never be resized again: it is left to
+        whoever holds it, a graph or the array, and the flat takes a new storage.
+        """
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+            return False
+        self._allocate()
+        self.full.untyped_storage().resize_(0)
+        return True
 
     def stand_in(self, shape: torch.Size) -> torch.Tensor:
         """A value of no use, for a parameter of ``shape`` to point at: see [Note: absent parameters]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import have_autograd_gradients, take_autograd_gradients
+from zeroshard.engine.parameter import have_autograd_gradients, take_autograd_gradients, zero_autograd_gradients
 from zeroshard.layout import Piece, Range
 from zeroshard.memory.arena import Arena
 
@@ -93,7 +93,13 @@ class FlatGradient:
     def clear(self, index: int) -> None:
         """Forget the gradient of one parameter."""
         self.used[index] = False
+        take_autograd_gradients(self.flat.parameters[index : index + 1])
+        self.zero(index)
+
+    def zero(self, index: int) -> None:
+        """Make the gradient of one parameter zero."""
         self.forget_norms()
+        zero_autograd_gradients(self.flat.parameters[index : index + 1])
         if self.has_local:
             self.local_views[index].zero_()
         reduced = self.shard if self.carried is None else self.carried
@@ -102,6 +108,13 @@ class FlatGradient:
             for piece in self.flat.segments:
                 if piece.parameter == index:
                     reduced[piece.at : piece.at + piece.within.numel].zero_()
+
+    def parts_of(self, index: int) -> list[tuple[Range, torch.Tensor]]:
+        """What this rank has of one parameter's reduced gradient: which elements, and where they lie."""
+        if self.shard is None or not self.has_shard:
+            return []
+        pieces = [piece for piece in self.flat.segments if piece.parameter == index]
+        return [(piece.within, self.shard[piece.at : piece.at + piece.within.numel]) for piece in pieces]
 
 
 def norms_of(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.engine.unit import Unit
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Leave torch.func's transforms for a while, where one is under way: it would wrap every tensor made meanwhile."""
+    none = torch._C._functorch.peek_interpreter_stack() is None
+    return _NOTHING if none else temporarily_clear_interpreter_stack()
+
+
+_NOTHING = nullcontext()
 
 
 class Trace:
@@ -50,4 +61,15 @@ class Reach:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._engine.makes_graph = torch.is_grad_enabled()
-        self._engine.reach(self._frame, self._trace)
+        with outside_transforms():
+            self._engine.reach(self._frame, self._trace)
+
+
+def hook_first(tensor: torch.Tensor, hook: Reach) -> None:
+    """Register a hook on a tensor, before those it has: they may run a backward that needs the unit's parameters."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        *others, own = hooks.items()
+        hooks.clear()
+        hooks.update([own, *others])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.config import Config
@@ -17,6 +18,7 @@ from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient, norms_of
 from zeroshard.engine.gradient_memory import GradientMemory
 from zeroshard.engine.order import Order
+from zeroshard.engine.parameter import zero_autograd_gradients
 from zeroshard.engine.unit import Unit
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -62,7 +64,12 @@ class Gradients:
         self.partitioned = placement.gradients
         self.queue: list[Unit] | None = None  # the fixed order of reductions, once agreed
         self.coefficient: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
-        self.owed: tuple[list[torch.Tensor], torch.Tensor] | None = None  # clipped in the step's copy, not yet here
+        self.owed: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # gradients, and factors they still lack
+        self.inverse: torch.Tensor | None = None  # of the loss scale that they carry; None: they carry none
+        self.cleared = 0  # how often gradients were forgotten
+        self._carry = False  # a backward has added to them since they were cleared
+        self._agreed = False  # ``used`` is what all ranks together have found
+        self._by_parameter: dict[float, torch.Tensor] = {}  # norms, by norm type: see ``parameter_norms``
         self.unreduced = False  # some backward has only summed locally
         self.landed: Callable[[], Callable[[Flat], None] | None] = lambda: None  # weak: told of each complete shard
         self.look_for_overflow = False  # fp16: largest magnitudes are wanted too
@@ -122,10 +129,11 @@ class Gradients:
     def forget_cleared(self) -> None:
         """A gradient was cleared by itself: where it was the last one, forget all, and give their memory back.
 
-        Not where there are several ranks: a parameter without gradient here may have got one from another.
+        Where there are several ranks, not unless all are known: a parameter without gradient here may have got one from
+        another.
         """
         alone = self._comm.ranks == 1 and self._comm.tensor.size == 1
-        if alone and not self.exist and not self._with_autograd_gradients():
+        if (alone or self._agreed) and not self.exist and not self._with_autograd_gradients():
             self.clear(set_to_none=True)
 
     # -- between backward and step ------------------------------------------------------------------------------
@@ -136,7 +144,8 @@ class Gradients:
         self._pay()
         for unit in self._with_autograd_gradients():  # left by a backward that no hook noticed
             self._add_local(unit)
-            self.unreduced = True
+            self.unreduced, self._agreed = True, False
+            self._by_parameter.clear()
         if not self.unreduced:
             return
         for unit in self._in_order():
@@ -152,6 +161,30 @@ class Gradients:
         self.unreduced = False
 
     @torch.no_grad()
+    def begin(self, inverse: torch.Tensor | None) -> None:
+        """A backward begins, which adds gradients that carry a loss scale of this ``inverse``, or none."""
+        self.apply_coefficient()
+        self._agreed = False
+        self._by_parameter.clear()
+        if self._carry and self.inverse is not inverse:
+            if self.inverse is None or inverse is None:
+                first, second = ("was not", "was") if self.inverse is None else ("was", "was not")
+                raise RuntimeError(
+                    f"the gradients there are come from a loss that {first} multiplied by optimizer.scale(loss), and "
+                    f"this backward's {second}: their sum would mean nothing. Scale every loss of a step or none, or "
+                    "call optimizer.zero_grad() in between"
+                )
+            self._multiply_all(self.inverse / inverse)  # the scale has changed in a step, and nobody cleared them
+        self.inverse, self._carry = inverse, True
+
+    def _multiply_all(self, factor: torch.Tensor) -> None:
+        every = self.of_flat.values()
+        sums = [g.local for g in every if g.has_local and g.local is not None]
+        self.multiply([*self.shards(), *sums, *(g.carried for g in every if g.carried is not None)], factor)
+        for gradient in every:
+            gradient.forget_norms()
+
+    @torch.no_grad()
     def apply_coefficient(self) -> None:
         """Clip now what was to be clipped at the step: a backward is about to add to it."""
         self._pay()
@@ -162,13 +195,14 @@ class Gradients:
                 gradient.forget_norms()
 
     def _pay(self) -> None:
-        """Clip what only the step's copy was clipped of: there was no zero_grad() since."""
-        if self.owed is None:
+        """Multiply what only the step's copy was multiplied by, or undo what it was alone: nobody cleared them since."""
+        if not self.owed:
             return
         for flat in self.of_flat:
             flat.arrive()  # its update has read the gradient
-        self.multiply(*self.owed)
-        self.owed = None
+        for shards, factor in self.owed:
+            self.multiply(shards, factor)
+        self.owed = []
         for gradient in self.of_flat.values():
             gradient.forget_norms()
 
@@ -221,6 +255,91 @@ class Gradients:
                 found[place] = norm.to(self._comm.device)
         return found
 
+    def parameter_norms(self, norm_type: float) -> torch.Tensor:
+        """The norm of each trainable parameter's whole gradient, in fp64, in the order of ``of_flat``.
+
+        All ranks call it together. One all-reduce an axis finds them all; they are kept until a gradient changes.
+        """
+        if norm_type not in self._by_parameter:
+            self._by_parameter[norm_type] = self._norms_of_parameters(norm_type)
+        factor = self.coefficient if self.inverse is None else self.inverse
+        if self.coefficient is not None and self.inverse is not None:
+            factor = self.coefficient * self.inverse
+        found = self._by_parameter[norm_type]
+        return found if factor is None or norm_type == 0 else found * factor.abs()
+
+    def _norms_of_parameters(self, norm_type: float) -> torch.Tensor:
+        extreme, device = abs(norm_type) == math.inf, self._comm.device
+        everything = self._comm.tensor.rank == 0  # of what all tensor ranks hold the same, the first one's counts
+        views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        offset = 0
+        for gradient in self.of_flat.values():
+            for piece in gradient.flat.segments if gradient.has_shard and gradient.shard is not None else ():
+                if gradient.shard is not None and (everything or gradient.flat.shares[piece.parameter] is not None):
+                    gradient.settle()
+                    view = gradient.shard[piece.at : piece.at + piece.within.numel]
+                    views.setdefault((view.device, view.dtype), []).append(view)
+                    places.setdefault((view.device, view.dtype), []).append(offset + piece.parameter)
+            offset += len(gradient.used)
+        total = torch.full((offset,), math.inf if norm_type == -math.inf else 0.0, dtype=torch.float64, device=device)
+        lost = torch.zeros_like(total)  # whether a value is NaN: a maximum over ranks may lose that
+        for kind, alike in views.items():
+            at = torch.tensor(places[kind], device=device)
+            norms = torch.stack(norms_of(alike, norm_type)).to(device, torch.float64)
+            if extreme:
+                lost.index_add_(0, at, norms.isnan().double())
+                total.scatter_reduce_(0, at, norms.nan_to_num(nan=0.0, posinf=math.inf), "amax" if norm_type > 0 else "amin")
+            else:
+                total.index_add_(0, at, norms if norm_type == 0 else norms**norm_type)
+        sign = -1.0 if norm_type == -math.inf else 1.0
+        both = torch.stack([sign * total, lost]) if extreme else total
+        what = "sum the norms of gradients"
+        for axis in (self._comm.shard, self._comm.tensor):  # along the other axes, every rank has the same
+            if axis.size > 1:
+                self._order.check(what)
+                op = dist.ReduceOp.MAX if extreme else dist.ReduceOp.SUM
+                self._comm.all_reduce(both, axis, what, op).wait()
+        if extreme:
+            return torch.where(both[1] > 0, math.nan, sign * both[0])
+        return both if norm_type == 0 else both ** (1 / norm_type)
+
+    def changed(self, gradient: FlatGradient) -> None:
+        """Somebody is about to write into a reduced gradient."""
+        gradient.flat.arrive()  # an update of its values may still read it
+        gradient.settle()
+        gradient.forget_norms()
+        self._by_parameter.clear()
+
+    @property
+    def held(self) -> bool:
+        """Whether there may be gradients, of this rank or of another."""
+        return self.unreduced or self.memory.held
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Reduce what is not reduced yet, and find out which parameters have a gradient on any rank.
+
+        All ranks call it together. It costs nothing until the next backward.
+        """
+        if self._agreed:
+            return
+        self.reduce_rest()
+        if self._comm.ranks * self._comm.tensor.size > 1 and self._comm.control.real:
+            flags = [flag for gradient in self.of_flat.values() for flag in gradient.used]
+            merged = torch.tensor(flags, dtype=torch.uint8, device=self._comm.device)
+            what = "agree on unused parameters"
+            self._order.check(what)
+            self._comm.all_reduce_everywhere(merged, what, dist.ReduceOp.MAX)
+            self.set_used([bool(flag) for flag in merged.tolist()])
+        self._agreed = True
+
+    def set_used(self, flags: Sequence[bool]) -> None:
+        """Note which parameters have a gradient on any rank, in the order of ``of_flat``."""
+        position = iter(flags)
+        for gradient in self.of_flat.values():
+            gradient.used = [next(position) for _ in gradient.used]
+
     def undivided(self) -> tuple[list[str], torch.Tensor]:
         """The parameters that no tensor plan has touched, and the sum of squares of this rank's part of each gradient.
 
@@ -241,7 +360,12 @@ class Gradients:
     def clear(self, set_to_none: bool) -> None:
         """Forget all gradients, or make them zero."""
         self.end_reductions()
-        self.coefficient = self.owed = None
+        self.coefficient, self.owed = None, []
+        self._by_parameter.clear()
+        self._carry = False
+        if set_to_none:
+            self.inverse, self._agreed = None, False
+            self.cleared += 1
         for gradient in self.of_flat.values():
             self._drop_carried(gradient)
             if set_to_none:
@@ -253,6 +377,7 @@ class Gradients:
             else:
                 gradient.settle()
                 gradient.forget_norms()
+                zero_autograd_gradients(gradient.flat.parameters)
                 if gradient.has_local and gradient.local is not None:
                     gradient.local.zero_()
                 if gradient.has_shard and gradient.shard is not None:

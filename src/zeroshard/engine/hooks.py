@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.engine import Engine, in_backward
+from zeroshard.engine.frames import outside_transforms
+from zeroshard.engine.guards import Planted, Watch, guard, refuse_wrapped
 from zeroshard.engine.kept import Keeper, keepers
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Unit
@@ -65,15 +67,31 @@ def _items(value: Any) -> Iterable[Any]:
 class _Before:
     """Runs before a hooked module's forward."""
 
-    def __init__(self, engine: Engine, units: tuple[Unit, ...], name: str, outermost: bool) -> None:
-        self._engine, self._units, self._name, self._outermost = engine, units, name, outermost
+    def __init__(
+        self,
+        engine: Engine,
+        units: tuple[Unit, ...],
+        name: str,
+        watch: Watch | None,
+        layer_casts: _LayerCasts | None,
+    ) -> None:
+        self._engine, self._units, self._name, self._watch = engine, units, name, watch
+        self._outermost = watch is not None
+        self._layer_casts = layer_casts
 
     @_eager
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
-        if self._outermost:
+        if self._watch is not None:
+            refuse_wrapped(module)
+            self._watch.look(module)
             self._engine.about_to_run(given)
-        self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
+        with outside_transforms():
+            self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
+        if self._layer_casts is not None and self._layer_casts.are_needed(given):
+            casts, self._layer_casts = self._layer_casts, None
+            return casts.install(module, args, kwargs)
+        return None
 
 
 def lenders(given: list[torch.Tensor], known: tuple[Unit, ...]) -> list[Unit]:
@@ -97,7 +115,8 @@ class _After:
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if output is None and (error := sys.exc_info()[1]) is not None:
-            self._engine.fail(error)
+            with outside_transforms():
+                self._engine.fail(error)
             return
         outputs, lent = [], False
         for tensor in tensors_in(output):
@@ -109,7 +128,8 @@ class _After:
         hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
         graph = bool(outputs) and torch.is_grad_enabled() and not in_backward()
         kept = [tensor for keeper in self._keepers for tensor in keeper.kept()] if graph else []
-        self._engine.leave(outputs, kept, lent, hides)
+        with outside_transforms():
+            self._engine.leave(outputs, kept, lent, hides)
 
 
 class _CastInputs:
@@ -122,6 +142,42 @@ class _CastInputs:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
+
+
+class _CastLayerInputs(_CastInputs):
+    """The same for a layer that mostly needs no cast."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is self._dtype:
+            return None
+        return super().__call__(module, args, kwargs)
+
+
+class _LayerCasts:
+    """Casts of the inputs of torch's own layers in 16 bits, made when a module is first given other floats.
+
+    Such a layer would raise. A module with code of its own gets what it is given: tables in fp32, say, stay exact.
+    """
+
+    def __init__(self, dtype: torch.dtype, handles: list[RemovableHandle | Planted]) -> None:
+        self._dtype, self._handles = dtype, handles
+        self._others = {torch.float16, torch.bfloat16, torch.float32, torch.float64} - {dtype}
+
+    def are_needed(self, given: list[torch.Tensor]) -> bool:
+        return any(tensor.dtype in self._others for tensor in given)
+
+    def install(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook the layers of a module that is about to run; return its own inputs cast where it is such a layer."""
+        layers = [layer for layer in module.modules() if self._is_strict(layer)]
+        for layer in layers:
+            cast = _CastLayerInputs(self._dtype)
+            self._handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
+        return cast(module, args, kwargs) if module in layers else None  # hooked while its hooks run: not called yet
+
+    def _is_strict(self, layer: nn.Module) -> bool:
+        own = [parameter.dtype for parameter in layer.parameters(recurse=False)]
+        of_torch = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.RMSNorm)
+        return of_torch and self._dtype in own
 
 
 class _CastOutputs:
@@ -137,10 +193,11 @@ class _CastOutputs:
 class _Loaded:
     """Runs after ``load_state_dict``: the loaded values go into shards and master copies too."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self._engine, self._watch = engine, watch
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        self._watch.look(module)  # assign=True replaces parameters
         self._engine.states.absorb_resident()
 
 
@@ -151,24 +208,26 @@ def install(
     fp32_modules: list[str],
     compute_dtype: torch.dtype | None,
     cast_inputs: bool,
-) -> list[RemovableHandle]:
+) -> list[RemovableHandle | Planted]:
     """Hook the model and the modules that units belong to; return the handles that undo it."""
-    handles: list[RemovableHandle] = []
+    handles: list[RemovableHandle | Planted] = list(guard(model))
+    watch = Watch(model)
     for name in fp32_modules:  # the casts come before the unit's hook registered below, which is put first
         module = model.get_submodule(name)
         if compute_dtype is not None:
             handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
     hooked = {model.get_submodule(name) for name in homes}
+    casts = _LayerCasts(compute_dtype, handles) if cast_inputs and engine.config.has_master and compute_dtype else None
     for name, units in ({"": ()} | homes).items():
         module = model.get_submodule(name)
         for unit in units:
             unit.attend(name, module)
-        before = _Before(engine, units, name, outermost=module is model)
+        before = _Before(engine, units, name, watch if module is model else None, None if module is model else casts)
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         after = _After(engine, keepers(module, hooked) if units else [])
         handles.append(module.register_forward_hook(after, always_call=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
-    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine)))  # type: ignore[no-untyped-call]
+    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine, watch)))  # type: ignore[no-untyped-call]
     return handles

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from zeroshard.comm import Communicator
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import Card
+from zeroshard.engine.parameter import Card, autograd_gradient, card_of, pointers_of, versions_of
+from zeroshard.engine.sharded_gradient import ShardedGradient, Source
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import LossScale
 
@@ -76,6 +78,75 @@ class States:
                 "zeroshard.unshard(), set requires_grad, and shard again"
             )
 
+    def refuse_gathered(self, call: str) -> None:
+        """Raise inside gathered(): the values that the parameters show there are not those that would change."""
+        if any(unit.copied for unit in self._units):
+            raise RuntimeError(
+                f"{call} inside `with zeroshard.gathered()`: it would change the states, and the parameters inside are "
+                "copies of what they were. Leave the block first"
+            )
+
+    def refuse_edited(self) -> None:
+        """Raise where a parameter was edited inside gathered(), since what is about to be read has no part of that."""
+        cards = [card_of(parameter) for unit in self._units if unit.copied for parameter in unit.edited()]
+        if cards and cards[0] is not None:
+            raise RuntimeError(
+                f"{cards[0].name!r} was edited inside `with zeroshard.gathered()`, and the states do not have it yet: "
+                "leave the block first (with write_rank=… the edit counts, without it is undone)"
+            )
+
+    # -- edits by the user ------------------------------------------------------------------------------------------
+
+    def take_in_edits(self) -> None:
+        """Copy the user's edits of resident parameters to their masters; refuse parameters that were moved elsewhere.
+
+        [Note: edits of parameters]
+        Where there is no master, a resident parameter is itself what the optimizer updates, and an edit in place (an
+        initialisation, ``clamp_``, an EMA copied in) needs nothing. A master has to be told: autograd counts each
+        change in place, so a count that has grown since the last look says which. As in data parallelism, all ranks are
+        expected to make the same edit. ``parameter.data = …`` is another matter: the parameter no longer lies in the
+        flat, and neither the optimizer nor a gather would ever see it again, so that is refused.
+        """
+        edited: list[Unit] = []
+        for unit in self.resident:
+            if unit.copied:
+                continue
+            for flat in unit.flats:
+                if flat.known_pointers is None:
+                    flat.known_pointers = [view.data_ptr() for view in flat.views]
+                if pointers_of(flat.parameters, flat.has_divided) != flat.known_pointers:
+                    self._refuse_moved(flat, flat.known_pointers)
+                if flat.master is not None and versions_of(flat.parameters) != flat.known_versions:
+                    edited.append(unit)
+        for unit in dict.fromkeys(edited):
+            self.settle()
+            self.doubt()
+            unit.absorb(None)
+            self.note_versions(unit)
+
+    def _refuse_moved(self, flat: Flat, known: list[int]) -> None:
+        now = pointers_of(flat.parameters, flat.has_divided)
+        name = next(name for name, old, new in zip(flat.names, known, now, strict=True) if old != new)
+        raise RuntimeError(
+            f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
+            "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
+            "Change values in place (`parameter.copy_(…)` under torch.no_grad()) or inside "
+            "`with zeroshard.gathered(model, write_rank=0):`; change dtype, device or memory format before shard()"
+        )
+
+    def note_versions(self, unit: Unit) -> None:
+        """Count what is in a resident unit's parameters now as known to their masters."""
+        for flat in unit.flats if not unit.partitioned else ():
+            if flat.master is not None:
+                flat.known_versions = versions_of(flat.parameters)
+
+    def values_changed(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The parameters have new values: a backward over a graph made of the old ones raises, as with plain torch."""
+        torch.autograd.graph.increment_version(list(parameters))
+        for unit in self._units:
+            unit.accept_edits()
+            self.note_versions(unit)
+
     # -- what is under way --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -99,6 +170,7 @@ class States:
         for unit in self.resident:
             self.complete(unit)
             unit.wait()
+        self.take_in_edits()
 
     def complete(self, unit: Unit) -> None:
         """Collect the new values of a resident unit that was updated outside the device.
@@ -147,6 +219,7 @@ class States:
     def adopt(self) -> None:
         """Bring the parameters in computation into line with shards and masters that somebody has written into."""
         self._order.begin("take in new values")
+        self.values_changed(parameter for unit in self._units for parameter in unit.parameters)
         self.finish_updates()
         self.doubt()
         self.copy_masters(flat for unit in self._units for flat in unit.flats)
@@ -161,53 +234,60 @@ class States:
         self.finish_updates()
         self.doubt()
         for unit in self.resident:
-            unit.absorb(None)
+            if not unit.copied:  # else gathered() says whether it counts
+                unit.absorb(None)
+                self.note_versions(unit)
 
     # -- gradients, as parameters show them ---------------------------------------------------------------------
 
-    def rest(self) -> None:
-        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them."""
-        if self._gradients.exist:
-            for unit in self.resident:
+    def rest(self, live: Iterable[Unit] = ()) -> None:
+        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them.
+
+        So do those of partitioned units whose values are in memory, ``live``.
+        """
+        if self._gradients.held:
+            for unit in (*self.resident, *live):
                 unit.rest()
             self._resting = True
 
-    def wake(self) -> None:
+    def wake(self, live: Iterable[Unit] = ()) -> None:
         """Undo :meth:`rest`."""
         if self._resting:
-            for unit in self.resident:
+            for unit in (*self.resident, *live):
                 unit.wake()
             self._resting = False
 
     def resting_gradient(self, card: Card) -> torch.Tensor | None:
         """What ``parameter.grad`` gives between backward and the next forward."""
-        self.refuse_away()
         flat = card.flat()
         gradient = self._gradients.of_flat.get(flat) if flat is not None else None
-        if flat is None or gradient is None or not any(gradient.used):
+        if flat is None or gradient is None:
             return None
-        if self._comm.shard.size > 1:
+        if not self._gradients.held:
+            return autograd_gradient(flat.parameters[card.index])  # what somebody has put there
+        self.refuse_away()
+        if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"the gradient of {card.name!r} is partitioned over the ranks: use optimizer.clip_grad_norm_(…) to "
-                "clip, optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
-            )
-        if self.loss_scale is not None:
-            raise RuntimeError(
-                f"the gradient of {card.name!r} carries fp16's loss scale: use optimizer.clip_grad_norm_(…) to clip, "
-                "optimizer.zero_grad() to clear, zeroshard.full_gradient(model, name) to read it"
+                f"the gradient of {card.name!r} is read inside a backward, which has not reduced it yet: read "
+                "parameter.grad when backward() has returned"
             )
         self._order.begin("read the gradients")
-        self._gradients.reduce_rest()
-        self._gradients.apply_coefficient()
+        self._gradients.agree()
         if not gradient.used[card.index] or gradient.shard is None or not gradient.has_shard:
             return None
+        is_whole = self._comm.shard.size == 1 and self._comm.tensor.size == 1
+        if not is_whole or self.loss_scale is not None or self._gradients.inverse is not None:
+            cleared = self._gradients.cleared
+            return ShardedGradient(
+                Source(self, self._gradients, self._comm, self._order, gradient, card.index, cleared)
+            )
+        self._gradients.apply_coefficient()
         self.doubt()  # whoever has it may write into it
         flat.arrive()  # an update of its values may still read it
         gradient.forget_norms()
         gradient.settle()
         self._gradients.memory.shown = True
-        part, divided = flat.view(gradient.shard, card.index), flat.divided[card.index]
-        return part if divided is None else divided.wrap(part)
+        return flat.view(gradient.shard, card.index)
 
     def clear_gradient(self, card: Card) -> None:
         """Forget the gradient of one parameter."""
@@ -217,7 +297,7 @@ class States:
             if self._gradients.memory.held:
                 self.refuse_away()
             self.doubt()
-            flat.arrive()  # an update of its values may still read it
+            self._gradients.changed(gradient)
             gradient.clear(card.index)
             if not any(gradient.used):
                 self._gradients.forget_cleared()

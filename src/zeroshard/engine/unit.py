@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator, Pending
 from zeroshard.engine.flat import Flat
-from zeroshard.engine.parameter import Card, Wardrobe, point, point_all, values_of
+from zeroshard.engine.parameter import (
+    Card,
+    GatheredBlock,
+    Wardrobe,
+    point,
+    point_all,
+    pointers_of,
+    values_of,
+    versions_of,
+)
 from zeroshard.layout import Range
 from zeroshard.memory.lane import Lane
 from zeroshard.memory.ledger import Ledger
@@ -29,6 +38,71 @@ class State(enum.Enum):
     RELEASED = enum.auto()  # nothing: only this rank's shard
     GATHERING = enum.auto()  # the full storage, being filled
     READY = enum.auto()  # the full parameters
+
+
+class GatheredValues:
+    """Finds that a partitioned unit's parameters were changed in place while they were gathered.
+
+    Version counters tell of all changes but those of ``parameter.data``, for 0.1 µs a parameter. So the first few times
+    the values themselves are compared, too: a forward that changes its weights does so every time.
+    """
+
+    def __init__(self) -> None:
+        self._to_compare = 4  # gathers: two forwards, two backwards
+        self._versions: list[int] = []
+        self._sums: list[torch.Tensor] = []
+
+    def note_versions(self, flats: list[Flat]) -> None:
+        """A gather begins."""
+        self._versions, self._sums = _versions(flats), []
+
+    def note(self, flats: list[Flat]) -> None:
+        """The values are in place."""
+        if self._to_compare:
+            self._sums = [_checksum(flat.full) for flat in flats]
+
+    def renew(self, flats: list[Flat]) -> None:
+        """What was changed has been taken over."""
+        if self._versions:
+            self._versions = _versions(flats)
+        if self._sums:
+            self.note(flats)
+
+    def edited(self, flats: list[Flat]) -> str | None:
+        """What was changed since then, in words, or None."""
+        versions, sums = _versions(flats), self._sums
+        if versions != self._versions:
+            names = [name for flat in flats for name in flat.names]
+            return next(repr(n) for n, old, new in zip(names, self._versions, versions, strict=True) if old != new)
+        for flat, before in zip(flats if sums else [], sums, strict=True):
+            if not torch.equal(_checksum(flat.full), before):
+                return f"{flat.names[0]!r}" + (f", or another of {flat.names[1:]}," if len(flat.names) > 1 else "")
+        self._to_compare -= bool(sums)
+        return None
+
+
+def _versions(flats: list[Flat]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter._version for flat in flats for parameter in flat.parameters]
+
+
+@torch.no_grad()
+def _checksum(full: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits, as whole numbers: it takes no memory."""
+    line = full.view(torch.uint8)
+    even = line.numel() // 8 * 8
+    return line[:even].view(torch.int64).sum() + line[even:].sum()
+
+
+def _refuse_edits(edited: str | None) -> None:
+    """Raise where :class:`GatheredValues` has found a change."""
+    if edited is not None:
+        raise RuntimeError(
+            f"the values of {edited} were changed in place during a forward or backward, where they are a copy that is "
+            "gathered for the pass: the change would be lost. Compute what is to be used from the parameter in "
+            "forward, without changing it (weight = self.weight.clamp(…)), or change it after step() inside "
+            "`with zeroshard.gathered(model, write_rank=0):`"
+        )
 
 
 class Unit:
@@ -48,10 +122,13 @@ class Unit:
         self.partitioned = partitioned
         self.trainable = any(flat.trainable for flat in flats)
         self.state = State.READY
-        self.copied = False  # RELEASED, but the parameters hold full values in memory of their own
+        # inside gathered(): the parameters hold full values in memory of their own, whatever the state
+        self.block: GatheredBlock | None = None
+        self._at_entry: list[tuple[list[int], list[int]]] = []  # versions and places of each flat's parameters there
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
         self._shown: list[Wardrobe] = []  # partitioned: whose use is not noticed, as that of all others is
+        self.out = False  # resident, and its values are in host memory: see away.py
         self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
@@ -63,11 +140,17 @@ class Unit:
         self._gathered: torch.Event | None = None
         self._wardrobes: list[Wardrobe] = []  # of all parameters
         self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
+        self._values = GatheredValues()
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of the unit."""
         return (parameter for flat in self.flats for parameter in flat.parameters)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the parameters hold full values in memory of their own: see :meth:`gather_copy`."""
+        return self.block is not None
 
     @property
     def veiled(self) -> bool:
@@ -87,6 +170,7 @@ class Unit:
                 point(parameter, flat.views[index])
                 parameter._zeroshard = Card(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
                 self._wardrobes.append(Wardrobe(parameter, original))
+            flat.known_versions = versions_of(flat.parameters)
 
     def attend(self, name: str, module: nn.Module) -> None:
         """The unit is brought for a module: remember which of its parameters that one has, or share it."""
@@ -106,6 +190,8 @@ class Unit:
             self.parked = True
 
     def _point(self, views: str) -> None:
+        if self.copied:
+            return
         for flat in self.flats:
             point_all(flat.parameters, getattr(flat, views), flat.has_divided)
 
@@ -121,6 +207,7 @@ class Unit:
             for flat in self.flats:
                 flat.full.untyped_storage().resize_(flat.room)
             self._ledger.add("gathered", self.full_bytes)
+            self._values.note_versions(self.flats)
         elif not self.partitioned:
             self._dress(absent=True)  # until the new values are in
         self.expected = False
@@ -146,6 +233,8 @@ class Unit:
         if gathering:
             self._finish()
             self.state = State.READY
+            if self.partitioned:
+                self._values.note(self.flats)
         if self.partitioned and self.state is State.READY:
             self._show(self._wardrobes if module is None else self._by_module.get(module, self._wardrobes))
         elif gathering:
@@ -165,8 +254,9 @@ class Unit:
             self._hide()
 
     def _hide(self) -> None:
+        copied = self.copied
         for wardrobe in self._shown:
-            wardrobe.parameter.__class__ = wardrobe.absent
+            wardrobe.parameter.__class__ = wardrobe.gathered if copied else wardrobe.absent
         self._shown = []
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -185,11 +275,19 @@ class Unit:
         if not self.partitioned or self.state is State.RELEASED:
             return
         self._finish()  # a gather nobody used: its memory must not go while it is written
+        edited = None if self.copied else self._values.edited(self.flats)
         self._hide()
-        for flat in self.flats:
-            flat.full.untyped_storage().resize_(0)
+        moved = [flat.free() for flat in self.flats]
+        if any(moved):
+            self._point("views")
         self._ledger.add("gathered", -self.full_bytes)
         self.state = State.RELEASED
+        _refuse_edits(edited)
+
+    def accept_edits(self) -> None:
+        """Values gathered for a pass count as unchanged from here on."""
+        if self.partitioned and self.state is not State.RELEASED:
+            self._values.renew(self.flats)
 
     def _finish(self) -> None:
         for pending in self._pending:
@@ -200,59 +298,115 @@ class Unit:
 
     def leave(self) -> None:
         """The values of a resident unit are out: its parameters are absent, and point at no memory of the flat's."""
+        self.out = True
         self._dress(absent=True)
         self._point("stand_ins")
 
     def come_back(self) -> None:
         """Undo :meth:`leave`."""
+        self.out = False
+        for flat in self.flats:
+            flat.known_pointers = None  # their memory is other memory now
         self._point("views")
         self._dress(absent=False) if self._resting else self._undress()
 
     def rest(self) -> None:
-        """Make ``grad`` of a resident unit's parameters the reduced gradient."""
+        """Make ``grad`` of parameters whose values are there the reduced gradient."""
+        if self.partitioned:
+            for wardrobe in self._shown:
+                wardrobe.parameter.__class__ = wardrobe.resting
+            return
         self._resting = True
-        if self.state is State.READY and not self.expected:
+        if self.state is State.READY and not self.expected and not self.out:
             self._dress(absent=False)
 
     def wake(self) -> None:
-        """Make a resident unit's parameters plain parameters, as autograd and compilers know them."""
+        """Make parameters whose values are there plain ones, as autograd and compilers know them."""
+        if self.partitioned:
+            for wardrobe in self._shown:
+                wardrobe.parameter.__class__ = wardrobe.original
+            return
         self._resting = False
-        if self.state is State.READY and not self.expected:
+        if self.state is State.READY and not self.expected and not self.out:
             self._undress()
 
     @torch.no_grad()
     def gather_copy(self) -> None:
-        """Give the parameters full values in fresh memory, which stays valid for whoever keeps it."""
-        self.copied = True
+        """Point the parameters at full values in fresh memory, which stays valid for whoever keeps it.
+
+        Until :meth:`drop_copy` they stay there: a forward or backward meanwhile gathers and releases as ever, but
+        computes with these values.
+        """
+        if self.partitioned and self.state is not State.RELEASED:
+            _refuse_edits(self._values.edited(self.flats))
         copies = []
         for flat in self.flats:
+            if not self.partitioned:
+                copies.append(flat.full.clone())
+                continue
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             flat.arrive()
             for number, bucket in enumerate(flat.layout.buckets):
                 self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number))
             copies.append(fresh)
-        self._undress()
         for flat, fresh in zip(self.flats, copies, strict=True):
-            for index, parameter in enumerate(flat.parameters):
-                point(parameter, flat.view(fresh, index))
+            point_all(flat.parameters, [flat.view(fresh, i) for i in range(len(flat.shapes))], flat.has_divided)
+        self.block = GatheredBlock()
+        self._at_entry = self._marks()
+        self._dress_hidden()
 
     def drop_copy(self) -> None:
-        """Let go of what :meth:`gather_copy` made."""
-        self.copied = False
-        self._point("stand_ins")
-        self.parked = True
-        self._dress(absent=True)
+        """Let go of what :meth:`gather_copy` made: the parameters are again what the unit's state says."""
+        if self.block is None:
+            return
+        self.block.is_open = False
+        edited = self.edited()
+        self.block, self._at_entry = None, []
+        if edited:  # what they were in the block is undone: no graph made of it may be gone back through
+            torch.autograd.graph.increment_version(edited)
+            self.accept_edits()
+        self.parked = self.partitioned and self.state is State.RELEASED
+        self._point("stand_ins" if self.parked else "views")
+        self._dress_hidden()
 
-    def copy_resident(self) -> list[torch.Tensor]:
-        """Copy a resident unit's values, to undo changes with."""
-        self.wait()
-        return [flat.full.clone() for flat in self.flats]
+    def edited(self) -> list[nn.Parameter]:
+        """The parameters that were changed, or pointed elsewhere, since :meth:`gather_copy`."""
+        marks = zip(self.flats, self._at_entry, self._marks(), strict=True) if self.copied else ()
+        return [
+            parameter
+            for flat, before, now in marks
+            if before != now
+            for index, parameter in enumerate(flat.parameters)
+            if any(old[index] != new[index] for old, new in zip(before, now, strict=True))
+        ]
 
-    def restore_resident(self, copies: list[torch.Tensor]) -> None:
-        """Undo changes."""
-        with torch.no_grad():
-            for flat, copy in zip(self.flats, copies, strict=True):
-                flat.full.copy_(copy)
+    def _marks(self) -> list[tuple[list[int], list[int]]]:
+        return [(versions_of(flat.parameters), pointers_of(flat.parameters, flat.has_divided)) for flat in self.flats]
+
+    def _dress_hidden(self) -> None:
+        """Give a partitioned unit's parameters the class they have while no running module uses them."""
+        shown = {id(wardrobe) for wardrobe in self._shown}
+        for wardrobe in self._wardrobes if self.partitioned else ():
+            if id(wardrobe) not in shown:
+                wardrobe.parameter.__class__ = wardrobe.gathered if self.copied else wardrobe.absent
+
+    def check_written(self) -> None:
+        """Raise where a parameter was given values inside gathered() that the unit cannot hold."""
+        for flat in self.flats:
+            for index, (name, parameter) in enumerate(flat.named_parameters):
+                values = values_of(parameter)
+                expected, got = (
+                    f"{tuple(shape)} {dtype} on {device}"
+                    for shape, dtype, device in (
+                        (flat.shapes[index], flat.dtype, flat.device),
+                        (values.shape, values.dtype, values.device),
+                    )
+                )
+                if expected != got:
+                    raise RuntimeError(
+                        f"{name!r} was changed to {got} inside gathered(write_rank=…), and the sharded model has it as "
+                        f"{expected}: nothing was written. Change shape, dtype or device before zeroshard.shard()"
+                    )
 
     @torch.no_grad()
     def dissolve(self) -> None:
@@ -290,6 +444,7 @@ class Unit:
                     self._comm.broadcast(values, source, f"write unit {self.name!r}")
                     self._share_undivided(flat, bucket, values)
                 self._keep(flat, bucket, values)
+        self._values.renew(self.flats)
 
     def _share_undivided(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
         """Of what all ranks of the tensor axis hold alike, the first one's values count."""

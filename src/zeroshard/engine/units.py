@@ -94,17 +94,26 @@ def plan_units(
 
 def repeated(model: nn.Module) -> Iterator[nn.Module]:
     """Find the outermost containers' children of one class: transformer layers, residual blocks, stages."""
+    found = _alike(model) if isinstance(model, (nn.ModuleList, nn.Sequential)) else []  # the model is the container
+    yield from found
     for child in model.children():
-        members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) else []
-        counts = Counter(type(m) for m in members if next(m.children(), None) is not None)
-        found = [m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None]
-        yield from found
-        for grandchild in [child] if not members else [m for m in members if m not in found]:
-            yield from repeated(grandchild)
-    if isinstance(model, (nn.ModuleList, nn.Sequential)):  # the model itself is the container
-        members = list(model.children())
-        counts = Counter(type(m) for m in members if next(m.children(), None) is not None)
-        yield from (m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None)
+        if child not in found:
+            yield from _repeated_in(child)
+
+
+def _repeated_in(child: nn.Module) -> Iterator[nn.Module]:
+    members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) else []
+    found = _alike(child) if members else []
+    yield from found
+    for member in [child] if not members else [m for m in members if m not in found]:
+        yield from repeated(member)
+
+
+def _alike(container: nn.Module) -> list[nn.Module]:
+    """The children of a container that are of one class with another, and have children and parameters."""
+    members = list(container.children())
+    counts = Counter(type(m) for m in members if next(m.children(), None) is not None)
+    return [m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None]
 
 
 Room = tuple[nn.Module, list[nn.Module], bool]

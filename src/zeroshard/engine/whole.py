@@ -9,6 +9,8 @@ import torch
 from zeroshard.comm import Communicator
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
+from zeroshard.engine.flat_gradient import FlatGradient
+from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.unit import Unit
 
 
@@ -44,16 +46,21 @@ def undivided(comm: Communicator, part: torch.Tensor, flat: Flat, index: int) ->
 def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
     flat, index = find(engine.units, name)
-    engine.order.begin("read a parameter")
+    engine.states.refuse_edited()
+    engine.order.begin(f"read the parameter {name!r}")
     engine.states.finish_updates()
     engine.states.refuse_spoilt("weights")
     if flat.master is None and not flat.partitioned:  # every rank has all of it
+        if flat.shares[index] is not None:
+            engine.order.check(f"assemble {name!r}")
         return undivided(engine.comm, flat.view(flat.full, index).clone(), flat, index)
     dtype = flat.dtype if flat.master is None else flat.master.dtype
     line = torch.zeros(flat.layout.numels[index], dtype=dtype, device=flat.device)
     for number, within, values in flat.held():
         if number == index:
             line[within.start : within.end] = values
+    if engine.comm.shard.size > 1 or flat.shares[index] is not None:
+        engine.order.check(f"assemble {name!r}")
     return assemble(engine.comm, line, flat, index)
 
 
@@ -64,19 +71,27 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     gradient = engine.gradients.of_flat.get(flat)
     if gradient is None:
         return None
-    engine.order.begin("read a gradient")
+    engine.order.begin(f"read the gradient of {name!r}")
     engine.gradients.reduce_rest()
-    used = torch.tensor(float(gradient.used[index]), device=engine.comm.device)
-    engine.comm.all_reduce_everywhere(used, f"ask for the gradient of {name!r}")
-    if not used or gradient.shard is None or not gradient.has_shard:
+    used, what = torch.tensor(float(gradient.used[index]), device=engine.comm.device), f"read the gradient of {name!r}"
+    engine.order.check(what)
+    engine.comm.all_reduce_everywhere(used, what)
+    if not engine.comm.on_host(used, what)[0] or gradient.shard is None or not gradient.has_shard:
         return None
+    whole = assembled_gradient(engine.comm, engine.gradients, gradient, index)
+    return whole if engine.states.loss_scale is None else whole.float()
+
+
+def assembled_gradient(comm: Communicator, gradients: Gradients, gradient: FlatGradient, index: int) -> torch.Tensor:
+    """The whole reduced gradient of one parameter, clipped, and without the loss scale it may carry."""
+    flat = gradient.flat
     gradient.settle()
     line = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
-    for piece in flat.segments:
-        if piece.parameter == index:
-            line[piece.within.start : piece.within.end] = gradient.shard[piece.at : piece.at + piece.within.numel]
-    if engine.gradients.coefficient is not None:
-        line *= engine.gradients.coefficient
-    if engine.states.loss_scale is not None:
-        line = line.float() * engine.states.loss_scale.inverse
-    return assemble(engine.comm, line, flat, index)
+    for within, part in gradient.parts_of(index):
+        line[within.slice] = part
+    if gradients.inverse is not None:
+        line = line.float()
+    for factor in (gradients.inverse, gradients.coefficient):
+        if factor is not None:
+            line *= factor
+    return assemble(comm, line, flat, index)

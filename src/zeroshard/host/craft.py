@@ -19,7 +19,7 @@ from zeroshard.host.native import Kernels
 from zeroshard.host.recipe import Recipe
 from zeroshard.host.verdict import Ruling
 from zeroshard.memory.tiers import Tiers
-from zeroshard.runs import Run, is_elementwise
+from zeroshard.runs import Run, is_elementwise, lifted
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Craft:
         granule = task.granule
         if task.recipes is None:
             with self._pointed(task, lines):
-                self._by_torch(task, ruling)
+                self._by_torch(task, lines, ruling)
                 return self.deliver_masters(granule, list(task.runs), now)
         if self._desk.direct(granule.place, now):
             yield from self._cook(task, lines, lines, granule.place, ruling)
@@ -157,26 +157,26 @@ class Craft:
                 if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
                     state[key] = lines[key][span]
 
-    def _by_torch(self, task: Task, ruling: Ruling) -> None:
+    def _by_torch(self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling) -> None:
         """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
         twin: Any = copy.copy(self._inner)
         twin.param_groups = []
         states = zip(task.runs, task.states, strict=True)
+        wides: list[torch.Tensor] = []
         twin.state = defaultdict(dict, {run.parameter: state for run, state in states})
         for run, group in zip(task.runs, task.groups, strict=True):
             gradient = self._desk.gradient(run, self._gradients)
             wide = gradient.to(run.parameter.dtype, copy=True)
             for factor in ruling.factors:
                 wide.mul_(factor)
-            run.parameter.grad = wide
+            wides.append(wide)
             twin.param_groups.append({**group, "params": [run.parameter]})
-        try:
+        with lifted([run.parameter for run in task.runs]):
+            for run, wide in zip(task.runs, wides, strict=True):
+                run.parameter.grad = wide
             type(self._inner).step(twin)
-        finally:
-            for run in task.runs:
-                run.parameter.grad = None
         for run, state in zip(task.runs, task.states, strict=True):
-            task.granule.house(run, state, self._tiers)
+            task.granule.house(run, state, self._tiers, lines)
 
     def deliver_masters(
         self, granule: Granule, runs: list[Run], now: torch.cuda.Event | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,12 +75,21 @@ class Granule:
             line = self.states[key] = tiers.zeros(None, self.tier, self.numel, dtype)
         return line[self.within(run).slice]
 
-    def house(self, run: Run, state: dict[str, Any], tiers: Tiers) -> None:
-        """Bring states of a run that were made or loaded elsewhere into the granule's own tensors."""
+    def house(
+        self, run: Run, state: dict[str, Any], tiers: Tiers, lines: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Bring states of a run that were made or loaded elsewhere into the granule's own tensors.
+
+        ``lines`` are the buffers that tensors on disk were read into and will be written from: what is in them counts.
+        """
         for key, value in state.items():
             if not is_elementwise(key, value, run.parameter.shape):
                 continue
-            view = self.room(run, key, value.dtype, tiers)
+            line = None if lines is None else lines.get(key)
+            if line is not None and line.dtype == value.dtype:
+                view = line[self.within(run).slice]
+            else:
+                view = self.room(run, key, value.dtype, tiers)
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
                 state[key] = view

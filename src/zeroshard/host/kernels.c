@@ -54,6 +54,8 @@ struct update {
     float momentum, undamped /* 1 - dampening */;
     int32_t begins, nesterov; /* begins: the momentum is the gradient */
     int32_t cuda;             /* Adam is rounded as on a GPU: 1 as torch's foreach kernels do, 2 as its fused one */
+    int32_t separate;         /* products are rounded before they are added, everywhere: torch uses no FMA */
+    void (*roots)(int64_t n, const float *in, float *out, int64_t mode); /* MKL's vmsSqrt; NULL: sqrtf */
 };
 
 typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
@@ -131,7 +133,7 @@ static void read_gradient(const struct update *u, int64_t at, int n, float *g) {
         EACH for (int i = 0; i < n; i++) g[i] = from_fp16(half[i]) * first * second * sign;
     }
     if (l2 == 0) return; /* 0 times an infinite parameter is not nothing */
-    if (u->cuda == 2) {
+    if (u->cuda == 2 || u->separate) {
         EACH for (int i = 0; i < n; i++) g[i] = g[i] + p[i] * l2;
     } else {
         EACH for (int i = 0; i < n; i++) g[i] = fmaf(p[i], l2, g[i]);
@@ -149,32 +151,60 @@ static void write_copy(int dtype, int n, const float *p, void *copy) {
     }
 }
 
-enum rounding { OTHER, PLAIN, CUDA, CUDA_FUSED }; /* see native.py */
+enum rounding { OTHER, PLAIN, CUDA, CUDA_FUSED, SEPARATE }; /* see native.py */
+enum { MKL_MODE = 0x140102 /* VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE | VML_HA: what torch asks of vmsSqrt */ };
+
+static inline __attribute__((always_inline)) float new_first(
+    const struct update *u, float weight, float g, float m, float base, const enum rounding way) {
+    if (way == CUDA_FUSED) return fmaf(u->beta1, m, fmaf(-u->beta1, g, g));
+    if (way == SEPARATE) return base + weight * (g - m);
+    return fmaf(weight, g - m, base);
+}
+
+static inline __attribute__((always_inline)) float new_second(
+    const struct update *u, float g, float v, const enum rounding way) {
+    const float scaled = u->weight2 * g, square = g * g;
+    if (way == CUDA_FUSED) return fmaf(u->beta2, v, fmaf(-u->beta2, square, square));
+    if (way == CUDA) return fmaf(u->weight2, square, v * u->beta2);
+    if (way == PLAIN) return fmaf(scaled, g, v * u->beta2);
+    if (way == SEPARATE) return v * u->beta2 + scaled * g;
+    return fmaf(v, u->beta2, scaled * g);
+}
+
+static inline __attribute__((always_inline)) float new_parameter(
+    const struct update *u, float p, float first, float root, int decays, const enum rounding way) {
+    const float below = root / u->correction2 + u->eps;
+    const float decayed = way != CUDA_FUSED ? p * u->decay : decays ? fmaf(u->decay, p, p) : p;
+    return way == CUDA ? fmaf(u->rate, first / below, decayed) : decayed + u->rate * first / below;
+}
 
 static inline __attribute__((always_inline)) void adam_loop(
-    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v, const enum rounding way) {
-    const float *p0 = u->parameter + at, *m0 = u->first + at, *v0 = u->second + at;
-    const float decay = u->decay, rate = u->rate, beta2 = u->beta2, weight2 = u->weight2, eps = u->eps;
-    const float correction2 = u->correction2, beta1 = u->beta1;
-    const int decays = decay != 0; /* 0 times an infinite parameter is not nothing */
+    const struct update *all, int64_t at, int n, const float *g, float *p, float *m, float *v,
+    const enum rounding way) {
+    const struct update u = *all; /* which no element that is written can be a part of */
+    const float *p0 = u.parameter + at, *m0 = u.first + at, *v0 = u.second + at;
+    const int decays = u.decay != 0; /* 0 times an infinite parameter is not nothing */
     /* torch's lerp goes from the nearer end */
-    const int near = fabsf(u->weight) < 0.5f;
-    const float weight = near ? u->weight : u->weight - 1.0f;
+    const int near = fabsf(u.weight) < 0.5f;
+    const float weight = near ? u.weight : u.weight - 1.0f;
     const float *base = near ? m0 : g;
-    EACH for (int i = 0; i < n; i++) {
-        const float gradient = g[i], scaled = weight2 * gradient, square = gradient * gradient;
-        const float first = way == CUDA_FUSED ? fmaf(beta1, m0[i], fmaf(-beta1, gradient, gradient))
-                                              : fmaf(weight, gradient - m0[i], base[i]);
-        const float second = way == CUDA_FUSED ? fmaf(beta2, v0[i], fmaf(-beta2, square, square))
-                             : way == CUDA     ? fmaf(weight2, square, v0[i] * beta2)
-                             : way == PLAIN    ? fmaf(scaled, gradient, v0[i] * beta2)
-                                               : fmaf(v0[i], beta2, scaled * gradient);
-        const float root = sqrtf(second) / correction2 + eps;
-        const float decayed = way != CUDA_FUSED ? p0[i] * decay : decays ? fmaf(decay, p0[i], p0[i]) : p0[i];
-        p[i] = way == CUDA ? fmaf(rate, first / root, decayed) : decayed + rate * first / root;
-        m[i] = first;
-        v[i] = second;
+    if (!u.roots) {
+        EACH for (int i = 0; i < n; i++) {
+            const float first = new_first(&u, weight, g[i], m0[i], base[i], way);
+            const float second = new_second(&u, g[i], v0[i], way);
+            p[i] = new_parameter(&u, p0[i], first, sqrtf(second), decays, way);
+            m[i] = first;
+            v[i] = second;
+        }
+        return;
     }
+    _Alignas(64) float roots[BLOCK];
+    EACH for (int i = 0; i < n; i++) {
+        m[i] = new_first(&u, weight, g[i], m0[i], base[i], way);
+        v[i] = new_second(&u, g[i], v0[i], way);
+    }
+    u.roots(n, v, roots, MKL_MODE);
+    EACH for (int i = 0; i < n; i++) p[i] = new_parameter(&u, p0[i], m[i], roots[i], decays, way);
 }
 
 static void adam_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
@@ -182,17 +212,23 @@ static void adam_block(const struct update *u, int64_t at, int n, const float *g
         adam_loop(u, at, n, g, p, m, v, CUDA_FUSED);
     else if (u->cuda)
         adam_loop(u, at, n, g, p, m, v, CUDA);
+    else if (u->separate)
+        adam_loop(u, at, n, g, p, m, v, SEPARATE);
     else if (at < u->plain)
         adam_loop(u, at, n, g, p, m, v, PLAIN);
     else
         adam_loop(u, at, n, g, p, m, v, OTHER);
 }
 
-static void sgd_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
+static inline __attribute__((always_inline)) float sum(float product, float by, float added, const int separate) {
+    return separate ? product * by + added : fmaf(product, by, added);
+}
+
+static inline __attribute__((always_inline)) void sgd_loop(
+    const struct update *u, int64_t at, int n, const float *g, float *p, float *m, const int separate) {
     const float *p0 = u->parameter + at, rate = u->rate, momentum = u->momentum, undamped = u->undamped;
-    (void)v;
     if (!u->first_out) {
-        EACH for (int i = 0; i < n; i++) p[i] = fmaf(g[i], rate, p0[i]);
+        EACH for (int i = 0; i < n; i++) p[i] = sum(g[i], rate, p0[i], separate);
         return;
     }
     if (u->begins) {
@@ -200,16 +236,24 @@ static void sgd_block(const struct update *u, int64_t at, int n, const float *g,
     } else {
         const float *m0 = u->first + at;
         if (at < u->plain) {
-            EACH for (int i = 0; i < n; i++) m[i] = fmaf(g[i], undamped, m0[i] * momentum);
+            EACH for (int i = 0; i < n; i++) m[i] = sum(g[i], undamped, m0[i] * momentum, separate);
         } else {
-            EACH for (int i = 0; i < n; i++) m[i] = fmaf(m0[i], momentum, g[i] * undamped);
+            EACH for (int i = 0; i < n; i++) m[i] = sum(m0[i], momentum, g[i] * undamped, separate);
         }
     }
     if (u->nesterov) {
-        EACH for (int i = 0; i < n; i++) p[i] = fmaf(fmaf(m[i], momentum, g[i]), rate, p0[i]);
+        EACH for (int i = 0; i < n; i++) p[i] = sum(sum(m[i], momentum, g[i], separate), rate, p0[i], separate);
     } else {
-        EACH for (int i = 0; i < n; i++) p[i] = fmaf(m[i], rate, p0[i]);
+        EACH for (int i = 0; i < n; i++) p[i] = sum(m[i], rate, p0[i], separate);
     }
+}
+
+static void sgd_block(const struct update *u, int64_t at, int n, const float *g, float *p, float *m, float *v) {
+    (void)v;
+    if (u->separate)
+        sgd_loop(u, at, n, g, p, m, 1);
+    else
+        sgd_loop(u, at, n, g, p, m, 0);
 }
 
 /* Writes that are not read soon: past the caches, so that the lines are not first read from memory. */

@@ -3,9 +3,9 @@
 [Note: equal to torch to the bit]
 Given the same fp32 gradient, an update here gives every bit that torch's own gives on the CPU: in all elements of a
 tensor however long, subnormal, infinite and overflowing values included. Where a value is NaN it is NaN in both; which
-of the NaNs is not promised. To that end `kernels.c` follows the roundings that ATen's kernels have as compiled, which
-are fewer than their source shows: its compiler fuses a product into the sum it is used in. In fp32, with g the
-gradient, p the parameter and one rounding for each operation, of which fma() is one:
+of the NaNs is not promised. To that end `kernels.c` follows the roundings that ATen's kernels have as compiled for a
+processor with FMA, which are fewer than their source shows: the compiler fuses a product into the sum it is used in.
+In fp32, with g the gradient, p the parameter and one rounding for each operation, of which fma() is one:
 
     weight decay in g       fma(p, weight_decay, g)
           CUDA, fused Adam  g + p · weight_decay
@@ -31,11 +31,14 @@ For-loop and `foreach` are the same operations and all plain. `fused=True` is pl
 elements left over at a tensor's end, but for Adam on Arm, where it is other throughout. So a stretch of a fused
 optimizer's tensor should be cut at multiples of 16 elements: then the elements left over are the tensor's own.
 
-Seen on aarch64 (NEON) with torch 2.13, and on x86-64 (AVX2, which torch's fused kernels also use on AVX-512 machines)
-with torch 2.11 in emulation; tests/test_host_kernels.py asserts it wherever it runs. One exception: on x86-64 torch's
-for-loop and `foreach` take Adam's square root from MKL, whose last bit is MKL's own; here, and in torch's fused
-kernel, it is the correctly rounded one, so there Adam's parameter may differ from theirs in the last bit, and nothing
-else does. Not known: x86-64 without FMA, Arm with SVE of 256 bits.
+Not every torch does this on every processor. Without FMA (``ATEN_CPU_CAPABILITY=default``) fma(a, b, c) is a · b + c
+with two roundings, everywhere. On x86-64 torch's for-loop and `foreach` take Adam's square root from MKL, which is not
+always the correctly rounded one; `kernels.c` then calls the same function. Which of these this torch does here is
+found by trying, and where it is none of them, torch's own update runs: [Note: found by trying] in ``rounding.py``.
+
+Seen with torch 2.13 on aarch64 (NEON) and on x86-64 with AVX-512, with AVX2 and without either; with torch 2.11 on
+x86-64 (AVX2, which torch's fused kernels also use on AVX-512 machines). tests/test_host_kernels.py asserts it wherever
+it runs.
 
 On a GPU torch's `foreach` kernels, its default there, do what the lines for CUDA say and the same otherwise:
 tests/test_offload_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused`
@@ -57,6 +60,7 @@ import platform
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -85,8 +89,21 @@ class _Update(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("sign", "l2", "decay", "rate")),
         *((name, ctypes.c_float) for name in ("beta1", "weight", "beta2", "weight2", "correction2", "eps")),
         *((name, ctypes.c_float) for name in ("momentum", "undamped")),
-        *((name, ctypes.c_int32) for name in ("begins", "nesterov", "cuda")),
+        *((name, ctypes.c_int32) for name in ("begins", "nesterov", "cuda", "separate")),
+        ("roots", ctypes.c_void_p),
     ]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where an update rounds: what differs between the kernels of one torch and another, and between processors."""
+
+    separate: bool = False
+    """Products are rounded before they are added: torch uses no FMA."""
+    lanes: int = 1
+    """Of `fused`: elements after the last multiple of it are "other", and with 0 all are."""
+    roots: int | None = None
+    """The address of the function that takes Adam's square roots (MKL's); None: they are correctly rounded."""
 
 
 class Kernels:
@@ -126,10 +143,12 @@ class Kernels:
         threads: int = 1,
         powers: tuple[float, float] | None = None,
         crew: Crew | None = None,
+        rounding: Rounding | None = None,
     ) -> Running:
         """Update one stretch. ``step`` counts this update too: 1 for the first.
 
         ``powers``: both betas to the power of ``step`` as a GPU has them in fp32, for what is fused there.
+        ``rounding``: as ``rounding.py`` found it; without, square roots are correctly rounded and sums are fused.
 
         >>> p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
         >>> new, half = tuple(torch.empty(3) for _ in range(3)), torch.empty(3, dtype=torch.bfloat16)
@@ -140,7 +159,7 @@ class Kernels:
         """
         if step < 1:
             raise ValueError(f"step is {step}; it counts this update too, so the first is 1")
-        update = _update((parameter, exp_avg, exp_avg_sq), out, gradient, copy, factors, options)
+        update = _update((parameter, exp_avg, exp_avg_sq), out, gradient, copy, factors, options, rounding)
         update.l2 = 0.0 if options.decoupled else options.weight_decay
         update.eps = options.eps
         if options.cuda and options.fused:
@@ -162,6 +181,7 @@ class Kernels:
         factors: Sequence[float] = (),
         threads: int = 1,
         crew: Crew | None = None,
+        rounding: Rounding | None = None,
     ) -> Running:
         """Update one stretch. ``momentum`` is None without momentum, and the first time, when it becomes the gradient.
 
@@ -177,7 +197,7 @@ class Kernels:
             raise ValueError(f"out[1] is {got}; momentum {options.momentum} wants {wanted}")
         if momentum is not None and out[1] is None:
             raise ValueError("got a momentum tensor with momentum 0; give None")
-        update = _update((parameter, momentum), out, gradient, copy, factors, options)
+        update = _update((parameter, momentum), out, gradient, copy, factors, options, rounding)
         update.l2, update.decay, update.rate = options.weight_decay, 1.0, -options.lr
         update.momentum, update.undamped = options.momentum, 1 - options.dampening
         update.begins, update.nesterov = momentum is None, options.nesterov
@@ -218,6 +238,17 @@ def _kernels() -> Kernels | None:
         return None
 
 
+def usual_rounding(options: AdamOptions | SGDOptions) -> Rounding:
+    """How torch rounds on a processor with FMA, where its square roots are correctly rounded; and on every GPU.
+
+    >>> usual_rounding(SGDOptions(lr=0.1))
+    Rounding(separate=False, lanes=1, roots=None)
+    """
+    if not options.fused:
+        return Rounding()
+    return Rounding(lanes=0 if LANES == 4 and isinstance(options, AdamOptions) else LANES)  # Arm
+
+
 def _update(
     states: Sequence[torch.Tensor | None],  # parameter, first and second state
     out: Sequence[torch.Tensor | None],
@@ -225,6 +256,7 @@ def _update(
     copy: torch.Tensor | None,
     factors: Sequence[float],
     options: AdamOptions | SGDOptions,
+    rounding: Rounding | None,
 ) -> _Update:
     """Check the tensors, and fill in what both optimizers have."""
     if len(factors) > FACTORS:
@@ -234,7 +266,10 @@ def _update(
     update, parameter = _Update(), states[0]
     assert parameter is not None
     update.numel = parameter.numel()
-    update.plain = update.numel - update.numel % LANES if options.fused else update.numel
+    if rounding is None:
+        rounding = usual_rounding(options)
+    update.plain = update.numel - update.numel % rounding.lanes if rounding.lanes else 0
+    update.separate, update.roots = rounding.separate, rounding.roots
     for field, tensor in zip(("parameter", "first", "second"), states, strict=False):
         setattr(update, field, _address(field, tensor, parameter, (torch.float32,)))
     for field, tensor in zip(("parameter_out", "first_out", "second_out"), out, strict=False):
@@ -256,8 +291,6 @@ def _constants(update: _Update, options: AdamOptions, step: int) -> None:
     update.weight, update.beta2, update.weight2 = 1 - beta1, beta2, 1 - beta2
     update.correction2 = math.sqrt(correction2) if options.fused else correction2**0.5  # as torch has them
     update.cuda = options.cuda
-    if options.fused and LANES == 4:  # Arm
-        update.plain = 0
 
 
 def _constants_of_a_gpu(update: _Update, options: AdamOptions, powers: tuple[float, float] | None) -> None:

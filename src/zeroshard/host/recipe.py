@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from zeroshard.host.crew import Crew, Running
-from zeroshard.host.native import DTYPES, Kernels
+from zeroshard.host.native import DTYPES, Kernels, Rounding
 from zeroshard.host.options import AdamOptions, SGDOptions, options_for
 from zeroshard.host.powers import powers_on_gpu
+from zeroshard.host.rounding import rounding_of_torch
 
 ADAM = ("exp_avg", "exp_avg_sq")
 SGD = ("momentum_buffer",)
@@ -23,6 +24,7 @@ class Recipe:
     options: AdamOptions | SGDOptions
     step: int
     powers: tuple[float, float] | None = None  # of Adam's betas, where a GPU's fused kernel is followed
+    rounding: Rounding | None = None  # of this torch on this processor; None where a GPU is followed
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -60,6 +62,7 @@ class Recipe:
                 threads=threads,
                 powers=self.powers,
                 crew=crew,
+                rounding=self.rounding,
             )
         momentum = old.get(SGD[0]) if self.step > 1 else None  # the first time it becomes the gradient
         return kernels.sgd(
@@ -72,6 +75,7 @@ class Recipe:
             factors=factors,
             threads=threads,
             crew=crew,
+            rounding=self.rounding,
         )
 
 
@@ -90,13 +94,18 @@ def recipe_for(
     options = options_for(optimizer, group, cuda)
     if options is None or dtypes[0] != torch.float32 or any(dtype not in DTYPES for dtype in dtypes):
         return None
+    rounding = None
+    if not cuda:
+        rounding = rounding_of_torch("adam" if isinstance(options, AdamOptions) else "sgd", options.fused)
+        if rounding is None:
+            return None  # no rounding that the native update knows gives this torch's bits
     held = {key for key, value in state.items() if value is not None}
     if isinstance(options, AdamOptions):
         if held - {"step", *ADAM}:
             return None  # of an optimizer with other options, before
         step = int(state.get("step", 0)) + 1
         powers = powers_on_gpu(options.betas, step) if options.fused and cuda else None
-        return Recipe(options, step, powers)
+        return Recipe(options, step, powers, rounding)
     if held - set(SGD):
         return None
-    return Recipe(options, 2 if SGD[0] in held else 1)
+    return Recipe(options, 2 if SGD[0] in held else 1, rounding=rounding)

@@ -37,7 +37,6 @@ from zeroshard.memory.disk import DiskError
 from zeroshard.memory.host import host_memory_left, ranks_here
 from zeroshard.memory.spread import Stretch
 from zeroshard.memory.tiers import Tiers
-from zeroshard.precision import LossScale
 from zeroshard.runs import Run, states_of_an_element
 
 SHARE = 0.7  # of the memory that is left: for what is made ahead of a step
@@ -54,8 +53,8 @@ class Ahead:
 class HostUpdates:
     """Updates the far stretches of one model: see [Note: just in time]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: Tiers, scale: LossScale | None) -> None:
-        self._inner, self._engine, self._tiers, self._scale = inner, engine, tiers, scale
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> None:
+        self._inner, self._engine, self._tiers = inner, engine, tiers
         flats = list(engine.gradients.of_flat)
         self._of: dict[Flat, list[Granule]] = {
             flat: [Granule(flat, stretch) for stretch in flat.master.stretches if stretch.far]
@@ -102,7 +101,7 @@ class HostUpdates:
         self.doubt()
         self._guessing = self._foresight.last(backwards) and self._left > 0 and self._kernels is not None
         if self._guessing:
-            self._inverse = Verdict(inverse=None if self._scale is None else self._scale.inverse)
+            self._inverse = Verdict(inverse=self._engine.gradients.inverse)
 
     def landed(self, flat: Flat) -> None:
         """Begin to update what a flat's gradient is there for, ahead of the step."""

@@ -160,7 +160,7 @@ def decide(
     site: Site,
     control: Agreement | None = None,
     *,
-    timeout: float = 600.0,
+    timeout: float | None = None,
     machine: str | Machine | None = None,
     memory: int | str | None = None,
     directory: str | os.PathLike[str] | None = None,

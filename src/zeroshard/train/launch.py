@@ -1,33 +1,38 @@
-"""Launch: the ranks of this machine through torch's elastic launcher, and what is said when one of them fails."""
+"""Launch: the ranks of this machine, and what is said when one of them fails.
+
+The ranks of one machine need nobody outside it, so nothing here listens anywhere but on loopback.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from zeroshard.agreement import RanksDisagreeError
 from zeroshard.train.errors import TrainingError
 
 ACCOUNTS = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
 GRACE = 120  # seconds that ranks have for their last checkpoint once they are told to stop
+POLL = 0.1  # seconds between two looks at the ranks
+LOOPBACK = "127.0.0.1"
 LAST_WORDS = 3  # seconds that a rank has to write its record once another has failed
 GONE = ("Connection closed by peer", "remote worker")  # what gloo says of another rank, whatever it met of its end
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,33 +40,124 @@ HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def launch(ranks: int, argv: Sequence[str]) -> int:
     """Run `zeroshard train` on ``ranks`` processes of this machine, and return the exit status."""
-    for name in logging.root.manager.loggerDict:  # what failed is told below, once
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as accounts:
-        os.environ[ACCOUNTS] = accounts
-        config.logs_specs = DefaultLogsSpecs(log_dir=accounts)  # torch's own would stay behind
-        try:
-            elastic_launch(config, sys.executable)("-m", "zeroshard", "train", *argv)
-        except ChildFailedError as error:
-            exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            print("zeroshard train: " + first_failure(Path(accounts), exits), file=sys.stderr)
+        store = local_store()
+        environment = {**os.environ, **_local_environment(ranks, store.port), ACCOUNTS: accounts}
+        started: list[subprocess.Popen[bytes]] = []
+        received: list[int] = []
+        with _signals_into(received):
+            try:
+                for rank in range(ranks):
+                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                    command = [sys.executable, "-m", "zeroshard", "train", *argv]
+                    # a session of its own: a Ctrl-C is forwarded once, not also sent to it by the terminal
+                    started.append(subprocess.Popen(command, env={**environment, **place}, start_new_session=True))
+                failed = _watch(started, received)
+            finally:
+                for process in started:
+                    _send(process, signal.SIGKILL)
+                    process.wait()
+        if failed or (received and any(not account["missed"] for account in _accounts(Path(accounts)))):
+            print("zeroshard train: " + first_failure(Path(accounts), failed), file=sys.stderr)
             return 1
-        except SignalException as error:  # the ranks were told, and have written their last checkpoint
-            return 128 + int(error.sigval)
-    return 0
+        return 128 + received[0] if received else 0
+
+
+def local_store() -> TCPStore:
+    """A store for the ranks of this machine, which listens on loopback alone.
+
+    torch's own listens on every interface, whatever address it is given, and asks nobody who they are: so the socket is
+    bound here. It lives in the launcher, so that it outlives a rank that dies.
+
+    >>> store = local_store()
+    >>> store.set("key", "value")
+    >>> TCPStore("127.0.0.1", store.port, is_master=False).get("key")
+    b'value'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store's, which closes it
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _local_environment(ranks: int, port: int) -> dict[str, str]:
+    """What the ranks of this machine are told, but for their numbers; what the user has set stays."""
+    told = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # to torch: the store is there, no rank has to open one
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:  # where gloo and NCCL listen for the other ranks
+        own |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return {**{name: value for name, value in own.items() if name not in os.environ}, **told}
+
+
+@contextmanager
+def _signals_into(received: list[int]) -> Iterator[None]:
+    """Note the signals that end a run, instead of being ended by them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in HEEDED}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _watch(started: Sequence[subprocess.Popen[bytes]], received: list[int]) -> dict[int, int]:
+    """Wait until all ranks have ended; return the exit statuses of those that failed first, by rank.
+
+    Signals are forwarded. A rank that fails ends the others with SIGTERM. Either way those that are left after a grace
+    period are killed; after a second signal, at once.
+    """
+    failed: dict[int, int] = {}
+    deadline, heard = math.inf, 0
+    while any(process.poll() is None for process in started):
+        now = time.monotonic()
+        if len(received) > heard:
+            deadline = now + (_grace() if heard == 0 and len(received) == 1 else LAST_WORDS)
+            for number in received[heard:]:
+                for process in started:
+                    _send(process, number)
+            heard = len(received)
+        elif not failed and not received:
+            failed = _failed(started)
+            if failed:
+                deadline = now + _grace()
+                for process in started:
+                    _send(process, signal.SIGTERM)
+        if now > deadline:
+            for process in started:
+                _send(process, signal.SIGKILL)
+        time.sleep(POLL)
+    return failed or (_failed(started) if not received else {})
+
+
+def _failed(started: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """The exit statuses of the ranks that have failed so far."""
+    statuses = {rank: process.poll() for rank, process in enumerate(started)}
+    return {rank: status for rank, status in statuses.items() if status}
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a rank and what it has started, unless it has ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _grace() -> float:
+    """Seconds that ranks have for their last checkpoint."""
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE))
 
 
 def first_failure(accounts: Path, exits: dict[int, int]) -> str:
@@ -70,7 +166,7 @@ def first_failure(accounts: Path, exits: dict[int, int]) -> str:
     Others fail because it is gone: they miss it in a collective, or are killed by the launcher. So an error of a rank's
     own goes first, then a rank that was killed and could say nothing, then what a rank missed.
     """
-    told = sorted((json.loads(path.read_text()) for path in _told(accounts)), key=lambda t: float(t["moment"]))
+    told = sorted(_accounts(accounts), key=lambda account: float(account["moment"]))
     own = [account for account in told if not account["missed"]]
     if own:
         return str(own[0]["account"])
@@ -136,6 +232,11 @@ class StopRequest:
 def _told(accounts: Path) -> list[Path]:
     """The accounts of ranks that failed."""
     return list(accounts.glob("*.account.json"))
+
+
+def _accounts(accounts: Path) -> list[dict[str, Any]]:
+    """What ranks that failed have said."""
+    return [json.loads(path.read_text()) for path in _told(accounts)]
 
 
 def default_ranks(device: str) -> int:

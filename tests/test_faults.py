@@ -1,0 +1,145 @@
+"""A rank that dies, raises, ends or leaves the order is named to all others within seconds; a slow one is no error."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crash import Forks, Outcome, Run
+from plain import make_net
+from ranks import run_threads
+
+import zeroshard
+from zeroshard import watch
+
+SOON = 25.0  # seconds: they are told within 10, but for a busy machine; the process group's timeout is 60
+
+
+@dataclass
+class Case:
+    """A fault of one rank, and what the others have to be told."""
+
+    what: str
+    named: str  # a pattern
+    ranks: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    store: str = "file"  # "tcp": rank 0 holds it
+    by: int = 1
+
+    @property
+    def name(self) -> str:
+        return " ".join(
+            [
+                self.what,
+                f"{self.ranks} ranks",
+                *(f"{k} {v}" for k, v in self.options.items()),
+                self.store,
+                f"by {self.by}",
+            ]
+        )
+
+
+def lone(call: str, named: str, *stages: int) -> list[Case]:
+    return [Case(call, f"rank 1 is about to start {named}", 2, {"stage": stage}) for stage in stages]
+
+
+CASES = [
+    Case("killed", r"rank 1 has died: its process \d+ was killed", 3, store="tcp"),
+    Case("killed", r"rank 0 has died: its process \d+ was killed", 3, store="tcp", by=0),
+    Case("killed", r"rank 1 has died: nothing was heard of it", 2, {"apart": True, "heartbeat_timeout": 3}),
+    Case("killed in save", r"rank 1 has died: its process \d+ was killed", 2, {"stage": 2}),
+    Case("raises", r"rank 1 raised LossError: of this rank. The last it came to: gather unit 'blocks\.\d'", 3),
+    Case("raises", r"rank 0 raised LossError: of this rank", 3, {"stage": 0}, "tcp", by=0),
+    Case("ends early", r"rank 1 has ended. The last it came to: ", 2, {"stage": 1}, "tcp"),
+    Case("micro-batches", r"rank 2 is about to start step after 1 backwards", 3, by=2),
+    Case("micro-batches", r"rank 1 is about to start step after 1 backwards", 2, {"stage": 0}, "tcp"),
+    Case("skips a block", r"rank 1 is about to gather unit 'blocks\.2'.*come to: gather unit 'blocks\.1'", 3),
+    *lone("state_dict", r"read the optimizer's state_dict\(\)", 1, 3),
+    *lone("full_state", r"read the optimizer's state of", 2),
+    *lone("full_parameter", r"read the parameter 'blocks\.1\.0\.weight'", 3),
+    *lone("full_gradient", r"read the gradient of", 0, 3),
+    *lone("save", "save", 0),
+]
+# in these stages a rank has all of it by itself
+ALONE = [Case("state_dict", "", 2, {"stage": 0}), Case("full_parameter", "", 2, {"stage": 2})]
+BARRIER = Case("save before a barrier", "")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
+    """All runs, made by one program."""
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    cases = [*CASES, *ALONE, BARRIER, Case("slow", "")]
+    runs = []
+    for case in cases:
+        directory = str(tmp_path_factory.mktemp("fault"))
+        arguments = {"ranks": case.ranks, "what": case.what, "directory": directory, "by": case.by, **case.options}
+        runs.append(Run("faults:fault", arguments, ranks=case.ranks, limit=60, store=case.store))
+    yield {case.name: found for case, found in zip(cases, forks.run(runs), strict=True)}
+    forks.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_other_ranks_are_told_who_and_what(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
+    diverged = case.what not in ("killed", "killed in save", "raises", "ends early")
+    for rank, outcome in enumerate(outcomes[case.name]):
+        if rank == case.by and not diverged:
+            continue
+        assert not outcome.hung, outcome.printed
+        assert outcome.code == 0, outcome.printed
+        told = outcome.answer
+        assert re.search(case.named, told["told"]), told
+        assert told["told"].startswith((f"rank {rank} cannot ", "ranks disagree")), told
+        assert told["after"] < SOON, told
+        stated = re.search(r", after ([\d.]+) s", told["told"])
+        if stated is not None:  # how long it waited, which is not how long it might have
+            assert float(stated[1]) < told["waited"] + 0.2, told
+
+
+@pytest.mark.parametrize("case", [*ALONE, Case("slow", "")], ids=lambda case: case.name)
+def test_what_needs_no_other_rank_and_what_is_slow_is_no_error(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes[case.name]:
+        assert outcome.code == 0, outcome.printed
+        assert outcome.answer == {"told": "", "watching": 1, "left": 0}
+
+
+def test_a_rank_that_saves_while_others_wait_in_a_barrier_is_told(outcomes: dict[str, list[Outcome]]) -> None:
+    waiting, saving = outcomes[BARRIER.name]
+    wanted = r"rank 0 waits for it in torch.distributed.barrier\(\) \(.*faults.py, line \d+\)"
+    assert re.search(wanted, saving.answer["told"]), saving
+    assert saving.answer["after"] < SOON
+    assert not waiting.hung, waiting.printed  # its barrier ends with the process of the other
+
+
+def watches() -> int:
+    return sum(thread.name == watch.NAME for thread in threading.enumerate())
+
+
+def test_a_model_that_is_gone_leaves_no_thread() -> None:
+    started = threading.Barrier(2)
+
+    def body(rank: int) -> int:
+        model, _ = zeroshard.shard(make_net(), stage=3)
+        started.wait(60)
+        found = watches()
+        del model
+        return found
+
+    assert max(run_threads(2, body)) == 2
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == watch.NAME:
+            thread.join(30)
+    assert watches() == 0
+
+
+def test_one_rank_alone_has_no_thread(tmp_path: Path) -> None:
+    model, _ = zeroshard.shard(make_net(), stage=3)
+    assert watches() == 0
+    zeroshard.unshard(model)

@@ -1,0 +1,392 @@
+"""gathered(): inside it the model is a plain model, and nothing of it is left over afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split, train_plain
+from ranks import run_threads
+from torch import nn
+
+import zeroshard
+
+STAGES = [0, 1, 2, 3]
+PLACES: list[dict[str, Any]] = [{}, {"offload": "host"}, {"precision": "bf16"}]
+NAME = "blocks.1.up.weight"
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def shard(plain: nn.Module, stage: int, **options: Any) -> tuple[nn.Module, Any]:
+    model = copy.deepcopy(plain)
+    return zeroshard.shard(model, sgd(model), stage=stage, **options)
+
+
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+
+
+def step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> float:
+    loss = net_loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_fresh_after_every_step_that_follows_a_block(stage: int, options: dict[str, Any]) -> None:
+    plain = make_net()
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage, **options)
+        with zeroshard.gathered(model):
+            pass
+        for batch in batches(3):
+            step(model, optimizer, split(batch, rank, 2))
+            if stage < 3:
+                seen = {name: value.clone() for name, value in model.state_dict().items()}
+            with zeroshard.gathered(model):
+                inside = {name: value.clone() for name, value in model.state_dict().items()}
+            true = full_parameters(model)
+            for name in true:
+                assert torch.equal(inside[name], true[name].to(inside[name].dtype)), name
+                assert stage == 3 or torch.equal(seen[name], inside[name]), name
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_inside_sees_edits_and_leaves_the_values(stage: int, options: dict[str, Any], world: int) -> None:
+    plain, batch = make_net(), batches(1)[0]
+    reference = copy.deepcopy(plain)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.5)
+    edited_loss = net_loss(reference, batch)
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage, **options)
+        before = full_parameters(model)
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if options.get("precision") else {}
+        for write_rank in (None, 0):
+            with zeroshard.gathered(model, write_rank=write_rank), torch.no_grad():
+                net_loss(model, batch)  # a look at the output
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+                torch.testing.assert_close(net_loss(model, batch), edited_loss.detach(), **tolerance)
+                inside = {name: value.clone() for name, value in model.state_dict().items()}
+                for parameter in model.parameters():
+                    parameter.mul_(2)  # and back: exact in binary
+            assert_equal(full_parameters(model), before)
+            for name, value in before.items():
+                assert torch.equal(inside[name], (value / 2).to(inside[name].dtype)), name
+        step(model, optimizer, split(batch, rank, world))
+
+    run_threads(world, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_inside_a_block_is_plain_until_the_step(stage: int) -> None:
+    """Forward inside, backward inside or outside, forward before and backward inside: the plain gradients."""
+    plain, data = make_net(), batches(3)
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(plain, stage)
+        mine = [split(batch, rank, 2) for batch in data]
+        with zeroshard.gathered(model):
+            net_loss(model, mine[0]).backward()
+            with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) inside .*gathered.*Leave the block"):
+                optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        with zeroshard.gathered(model):
+            loss = net_loss(model, mine[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = net_loss(model, mine[2])
+        with zeroshard.gathered(model):
+            loss.backward()
+        optimizer.step()
+        return full_parameters(model)
+
+    _, wanted = train_plain(copy.deepcopy(plain), sgd, data)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_block_in_a_forward_hook_changes_no_number(stage: int, options: dict[str, Any]) -> None:
+    plain, data = make_net(), batches(4)
+
+    def body(rank: int, logs: bool) -> list[float]:
+        model, optimizer = shard(plain, stage, **options)
+
+        def log(module: nn.Module, args: Any, output: Any) -> None:
+            with zeroshard.gathered(model):
+                norms = [parameter.detach().norm() for parameter in model.parameters()]
+                assert torch.stack(norms).isfinite().all()
+
+        if logs:
+            model.blocks[0].register_forward_hook(log)
+        return [step(model, optimizer, split(batch, rank, 2)) for batch in data]
+
+    assert run_threads(2, body, True) == run_threads(2, body, False)
+
+
+def test_a_backward_that_needs_a_blocks_values_afterwards_says_so() -> None:
+    plain = make_net()
+
+    def body(rank: int) -> None:
+        model, _ = shard(plain, 3)
+        with zeroshard.gathered(model):
+            inside = model.get_parameter(NAME).pow(2).sum()
+            inside.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=rf"{NAME}.*inside the block"):
+            inside.backward()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_graph_made_of_edits_that_are_undone_is_refused(stage: int) -> None:
+    plain = make_net()
+
+    def body(rank: int) -> None:
+        model, _ = shard(plain, stage)
+        with zeroshard.gathered(model):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            loss = net_loss(model, batches(1)[0])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_written_before_an_exception_are_gone_also_where_a_graph_is_kept(stage: int) -> None:
+    plain, batch = make_net(), batches(1)[0]
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(plain, stage)
+        loss = net_loss(model, batch)  # keeps some units in memory
+        with pytest.raises(ZeroDivisionError), zeroshard.gathered(model, write_rank=0), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            _ = 1 / 0
+        with zeroshard.gathered(model):
+            inside = {name: value.clone() for name, value in model.named_parameters()}
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        step(model, optimizer, split(batch, rank, 2))
+        return inside
+
+    for inside in run_threads(2, body):
+        assert_equal(inside, dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_replaced_inside_a_writing_block_is_written(stage: int, options: dict[str, Any]) -> None:
+    plain, data = make_net(), batches(2)
+
+    def halve(model: nn.Module) -> None:
+        vector = nn.utils.parameters_to_vector(model.parameters()) * 0.5
+        nn.utils.vector_to_parameters(vector, model.parameters())  # sets parameter.data
+        first, second = model.blocks[0].up.weight, model.blocks[1].up.weight
+        first.data, second.data = second.data, first.data
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(plain, stage, **options)
+        with zeroshard.gathered(model, write_rank=0):
+            halve(model)
+        for batch in data:
+            step(model, optimizer, split(batch, rank, 2))
+        return masters(model)
+
+    expected = copy.deepcopy(plain)
+    halve(expected)
+    _, wanted = train_plain(expected, sgd, data)
+    for parameters in run_threads(2, body):
+        assert_close(parameters, wanted, 3e-2 if options.get("precision") else 1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: int) -> None:
+    plain, batch = make_net(), batches(1)[0]
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage)
+        before = full_parameters(model)
+        block = zeroshard.gathered(model, write_rank=0)
+        with pytest.raises(RuntimeError, match=r"float64.*before zeroshard\.shard"), block:
+            model.to(torch.float64)
+        assert_equal(full_parameters(model), before)
+        step(model, optimizer, split(batch, rank, 2))
+        for call, change in (
+            ("unshard", lambda: zeroshard.unshard(model)),
+            ("offload_states", lambda: zeroshard.offload_states(model)),
+            ("load", lambda: zeroshard.load("nowhere", model)),
+        ):
+            with pytest.raises(RuntimeError, match=rf"{call}.*gathered"), zeroshard.gathered(model):
+                change()
+        with zeroshard.gathered(model), torch.no_grad():
+            zeroshard.full_parameter(model, NAME)
+            model.get_parameter(NAME).zero_()
+            with pytest.raises(RuntimeError, match=rf"{NAME}.*was edited inside"):
+                zeroshard.full_parameter(model, NAME)
+
+    run_threads(2, body)
+
+
+# ------------------------------------------------------------------------------------ edits outside of it
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("options", [*PLACES, {"precision": "fp16"}, {"precision": "bf16", "offload": "host"}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_in_place_count_whenever_they_are_made(stage: int, options: dict[str, Any], world: int) -> None:
+    plain, data = make_net(), batches(3)
+
+    def edit(model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    def train(model: nn.Module, optimizer: Any, of: Any, scale: Any = lambda loss: loss) -> None:
+        edit(model)  # before the first forward
+        scale(net_loss(model, of(data[0]))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        edit(model)  # between steps
+        scale(net_loss(model, of(data[1]))).backward()
+        edit(model)  # between backward and step
+        optimizer.step()
+        edit(model)  # last
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        model, optimizer = shard(plain, stage, **options)
+        train(model, optimizer, lambda batch: split(batch, rank, world), optimizer.scale)
+        return masters(model)
+
+    expected = copy.deepcopy(plain)
+    train(expected, sgd(expected), lambda batch: batch)
+    for parameters in run_threads(world, body):
+        assert_close(parameters, dict(expected.named_parameters()), 2e-2 if options.get("precision") else 1e-5)
+
+
+@pytest.mark.parametrize("change", ["data", "vector", "dtype", "format"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_replaced_outside_is_refused_at_the_latest_by_the_next_forward(stage: int, change: str) -> None:
+    plain = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2))
+    inputs = torch.ones(2, 2, 3, 3)
+
+    def replace(model: nn.Module) -> None:
+        if change == "data":
+            model[2].bias.data = torch.ones(2)
+        elif change == "vector":
+            nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in model.parameters())), model.parameters())
+        elif change == "dtype":
+            model.to(torch.float64)
+        else:
+            model.to(memory_format=torch.channels_last)
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage)
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"gathered\(model, write_rank=0\)"):
+            replace(model)
+            model(inputs)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_over_a_graph_older_than_the_step_raises(stage: int, options: dict[str, Any]) -> None:
+    plain, data = make_net(), batches(2)
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(plain, stage, **options)
+        old = net_loss(model, split(data[0], rank, 2))
+        old.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        optimizer.zero_grad()
+        step(model, optimizer, split(data[1], rank, 2))
+
+    run_threads(2, body)
+
+
+def test_an_update_leaves_graphs_of_what_it_does_not_update_alone() -> None:
+    """As with plain torch: only what the optimizer changed is changed."""
+
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model[1].parameters(), lr=0.1), stage=1)
+        old = model[0](torch.ones(1, 3, requires_grad=True)).pow(2).sum()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        old.backward()
+
+    run_threads(2, body)
+
+
+# --------------------------------------------------------------------- memory that something else shares
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_numpy_array_of_a_gathered_parameter_keeps_its_values(precision: str | None) -> None:
+    plain, data = make_net(), batches(3)
+
+    def body(rank: int, shares: bool) -> tuple[list[float], list[Any]]:
+        model, optimizer = shard(plain, 3, precision=precision)
+        kept: list[Any] = []
+        if shares:
+
+            def keep(module: nn.Module, args: Any, output: Any) -> None:
+                weight = module.up.weight.detach()
+                kept.append((weight.view(torch.uint8).numpy(), weight.view(torch.uint8).numpy().copy()))
+
+            model.blocks[1].register_forward_hook(keep)
+        return [step(model, optimizer, split(batch, rank, 2)) for batch in data], kept
+
+    for (shared, kept), (alone, _) in zip(run_threads(2, body, True), run_threads(2, body, False), strict=True):
+        assert shared == alone
+        assert len(kept) == 3
+        for view, values in kept:
+            assert (view == values).all()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_stay_guarded_while_the_states_are_out(stage: int) -> None:
+    def body(rank: int) -> None:
+        plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model, _ = zeroshard.shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), stage=stage)
+        model(torch.ones(1, 2)).sum().backward()
+        loss = model(torch.ones(1, 2)).sum()
+        zeroshard.offload_states(model)
+        for _ in range(2):
+            for use in (lambda: model(torch.ones(1, 2)), model.state_dict, loss.backward):
+                with pytest.raises(RuntimeError, match="zeroshard"):
+                    use()
+        zeroshard.reload_states(model)
+        model(torch.ones(1, 2)).sum().backward()
+
+    run_threads(2, body)

@@ -1,0 +1,546 @@
+"""What loops for plain models do with gradients, done to a sharded one: the plain run's numbers, or a clear error."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_close, full_parameters
+from ranks import run_threads
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+HOST, BF16, FP16 = {"offload": "host"}, {"precision": "bf16"}, {"precision": "fp16", "loss_scale": 1024.0}
+PLACES: dict[str, dict[str, Any]] = {"fp32": {}, "host": HOST, "bf16": BF16, "fp16": FP16, "fp16 host": {**FP16, **HOST}}
+every_place = pytest.mark.parametrize("options", PLACES.values(), ids=PLACES)
+
+
+class Net(nn.Module):
+    """Blocks, and a parameter of the model's own, which stays in memory between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)])
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x) * self.scale
+
+
+@functools.cache
+def net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
+
+
+@functools.cache
+def batch(seed: int = 1) -> torch.Tensor:
+    return torch.randn(12, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def part(rank: int, world: int, seed: int = 1) -> torch.Tensor:
+    return batch(seed).chunk(world)[rank]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def sharded(world: int = 1, make_optimizer: Callable[..., Any] = sgd, **options: Any) -> tuple[Any, Any]:
+    model = copy.deepcopy(net())
+    mesh = init_device_mesh("cpu", (2, world // 2)) if options.pop("hybrid", False) else None
+    return zeroshard.shard(model, make_optimizer(model), mesh=mesh, timeout=30.0, **options)
+
+
+def scaled(optimizer: Any, loss: torch.Tensor) -> torch.Tensor:
+    return optimizer.scale(loss) if isinstance(optimizer, zeroshard.ShardedOptimizer) else loss
+
+
+def grouped(optimizer: Any) -> list[nn.Parameter]:
+    """The idiom of apex, Lightning and others."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+Loop = Callable[[Any, Any, Callable[[int], torch.Tensor]], Any]
+
+
+def assert_same_as_plain(loop: Loop, world: int, make_optimizer: Callable[..., Any] = sgd, **options: Any) -> None:
+    """A loop over a model, its optimizer and its data returns numbers and leaves parameters as the plain run does."""
+    plain = copy.deepcopy(net())
+    wanted = loop(plain, make_optimizer(plain), batch)
+
+    def body(rank: int) -> Any:
+        model, optimizer = sharded(world, make_optimizer, **options)
+        found = loop(model, optimizer, lambda seed=1: part(rank, world, seed))
+        return found, {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+
+    near = 0.05 if options.get("precision") else 1e-5
+    before = dict(net().named_parameters())
+    for found, parameters in run_threads(world, body):
+        assert found == (None if wanted is None else pytest.approx(wanted, rel=near, abs=near * 0.01))
+        for name, value in plain.named_parameters():
+            moved = (value - before[name]).abs().max().item()
+            assert (parameters[name] - value).abs().max().item() <= near * (moved + 0.01) + 1e-6, name
+
+
+# ------------------------------------------------------------------------------------------------------- clipping
+
+
+def by_norm(parameters: Callable[..., Any], **how: Any) -> Loop:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        norms = []
+        for seed in (1, 2):
+            scaled(optimizer, loss_of(model, data(seed))).backward()
+            norms.append(nn.utils.clip_grad_norm_(parameters(model, optimizer), 0.1, **how).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    return loop
+
+
+def by_parts(model: Any, optimizer: Any, data: Any) -> list[float]:
+    """The norm and the clip apart, over a list of some parameters; and each parameter by itself."""
+    scaled(optimizer, loss_of(model, data())).backward()
+    some = list(model.blocks[1].parameters())
+    total = nn.utils.get_total_norm([p.grad for p in some])
+    nn.utils.clip_grads_with_norm_(some, 0.1, total)
+    alone = [nn.utils.clip_grad_norm_(p, 0.02).item() for p in model.blocks[2].parameters()]
+    by_hand = sum(p.grad.detach().norm(2).item() ** 2 for p in grouped(optimizer) if p.grad is not None) ** 0.5
+    optimizer.step()
+    return [total.item(), *alone, by_hand]
+
+
+def by_value(parameters: Callable[..., Any], **how: Any) -> Loop:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        scaled(optimizer, loss_of(model, data())).backward()
+        nn.utils.clip_grad_value_(parameters(model, optimizer), 0.01, **how)
+        optimizer.step()
+
+    return loop
+
+
+def by_our_value(model: Any, optimizer: Any, data: Any) -> None:
+    scaled(optimizer, loss_of(model, data())).backward()
+    if isinstance(optimizer, zeroshard.ShardedOptimizer):
+        optimizer.clip_grad_value_(0.01)
+    else:
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def of_model(model: Any, optimizer: Any) -> Any:
+    return model.parameters()
+
+
+def of_groups(model: Any, optimizer: Any) -> Any:
+    return grouped(optimizer)
+
+
+CLIPS = {
+    "model": by_norm(of_model),
+    "groups": by_norm(of_groups, foreach=True),
+    "infinity": by_norm(of_groups, norm_type=math.inf),
+    "one": by_norm(of_model, norm_type=1.0, foreach=False),
+    "three": by_norm(of_model, norm_type=3.0, foreach=True, error_if_nonfinite=True),
+    "parts": by_parts,
+    "value": by_value(of_model),
+    "value of groups": by_value(of_groups, foreach=True),
+    "our value": by_our_value,
+}
+
+
+CASES = [("fp32", clip) for clip in CLIPS] + [(place, c) for place in PLACES for c in ("groups", "parts", "value") if place != "fp32"]
+
+
+@every_stage
+@pytest.mark.parametrize(("place", "clip"), CASES)
+def test_torchs_clipping_is_that_of_the_plain_run(place: str, clip: str, stage: int) -> None:
+    for world in (1, 3) if stage == 3 else (3,):
+        assert_same_as_plain(CLIPS[clip], world, stage=stage, **PLACES[place])
+
+
+@pytest.mark.parametrize("clip", ["model", "infinity", "value"])
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 2, **FP16}])
+def test_torchs_clipping_over_a_hybrid_mesh(clip: str, options: dict[str, Any]) -> None:
+    assert_same_as_plain(CLIPS[clip], 4, hybrid=True, **options)
+
+
+@every_stage
+def test_the_norm_of_gradients_that_are_not_finite_is_not_finite_on_any_rank(stage: int) -> None:
+    def body(rank: int) -> list[bool]:
+        model, optimizer = sharded(2, stage=stage)
+        (loss_of(model, part(rank, 2)) * (math.nan if rank == 1 else 1.0)).backward()
+        found = []
+        for norm_type in (2.0, math.inf, 1.0):
+            found.append(nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type).isfinite().item())
+            found.append(optimizer.clip_grad_norm_(1e9, min(norm_type, math.inf) if norm_type != 1 else 2).isfinite().item())
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        return found
+
+    assert run_threads(2, body) == [[False] * 6] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ zero_grad
+
+
+def zero_model(model: Any, optimizer: Any, to_none: bool) -> None:
+    model.zero_grad(to_none)
+
+
+def zero_block(model: Any, optimizer: Any, to_none: bool) -> None:
+    model.blocks[1].zero_grad(to_none)
+
+
+def zero_optimizer(model: Any, optimizer: Any, to_none: bool) -> None:
+    optimizer.zero_grad(to_none)
+
+
+@every_stage
+@every_place
+@pytest.mark.parametrize("zero", [zero_model, zero_block, zero_optimizer])
+def test_zero_grad_clears_what_it_would_in_a_plain_model(zero: Any, options: dict[str, Any], stage: int) -> None:
+    """After a backward, and between a forward and its backward."""
+
+    def loop(model: Any, optimizer: Any, data: Any) -> list[bool]:
+        there = []
+        for to_none in (True, False):
+            scaled(optimizer, loss_of(model, data(1))).backward()
+            loss = scaled(optimizer, loss_of(model, data(2)))
+            zero(model, optimizer, to_none)
+            there += [p.grad is not None for p in model.parameters()]
+            loss.backward()
+            optimizer.step()
+            zero(model, optimizer, to_none)
+        return there
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
+
+
+def some(model: nn.Module) -> torch.optim.Optimizer:
+    """Trains the last block alone; the others have gradients all the same."""
+    return torch.optim.SGD(model.blocks[2].parameters(), lr=0.1)  # type: ignore[union-attr, index]
+
+
+@every_stage
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("options", [{}, FP16, HOST], ids=["fp32", "fp16", "host"])
+def test_what_is_in_no_group_is_neither_cleared_nor_clipped(options: dict[str, Any], to_none: bool, stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        found = []
+        for _ in range(2):
+            scaled(optimizer, loss_of(model, data())).backward()
+            if isinstance(optimizer, zeroshard.ShardedOptimizer):
+                found.append(optimizer.clip_grad_norm_(0.01).item())
+            else:
+                found.append(nn.utils.clip_grad_norm_(grouped(optimizer), 0.01).item())
+            found.append(model.scale.grad.norm().item())
+            found.append(model.blocks[2][0].weight.grad.norm().item())
+            optimizer.step()
+            optimizer.zero_grad(to_none)
+        return found
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, some, stage=stage, **options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("zero", [zero_model, zero_optimizer])
+def test_a_gradient_put_there_before_the_first_backward_is_cleared(zero: Any, to_none: bool, stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> None:
+        model.scale.grad = torch.ones(5)
+        zero(model, optimizer, to_none)
+        loss_of(model, data()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_same_as_plain(loop, 2, stage=stage)
+
+
+# ---------------------------------------------------------------------------------------------- reading p.grad
+
+
+@every_stage
+@every_place
+def test_a_gradient_can_be_read_and_changed(options: dict[str, Any], stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        assert not any(p.grad is not None for p in model.parameters())
+        scaled(optimizer, loss_of(model, data())).backward()
+        weight = model.blocks[0][0].weight
+        assert weight.grad.shape == weight.shape and weight.grad.device == weight.device
+        found = [weight.grad.abs().max().item(), weight.grad.float().mean().item(), weight.grad[1, 2].item()]
+        found += [torch.isfinite(weight.grad).all().item(), weight.grad.detach().clone().sum().item()]
+        weight.grad.mul_(torch.linspace(1, 2, weight.numel()).view(weight.shape))
+        weight.grad.add_(torch.ones(5), alpha=0.25)
+        weight.grad.div_(2)
+        model.scale.grad.zero_()
+        model.blocks[1][0].bias.grad = None
+        optimizer.step()
+        return [*found, weight.grad.sum().item()]
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, stage=stage, **options)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_cannot_be_done_to_a_gradient_in_parts_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(2, stage=stage)
+        loss_of(model, part(rank, 2)).backward()
+        gradient = model.scale.grad
+        with pytest.raises(RuntimeError, match=r"'scale' is partitioned .* 'cumsum_' .*full_gradient"):
+            gradient.cumsum_(0)
+        with pytest.raises(RuntimeError, match="'scale' is kept by zeroshard"):
+            model.scale.grad = torch.ones(5)
+        assert "ShardedGradient of 'scale' ((5,), torch.float32, cpu" in repr(gradient)
+        optimizer.zero_grad()
+        assert model.scale.grad is None
+        with pytest.raises(RuntimeError, match="'scale' that was cleared"):
+            gradient.norm()
+
+    run_threads(2, body)
+
+
+class Sides(nn.Module):
+    """Each rank uses one of two sides; nobody the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = nn.ParameterList(nn.Parameter(torch.linspace(1, 2, 5) * (n + 1)) for n in range(3))
+
+    def forward(self, x: torch.Tensor, side: int) -> torch.Tensor:
+        return (self.sides[side] * x).square().mean()
+
+
+@every_stage
+def test_a_gradient_that_only_another_rank_has_made_is_there_on_all(stage: int) -> None:
+    def train(model: Any, optimizer: Any, losses: Callable[[], torch.Tensor]) -> tuple[list[bool], float]:
+        losses().backward()
+        there = [p.grad is not None for p in model.parameters()]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+        optimizer.step()
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        return there, norm
+
+    def body(rank: int) -> Any:
+        model = Sides()
+        model, optimizer = zeroshard.shard(model, sgd(model), stage=stage)
+        found = train(model, optimizer, lambda: model(part(rank, 2), rank))
+        return found, full_parameters(model)
+
+    plain = Sides()
+    wanted = train(plain, sgd(plain), lambda: (plain(part(0, 2), 0) + plain(part(1, 2), 1)) / 2)
+    for (there, norm), parameters in run_threads(2, body):
+        assert there == wanted[0] == [True, True, False]
+        assert norm == pytest.approx(wanted[1], rel=1e-6)
+        assert_close(parameters, dict(plain.named_parameters()))
+
+
+@every_stage
+def test_gradients_are_seen_inside_gathered(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(2, stage=stage)
+        loss_of(model, part(rank, 2)).backward()
+        outside = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        with zeroshard.gathered(model):
+            inside = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert inside.item() == outside.item() > 0
+
+    run_threads(2, body)
+
+
+# ----------------------------------------------------------------------------------------------------- GradScaler
+
+
+def with_scaler(model: Any, optimizer: Any, data: Any) -> list[float]:
+    """Of three steps the second overflows (on one rank of several), and is skipped by all."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    found = []
+    for seed in (1, 2, 3):
+        loss = loss_of(model, data(seed))
+        if seed == 2 and torch.equal(data(1)[0], batch()[0]):
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        if seed != 3:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+            found.append(norm if math.isfinite(norm) else -1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(scaler.get_scale())
+    return found
+
+
+@every_stage
+@pytest.mark.parametrize("options", [{}, BF16, FP16, HOST, {**FP16, **HOST}], ids=["fp32", "bf16", "fp16", "host", "fp16 host"])
+def test_torchs_grad_scaler_works_as_in_a_plain_loop(options: dict[str, Any], stage: int) -> None:
+    for world in (1, 2):
+        assert_same_as_plain(with_scaler, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
+
+
+# ------------------------------------------------------------------------------ the optimizer given to shard()
+
+
+@every_stage
+@pytest.mark.parametrize("options", [{}, HOST, BF16], ids=["fp32", "host", "bf16"])
+def test_the_optimizer_given_to_shard_says_which_one_to_use(options: dict[str, Any], stage: int) -> None:
+    model = copy.deepcopy(net())
+    mine = torch.optim.Adam(model.parameters(), lr=0.1)
+    calls: list[int] = []
+    mine.register_step_pre_hook(lambda *_: calls.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(mine, 1)
+    model, optimizer = zeroshard.shard(model, mine, stage=stage, **options)
+    mine.zero_grad()
+    loss_of(model, batch()).backward()
+    for use in (mine.step, mine.zero_grad, lambda: nn.utils.clip_grad_norm_(grouped(mine), 1.0)):
+        with pytest.raises(RuntimeError, match="the optimizer that was given to zeroshard.shard"):
+            use()
+    calls.clear()
+    optimizer.step()
+    assert calls == [1]
+    optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == mine.param_groups[0]["lr"] == pytest.approx(0.01)
+    pickle.loads(pickle.dumps(mine.state_dict()))
+    copy.deepcopy(mine.param_groups)
+    before = full_parameters(model)
+    model, again = zeroshard.unshard(model, optimizer)
+    loss_of(model, batch()).backward()
+    again.step()
+    assert again is mine and not torch.equal(model.scale.detach(), before["scale"])
+
+
+def test_groups_show_the_models_parameters_and_the_inner_options() -> None:
+    model = copy.deepcopy(net())
+    frozen = model.blocks[0][0].bias.requires_grad_(False)  # type: ignore[union-attr, index]
+    mine = torch.optim.AdamW([{"params": [model.scale, frozen], "lr": 0.5}, {"params": model.blocks[1].parameters()}])
+    wanted = [list(group["params"]) for group in mine.param_groups]
+    model, optimizer = zeroshard.shard(model, mine, stage=3)
+    for group, parameters in zip(optimizer.param_groups, wanted, strict=True):
+        assert all(one is other for one, other in zip(group["params"], parameters, strict=True))
+    group = optimizer.param_groups[0]
+    assert isinstance(group, dict) and group["lr"] == 0.5 and group.get("weight_decay") == 0.01
+    group["lr"] = 0.25
+    group.setdefault("initial_lr", 0.5)
+    assert mine.param_groups[0]["lr"] == 0.25 and {**group}["initial_lr"] == 0.5 and "lr" in dict(group)
+    assert copy.deepcopy(group)["lr"] == 0.25
+    with pytest.raises(RuntimeError, match="add_param_group"):
+        group["params"] = []
+    group["params"].append(model.blocks[2][0].weight)
+    with pytest.raises(RuntimeError, match="2 parameters has 3 now"):
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------- fp16's loss scale
+
+
+@every_stage
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": "fp32"}, HOST], ids=["fp16", "fp32 gradients", "host"])
+@pytest.mark.parametrize("scales", [True, False])
+def test_fp16_is_right_whether_the_loss_is_scaled_or_not(scales: bool, options: dict[str, Any], stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        norms = []
+        for seed in (1, 2, 3):
+            loss = loss_of(model, data(seed))
+            (scaled(optimizer, loss) if scales else loss).backward()
+            norms.append(model.scale.grad.norm().item())
+            optimizer.step()
+            norms.append(model.scale.grad.norm().item())  # as before the step
+            if seed != 2:
+                optimizer.zero_grad()
+        return norms
+
+    for world in (1, 2):
+        assert_same_as_plain(loop, world, functools.partial(sgd, lr=0.1), stage=stage, precision="fp16", **options)
+
+
+@every_stage
+def test_the_scale_may_change_between_backwards_that_are_summed(stage: int) -> None:
+    def loop(model: Any, optimizer: Any, data: Any) -> list[float]:
+        found = []
+        for number in range(3):
+            scaled(optimizer, loss_of(model, data())).backward()
+            if isinstance(optimizer, zeroshard.ShardedOptimizer):
+                optimizer.load_loss_scale([64.0 * 4**number, 0])
+            found.append(model.scale.grad.norm().item())
+        optimizer.step()
+        return found
+
+    assert_same_as_plain(loop, 2, stage=stage, **FP16)
+
+
+@every_stage
+def test_scaled_and_unscaled_losses_are_not_added_up(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(2, stage=stage, **FP16)
+        optimizer.scale(loss_of(model, part(rank, 2))).backward()
+        with pytest.raises(RuntimeError, match=r"multiplied by optimizer.scale\(loss\), and this backward's was not"):
+            loss_of(model, part(rank, 2)).backward()
+        optimizer.zero_grad()
+        loss_of(model, part(rank, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.scale(loss_of(model, part(rank, 2))).backward()
+        optimizer.step()
+        assert optimizer.loss_scale.item() == 1024.0
+
+    run_threads(2, body)
+
+
+@every_stage
+def test_a_rank_that_does_not_scale_is_noticed(stage: int) -> None:
+    def body(rank: int) -> str:
+        model, optimizer = sharded(2, stage=stage, **FP16)
+        loss = loss_of(model, part(rank, 2))
+        try:
+            (optimizer.scale(loss) if rank else loss).backward()
+            optimizer.step()
+        except zeroshard.RanksDisagreeError as error:
+            return str(error)
+        return "nothing noticed"
+
+    for error in run_threads(2, body):
+        assert "scaled loss" in error
+
+
+# --------------------------------------------------------------------------------------------- hyper-parameters
+
+
+@every_stage
+@pytest.mark.parametrize("make_optimizer", [sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-3))])
+def test_learning_rates_that_differ_by_rank_are_refused(make_optimizer: Any, stage: int) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(2, make_optimizer, stage=stage)
+        for rate in (0.1, 0.2):
+            optimizer.param_groups[0]["lr"] = rate
+            loss_of(model, part(rank, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1)
+        loss_of(model, part(rank, 2)).backward()
+        with pytest.raises(RuntimeError, match=rf"differ between ranks: rank {rank} has .*'lr': {0.1 * (rank + 1)}"):
+            optimizer.step()
+
+    run_threads(2, body)

@@ -1,0 +1,534 @@
+"""Which optimizers run on shards, found by trying, and what becomes of their states."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import assert_close, full_parameters
+from ranks import RanksFailed, run_threads, seeded
+from torch import nn
+
+import zeroshard
+from zeroshard.optimizer_probe import refuse_unfit
+
+
+def make_model() -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+MODEL = make_model()
+DATA = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Own(torch.optim.Optimizer):
+    """SGD with momentum, to be made worse by subclasses."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.5, **options})
+
+    def change(self, group: dict[str, Any], p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    momentum = state.setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(group["momentum"]).add_(p.grad)
+                    state["step"] = state.get("step", 0) + 1
+                    p.sub_(group["lr"] * self.change(group, p, momentum))
+
+
+class TrustRatio(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum * (p.norm() / momentum.norm() if p.norm() > 0 and momentum.norm() > 0 else 1.0)
+
+
+class ClipsByTensor(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    nn.utils.clip_grad_norm_([p], 100.0)
+        return super().step(closure)
+
+
+class ByDimensions(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum + 0.01 * p if p.ndim > 1 else momentum
+
+
+class OnlyIfLarge(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().mean() if min(p.shape, default=0) >= 128 else momentum
+
+
+class AfterWarmup(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().max().clamp(min=1e-3) if self.state[p]["step"] > 100 else momentum
+
+
+class EveryHundredth(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum - momentum.mean() if self.state[p]["step"] % 100 == 0 else momentum
+
+
+class SumInGroup(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        group["d"] = group.get("d", 1e-6) + float(p.grad.abs().sum())  # type: ignore[union-attr]
+        return momentum
+
+
+class CountsParameters(Own):
+    calls = 0
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return momentum
+
+
+class StateOfRows(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        self.state[p]["rows"] = momentum.sum(-1) if p.ndim else momentum
+        return momentum
+
+
+class ByAttribute(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum * getattr(p, "rate", 1.0)
+
+
+class LossOfAll(Own):
+    """Elementwise in each group, but for the largest of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        largest = max(
+            (p.grad.abs().max() for g in self.param_groups for p in g["params"] if p.grad is not None), default=1
+        )
+        for group in self.param_groups:
+            group["momentum"] = float(0.5 * largest / (1 + largest))
+        super().step()
+
+
+DIFFERS: dict[type, str] = {
+    TrustRatio: "has moved by .* in a slice",
+    ClipsByTensor: "has moved by .* in a slice",
+    ByDimensions: r"tensor of shape \(6, 4\) has moved by",
+    OnlyIfLarge: r"tensor of shape \(144, 128\) has moved by",
+    AfterWarmup: "has moved by .* in a slice",
+    EveryHundredth: "has moved by .* in a slice",
+    SumInGroup: "the group's number 'd' is",
+    CountsParameters: "its attribute 'calls' is",
+    StateOfRows: "the state 'rows' of a tensor of shape",
+    ByAttribute: "has moved by .* in a slice",
+    LossOfAll: "in a slice|the group's number 'momentum'",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERS, ids=lambda kind: kind.__name__)
+def test_an_optimizer_that_looks_beyond_one_element_is_refused_by_what_it_does(kind: Any) -> None:
+    model = copy.deepcopy(MODEL)
+    model[0].weight.rate = 0.5  # type: ignore[union-attr, assignment]
+    optimizer = kind(model.parameters())
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"{kind.__name__} looks at more than one element at a time.*{DIFFERS[kind]}"):
+        zeroshard.shard(model, optimizer)
+    assert not optimizer.state and "d" not in optimizer.param_groups[0] and torch.equal(random, torch.get_rng_state())
+    model(DATA).sum().backward()
+    optimizer.step()  # both are as they were
+
+
+class NeedsClosure(Own):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class Draws(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum + 0.01 * torch.randn_like(p)
+
+
+class Raises(Own):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("only on Thursdays")
+
+
+class HoldsParameters(Own):
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+        super().__init__(self.params)
+
+
+class HoldsIds(Own):
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params)
+        self.large = {id(p) for p in params if p.ndim > 1}
+
+
+class Wraps(Own):
+    def __init__(self, params: Any) -> None:
+        self.base = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.base.param_groups[0]["params"])
+
+
+class StateOfItsOwn(Own):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["all"]["count"] = 1  # type: ignore[index]
+
+
+UNDECIDED: dict[type, str] = {
+    NeedsClosure: r"needs 'closure'",
+    Draws: "draws random numbers",
+    Raises: r"step\(\) raises RuntimeError: only on Thursdays",
+    HoldsParameters: "attribute 'params' holds parameters",
+    HoldsIds: r"attribute 'large' holds the id\(\) of a parameter",
+    Wraps: "attribute 'base' holds a SGD",
+    StateOfItsOwn: "a state under 'all'",
+}
+
+
+@pytest.mark.parametrize("kind", UNDECIDED, ids=lambda kind: kind.__name__)
+def test_what_trying_does_not_decide_is_refused(kind: Any) -> None:
+    model, random = copy.deepcopy(MODEL), torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"{kind.__name__} may look.*{UNDECIDED[kind]}.*elementwise=True"):
+        zeroshard.shard(model, kind(model.parameters()))
+    assert torch.equal(random, torch.get_rng_state())
+    refuse_unfit(kind(model.parameters()), True, None)
+
+
+def test_a_hooked_or_replaced_step_is_refused_for_classes_that_are_not_torchs() -> None:
+    hooked, replaced = Own(MODEL.parameters()), Own(MODEL.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    replaced.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    for optimizer, why in ((hooked, "hooks on its step"), (replaced, "was replaced")):
+        with pytest.raises(ValueError, match=why):
+            refuse_unfit(optimizer, None, None)
+
+
+class MakesStates(Own):
+    """Its constructor makes what its step needs, has a signature of its own, and counts in several places."""
+
+    def __init__(self, speed: float, *, of: Any) -> None:
+        super().__init__(of, speed, k=0, betas=[0.9, 0.99])
+        self.rule, self.steps, self.history = self._rule, 0, [0.0]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, 0.1)
+
+    def _rule(self, p: torch.Tensor) -> torch.Tensor:
+        self.history.append(self.history[-1] + 1.0)
+        return self.state[p]["sum"].add_(p.grad.square()).sqrt()  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.addcdiv_(p.grad, self.rule(p), value=-group["lr"] / group["k"])
+            del self.history[1:]
+
+
+def test_a_class_with_its_own_constructor_and_states_runs() -> None:
+    plain = copy.deepcopy(MODEL)
+    optimizer = MakesStates(0.1, of=plain.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.0)  # a warmup begins with 0: nothing would move
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for _ in range(3):
+        plain(DATA).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> Any:
+        model = copy.deepcopy(MODEL)
+        model, ours = zeroshard.shard(model, MakesStates(0.1, of=model.parameters()), stage=3)
+        for _ in range(3):
+            model(DATA[4 * rank : 4 * rank + 4]).pow(2).mean().backward()
+            ours.step()
+            ours.zero_grad()
+        return full_parameters(model)
+
+    for parameters in run_threads(2, body):
+        assert_close(parameters, dict(plain.named_parameters()))
+
+
+class ByGroup(Own):
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / momentum.abs().max().clamp(min=1e-3) if group.get("normalise") else momentum
+
+
+def test_a_group_that_is_added_later_is_tried_too() -> None:
+    model = copy.deepcopy(MODEL)
+    model, optimizer = zeroshard.shard(model, ByGroup(model[0].parameters()))
+    with pytest.raises(ValueError, match="ByGroup looks at more than one element"):
+        optimizer.add_param_group({"params": list(model[2].parameters()), "normalise": True})
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+    model(DATA).sum().backward()
+    optimizer.step()
+
+
+def test_torchs_own_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.optimizer_probe._compare", lambda *_: pytest.fail("tried"))
+    model = copy.deepcopy(MODEL)
+    zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_an_optimizer_made_after_shard_gets_an_error_of_its_own() -> None:
+    wanted = r"Adam was given '0.weight' of a sharded model.*give it to shard\(\)"
+    for stage in range(4):
+
+        def body(rank: int, stage: int = stage) -> None:
+            model, _ = zeroshard.shard(copy.deepcopy(MODEL), stage=stage)
+            optimizer = torch.optim.Adam(model.parameters())
+            model(DATA).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(RanksFailed, match=wanted):
+            run_threads(2, body)
+
+
+def test_a_second_optimizer_is_refused_as_one_too_many() -> None:
+    model = copy.deepcopy(MODEL)
+    one, two = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="got list; one model is updated by one optimizer"):
+        zeroshard.shard(model, [one, two])  # type: ignore[arg-type]
+    zeroshard.shard(model, one)
+    with pytest.raises(ValueError, match="one model is updated by one optimizer"):
+        zeroshard.shard(model, two)
+
+
+# ------------------------------------------------------------------------------------------------------ train and eval
+
+
+class Averages(Own):
+    """As schedule-free optimizers do: parameters are the training point or, after eval(), an average."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, train_mode=False)
+
+    @torch.no_grad()
+    def _exchange(self, train: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 1 - 0.9 if train else 1 - 1 / 0.9)
+                group["train_mode"] = train
+
+    def train(self) -> None:
+        self._exchange(True)
+
+    def eval(self) -> None:
+        self._exchange(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("call train() first")
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.detach().clone())
+                    z.sub_(group["lr"] * p.grad)
+                    p.lerp_(z, 0.3).sub_(0.5 * group["lr"] * p.grad)
+
+
+def averaged(model: Any, optimizer: Any, data: torch.Tensor, by: Any) -> list[torch.Tensor]:
+    outputs = []
+    for _ in range(2):
+        by.train()
+        for _ in range(2):
+            model(data).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        by.eval()
+        with torch.no_grad():
+            outputs.append(model(DATA).float())
+    return outputs
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision: Any, offload: Any) -> None:
+    plain = copy.deepcopy(MODEL)
+    optimizer = Averages(plain.parameters())
+    wanted = averaged(plain, optimizer, DATA, optimizer)
+
+    def body(rank: int) -> Any:
+        model = copy.deepcopy(MODEL)
+        inner = Averages(model.parameters())
+        options = {"precision": precision, "offload": offload, "elementwise": True}
+        model, ours = zeroshard.shard(model, inner, stage=stage, **options)
+        outputs = averaged(model, ours, DATA[4 * rank : 4 * rank + 4], ours if offload is None else inner)
+        with pytest.raises(RuntimeError, match="call train"):
+            model(DATA).float().sum().backward()
+            ours.step()
+        parameters = {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
+        _, given_back = zeroshard.unshard(model, ours)
+        assert given_back is inner and "eval" not in vars(inner)
+        inner.train()
+        return outputs, parameters
+
+    first, second = run_threads(2, body)
+    for outputs, parameters in (first, second):
+        torch.testing.assert_close(outputs, wanted, rtol=0, atol=1e-6 if precision is None else 3e-2)
+        assert_close(parameters, dict(plain.named_parameters()), 1e-6 if precision is None else 1e-2)
+    assert all(torch.equal(one, other) for one, other in zip(first[0], second[0], strict=True))
+
+
+def test_an_optimizer_that_averages_is_elementwise() -> None:
+    refuse_unfit(Averages(MODEL.parameters()), None, None)
+
+
+def test_train_and_eval_are_there_only_where_the_inner_optimizer_has_them() -> None:
+    model = copy.deepcopy(MODEL)
+    _, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not hasattr(optimizer, "train") and not hasattr(optimizer, "eval")
+
+
+# -------------------------------------------------------------------------------------------------------------- states
+
+
+class Blocks(Own):
+    """Keeps the largest of each block of its states, as 8-bit optimizers do."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        self.state[p]["absmax"] = torch.stack([block.abs().max() for block in momentum.flatten().split(16)])
+        return momentum
+
+
+def test_states_of_slices_are_never_saved_as_those_of_parameters(tmp_path: Path) -> None:
+    def body(rank: int) -> list[str]:
+        model = copy.deepcopy(MODEL)
+        model, optimizer = zeroshard.shard(model, Blocks(model.parameters()), stage=2, elementwise=True)
+        model(DATA).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told = []
+        for call in (
+            optimizer.state_dict,
+            lambda: optimizer.full_state("0.weight"),
+            lambda: zeroshard.save(tmp_path / "a", model, optimizer),
+            lambda: zeroshard.unshard(model, optimizer),
+        ):
+            with pytest.raises(RuntimeError, match="the state 'absmax' that Blocks keeps for '") as error:
+                call()
+            told.append(str(error.value))
+        model(DATA).sum().backward()  # a refused unshard leaves everything as it was
+        optimizer.step()
+        return told
+
+    run_threads(2, body)
+    model = copy.deepcopy(MODEL)
+    optimizer = Blocks(model.parameters())
+    model(DATA).sum().backward()
+    optimizer.step()
+    zeroshard.save(tmp_path / "plain", model, optimizer)
+    with pytest.raises(ValueError, match=r"the state 'absmax' of '0.weight', of shape \(4,\), is neither elementwise"):
+        zeroshard.shard(model, optimizer, elementwise=True)
+    ours = copy.deepcopy(MODEL)
+    ours, sharded = zeroshard.shard(ours, Blocks(ours.parameters()), elementwise=True)
+    for call in (
+        lambda: sharded.load_state_dict(optimizer.state_dict()),
+        lambda: zeroshard.load(tmp_path / "plain", ours, sharded),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=r"the state 'absmax' of '0\.weight'"):
+            call()
+    ours(DATA).sum().backward()  # nothing has changed
+    sharded.step()
+
+
+class Vector(Own):
+    """Its counter is a tensor of one element."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        self.state[p].setdefault("count", torch.zeros(1, dtype=torch.float64)).add_(1)
+        return momentum
+
+
+def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        model = copy.deepcopy(MODEL)
+        model, optimizer = zeroshard.shard(model, Vector(model.parameters()), stage=3)
+        for number in range(3):
+            model(DATA).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                zeroshard.save(tmp_path / "a", model, optimizer)
+            if number == 1:
+                zeroshard.load(tmp_path / "a", model, optimizer)
+        return [float(state["count"]) for state in optimizer.state_dict()["state"].values()]
+
+    assert run_threads(2, body) == [[2.0] * 6] * 2
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_states_of_before_a_load_do_not_come_back(tier: str, tmp_path: Path) -> None:
+    def step(model: Any, optimizer: Any, times: float = 1.0) -> None:
+        (times * model(DATA).pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    makes = [lambda m: torch.optim.RMSprop(m.parameters()), lambda m: torch.optim.Adam(m.parameters(), amsgrad=True)]
+    for number, make in enumerate(makes):
+        plain, model = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+        expected, path = make(plain), tmp_path / str(number)
+        offload = {"optimizer": tier, "directory": str(tmp_path)}
+        model, optimizer = zeroshard.shard(model, make(model), stage=2, offload=offload)
+        zeroshard.save(path, model, optimizer)  # before the first step
+        step(model, optimizer, 10.0)
+        zeroshard.load(path, model, optimizer)
+        for _ in range(3):
+            step(model, optimizer)
+            step(plain, expected)
+        assert_close(full_parameters(model), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_layer_frozen_between_two_shards_keeps_its_states(stage: int, precision: Any, tmp_path: Path) -> None:
+    def train(model: Any, optimizer: Any, part: slice) -> None:
+        model(DATA[part]).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def body(rank: int) -> Any:
+        part, model = slice(4 * rank, 4 * rank + 4), copy.deepcopy(MODEL)
+        model, optimizer = zeroshard.shard(
+            model, torch.optim.Adam(model.parameters()), stage=stage, precision=precision
+        )
+        train(model, optimizer, part)
+        model, plain = zeroshard.unshard(model, optimizer)
+        model[0].weight.requires_grad_(False)
+        before = copy.deepcopy(plain.state[model[0].weight])
+        model, optimizer = zeroshard.shard(model, plain, stage=stage, precision=precision)
+        train(model, optimizer, part)
+        zeroshard.save(tmp_path / "a", model, optimizer)
+        kept = optimizer.full_state("0.weight")
+        optimizer.load_state_dict(optimizer.state_dict())
+        zeroshard.load(tmp_path / "a", model, optimizer)
+        train(model, optimizer, part)
+        model, plain = zeroshard.unshard(model, optimizer)
+        for state in (kept, plain.state[model[0].weight]):
+            assert state.keys() == before.keys() and all(torch.equal(state[key], before[key]) for key in before)
+        assert plain.state[model[2].weight]["step"] == 3
+        model[0].weight.requires_grad_(True)
+        model, optimizer = zeroshard.shard(model, plain, stage=stage, precision=precision)
+        train(model, optimizer, part)
+        return optimizer.full_state("0.weight")["step"]
+
+    assert run_threads(2, body) == [2, 2]
