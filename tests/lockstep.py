@@ -979,6 +979,8 @@ class Lockstep:
         if how.startswith(("data", "vector")):  # torch notices nothing of it, so a graph would mix old and new values
             self.drop_graphs()
         done = self._do(f"edit({name}, {how}, only_writer={only_writer})", act, plain)
+        if done is not None and how in ("data", "vector") and not inside and self._refuses_forward(how):
+            self.over = True  # other tensors than those that are trained: noticed in time
         if done is not None and inside:
             for o in inside:
                 o.edited = True
@@ -1005,16 +1007,27 @@ class Lockstep:
             return
         if harmless or how == "share_memory":
             return
+        if not self._refuses_forward(how):
+            raise Counterexample(f"{how} went through, and so does a forward after it")
+        self.over = True
+
+    def _refuses_forward(self, how: str) -> bool:
+        """Whether a forward is refused on all ranks after something that the sharded side has let pass."""
         outcomes = self._outcomes(
             f"forward after {how}",
             lambda rank: self._loss(lambda m, *a: m(*a), self.sides[rank].model, rank, 0, 0, None).item(),
         )
-        for _, error in outcomes:
-            if error is None:
-                raise Counterexample(f"{how} went through, and so does a forward after it")
-            if not is_clear(error):
+        errors = [error for _, error in outcomes if error is not None]
+        for error in errors:
+            if not is_clear(error) or len(errors) < len(outcomes):
                 raise Counterexample(f"forward after {how}: an error that is not clear: {told(error)}") from error
-        self.over = True
+        if not errors:
+            for rank in range(self.options.world):
+                self.sides[rank].model.noted.clear()
+            self.plain.run(lambda run, rank: self._loss(run, self.plain.model, rank, 0, 0, None))
+            self.plain.model.noted.clear()
+            self._last = (0, None)
+        return bool(errors)
 
     def duplicate(self, what: str) -> None:
         """Copy or pickle the model or the optimizer: a clear error, or the same values."""
