@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
@@ -199,6 +201,40 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
 
 def test_a_sharded_model_stays_beside_a_plain_one() -> None:
     run_sequences(100, 1, 12)
+
+
+def forward_after_a_backward_that_raised(both: Lockstep) -> None:
+    both.forward(0)
+    both.backward(retain=True)
+    both.fail_backward(1, 2)
+    both.look("full")
+    both.backward()
+
+
+def clear_after_a_backward_that_raised(both: Lockstep) -> None:
+    both.forward(1)
+    both.backward()
+    both.fail_backward(1, 2)  # clears by model.zero_grad(), which alone reaches a parameter that is in no group
+
+
+def load_by_assignment(both: Lockstep) -> None:
+    both.load_state_dict(0, assign=True)
+    both.train(0)
+
+
+SEQUENCES = [forward_after_a_backward_that_raised, clear_after_a_backward_that_raised, load_by_assignment]
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
+    for options in (Options(stage=stage, held_out=True), Options(stage=stage, world=2, held_out=True)):
+        both = Lockstep(options)
+        try:
+            sequence(both)
+            both.finish()
+        finally:
+            both.close()
 
 
 # ------------------------------------------------------------------------------------------------- a long run

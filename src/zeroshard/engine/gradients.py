@@ -289,7 +289,9 @@ class Gradients:
             norms = torch.stack(norms_of(alike, norm_type)).to(device, torch.float64)
             if extreme:
                 lost.index_add_(0, at, norms.isnan().double())
-                total.scatter_reduce_(0, at, norms.nan_to_num(nan=0.0, posinf=math.inf), "amax" if norm_type > 0 else "amin")
+                total.scatter_reduce_(
+                    0, at, norms.nan_to_num(nan=0.0, posinf=math.inf), "amax" if norm_type > 0 else "amin"
+                )
             else:
                 total.index_add_(0, at, norms if norm_type == 0 else norms**norm_type)
         sign = -1.0 if norm_type == -math.inf else 1.0
