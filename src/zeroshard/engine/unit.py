@@ -444,7 +444,7 @@ class Unit:
                     self._comm.broadcast(values, source, f"write unit {self.name!r}")
                     self._share_undivided(flat, bucket, values)
                 self._keep(flat, bucket, values)
-        self._values.renew(self.flats)
+        self.accept_edits()
 
     def _share_undivided(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
         """Of what all ranks of the tensor axis hold alike, the first one's values count."""
