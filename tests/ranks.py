@@ -29,6 +29,7 @@ import io
 import math
 import multiprocessing
 import os
+import queue
 import select
 import signal
 import socket
@@ -109,6 +110,63 @@ def run_threads(world: int, body: Callable[..., T], *args: Any, timeout: float =
     return [run.results[rank] for rank in range(world)]
 
 
+class ThreadTeam:
+    """Ranks as threads that stay and take one call after the other, for sequences that are not known beforehand.
+
+    `call(body)` runs `body(rank)` on every rank and returns what each gave back or raised, in the order of the ranks;
+    `RanksFailed` where some are not done in time, or `GRACE` seconds after another raised. `close()` after the last.
+    """
+
+    def __init__(self, world: int, lifetime: float = 3600) -> None:
+        self._bodies: list[queue.SimpleQueue[Callable[[int], Any] | None]] = [queue.SimpleQueue() for _ in range(world)]
+        self._answers: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        self._run: _ThreadRun[None] = _ThreadRun(world, self._serve, (), lifetime)
+        self._excepthook = sys.excepthook
+        _isolate_threads(True)
+        threaded._install_threaded_pg()
+        self._run.start()
+
+    def _serve(self, rank: int) -> None:
+        while (body := self._bodies[rank].get()) is not None:
+            try:
+                self._answers.put((rank, body(rank), None))
+            except Exception as error:
+                self._answers.put((rank, None, error))
+
+    def call(self, body: Callable[[int], T], timeout: float = 20) -> list[tuple[T | None, BaseException | None]]:
+        """Run it on every rank; see above."""
+        for bodies in self._bodies:
+            bodies.put(body)
+        answers: dict[int, tuple[T | None, BaseException | None]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self._bodies):
+            try:
+                rank, value, error = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise RanksFailed(len(self._bodies), self._stories(answers)) from None
+            answers[rank] = value, error
+            if error is not None:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        return [answers[rank] for rank in range(len(self._bodies))]
+
+    def _stories(self, answers: dict[int, tuple[Any, BaseException | None]]) -> dict[int, str]:
+        told = {r: "".join(traceback.format_exception(e)) for r, (_, e) in answers.items() if e is not None}
+        return told | {r: stack for r, stack in self._run.stacks("still running").items() if r not in answers}
+
+    def close(self) -> None:
+        """End the threads."""
+        for bodies in self._bodies:
+            bodies.put(None)
+        try:
+            self._run.join(GRACE)
+        finally:
+            self._run.end()
+            threaded.ProcessLocalGroup.reset()
+            threaded._uninstall_threaded_pg()
+            _isolate_threads(False)
+            sys.excepthook = self._excepthook
+
+
 def _isolate_threads(on: bool) -> None:
     """Give every thread its own table of process groups."""
     c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]  # missing from torch's stubs
@@ -178,12 +236,24 @@ class _ThreadRun(Generic[T]):
                     deadline = time.monotonic() + GRACE
                     why = f"still running {GRACE:g} s after rank {next(iter(self.accounts))} failed"
             if time.monotonic() > deadline:
-                frames = sys._current_frames()
-                for rank, thread in enumerate(self._threads):
-                    if thread.is_alive() and thread.ident in frames:
-                        stack = "".join(traceback.format_stack(frames[thread.ident]))
-                        self.accounts.setdefault(rank, f"{why}, at (most recent call last):\n{stack}")
+                for rank, stack in self.stacks(why).items():
+                    self.accounts.setdefault(rank, stack)
                 return
+
+    def stacks(self, why: str) -> dict[int, str]:
+        """Where the ranks that are still running are."""
+        frames = sys._current_frames()
+        return {
+            rank: f"{why}, at (most recent call last):\n" + "".join(traceback.format_stack(frames[thread.ident]))
+            for rank, thread in enumerate(self._threads)
+            if thread.is_alive() and thread.ident in frames
+        }
+
+    def join(self, seconds: float) -> None:
+        """Wait for the threads, but no longer than that."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
         """Make the threads that are left end, or at least harmless."""

@@ -281,7 +281,7 @@ WRONG = {  # a call, and what its error says
     "copy optimizer": (lambda _, optimizer: copy.deepcopy(optimizer), r"deepcopy\(optimizer\.state_dict"),
     "join": (lambda model, _: Join([model]), "same number of batches"),
     "join optimizer": (lambda _, optimizer: Join([optimizer]), "same number of batches"),
-    "assign": (assign, "'temperature' is another nn.Parameter than the one that was sharded"),
+    "assign": (assign, r"load_state_dict\(assign=True\) would replace"),
 }
 
 

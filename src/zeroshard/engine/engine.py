@@ -41,6 +41,7 @@ there the recomputation itself says that backward has come to the unit.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -53,7 +54,7 @@ from zeroshard.agreement import RanksDisagreeError
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.frames import Frame, Reach, Trace, hook_first, outside_transforms
+from zeroshard.engine.frames import EndOfBackward, Frame, Reach, Trace, hook_first, outside_transforms
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
 from zeroshard.engine.parameter import NOT_PICKLED, is_functorch_wrapped
@@ -125,6 +126,7 @@ class Engine:
         self.backwards = 0  # since the last step
         self._backward = 0  # number of the last backward that began
         self._backward_on = False
+        self._thread = 0  # which forward ran on
         self._task = -1  # autograd's number of the backward under way
         for unit in units:
             unit.engine = weakref.ref(self)
@@ -314,6 +316,7 @@ class Engine:
             self.gradients.memory.abide()
         if self._workspace is not None:
             self._workspace.take()
+        self._thread = threading.get_ident()
         self._brought.clear()
         self._pins.disown()
         self._trace = Trace()
@@ -489,7 +492,7 @@ class Engine:
         self._task = torch._C._current_graph_task_id()
         self._kept = set()
         self._brought.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(EndOfBackward(self, self._backward))
         inverse = scaled_by()
         self.order.begin("backward" if inverse is None else "backward of a scaled loss")
         self.backwards += 1
@@ -517,7 +520,8 @@ class Engine:
             order = self.comm.on_host(agreed, "agree on the order of reductions")
         return [units[i] for i in order]
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Autograd has run all nodes."""
         if self._backward_on:
             with outside_transforms():
                 self._finish_backward()
@@ -530,6 +534,15 @@ class Engine:
         self._open.clear()
         self.gradients.end_backward(self.sync)
         self._close_backward()
+
+    def leave_backward(self, number: int) -> None:
+        """Autograd has dropped a backward, which ended or was left by an exception.
+
+        A thread of autograd's own may be the last to drop it, while the user's goes on: then the next forward aborts.
+        """
+        if self._backward_on and self._backward == number and threading.get_ident() == self._thread:
+            with outside_transforms():
+                self._abort_backward()
 
     def _abort_backward(self) -> None:
         self._open.clear()

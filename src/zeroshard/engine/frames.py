@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,26 @@ class Frame:
     loose: list[Frame] = field(default_factory=list)  # uses before it that no hook tells of: see [Note: loose uses]
     lent: dict[Unit, Frame] = field(default_factory=dict)  # uses that gave the module views, by whose memory they are
     reached_in: int = -1  # the backward that has come to it
+
+
+class EndOfBackward:
+    """What autograd calls when a backward is over. One that is left by an exception is never told of: autograd only
+    drops the callback, and with it this object. Until then parameters are as autograd knows them, and whoever clears or
+    reads gradients after the exception would miss those of the backwards before."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine, self._number = weakref.ref(engine), number
+
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.end_backward()
+
+    def __del__(self) -> None:
+        """Say that autograd is done with it, however it ended."""
+        engine = self._engine()
+        if engine is not None:
+            engine.leave_backward(self._number)
 
 
 def is_reached(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.engine import Engine, in_backward
 from zeroshard.engine.frames import outside_transforms
-from zeroshard.engine.guards import Planted, Watch, guard, refuse_wrapped
+from zeroshard.engine.guards import Planted, Watch, guard, refuse_assign, refuse_wrapped
 from zeroshard.engine.kept import Keeper, keepers
 from zeroshard.engine.parameter import card_of
 from zeroshard.engine.unit import Unit
@@ -197,7 +197,7 @@ class _Loaded:
         self._engine, self._watch = engine, watch
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        self._watch.look(module)  # assign=True replaces parameters
+        self._watch.look(module)
         self._engine.states.absorb_resident()
 
 
@@ -229,5 +229,8 @@ def install(
         handles.append(module.register_forward_hook(after, always_call=True))
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
+    for module in model.modules():
+        if module is model or next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_load_state_dict_pre_hook(refuse_assign))  # type: ignore[no-untyped-call]
     handles.append(model.register_load_state_dict_post_hook(_Loaded(engine, watch)))  # type: ignore[no-untyped-call]
     return handles

@@ -1,0 +1,1290 @@
+"""A sharded model and a plain one that are told the same, one call after the other, and must stay equal.
+
+`Lockstep` holds both sides. Each of its methods does one thing that a user may do, first to the sharded model on every
+rank, then to the plain model. One of these has to come out, or `Counterexample` is raised:
+
+- both went through, and gave the same numbers (to `Tolerance`);
+- the sharded side raised an error of the project's own, on all ranks: the plain side then skips the call, so that
+  whatever is compared later shows that the refusal has changed nothing;
+- both raised, and the text is torch's own for that (a graph that is gone, a saved tensor that was changed) or the
+  machine's (`Trouble`).
+
+An error is the project's own where the innermost frame is a `raise` statement inside zeroshard, and its text quotes
+nothing of torch's inside. A call that a plain loop makes every step may not be refused at all (`must`).
+
+[Note: the plain side]
+There is one plain model however many ranks there are: it computes each rank's loss and accumulates their mean. Under
+bf16 and fp16 its parameters are the fp32 masters, and each forward casts them. Buffers are kept for each rank, and rank
+0's are copied to all before a forward, as under DDP.
+
+[Note: what is read when]
+Reading everything after each call would hide that something was stale, because reads wait for updates and gather. So
+each call is followed by a look of a drawn kind, often by none; the last one is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import linecache
+import pickle
+import re
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import RanksFailed, ThreadTeam, seeded
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import zeroshard
+
+WIDTH, HIDDEN, BATCH = 4, 6, 3
+PACKAGE = str(Path(zeroshard.__file__).parent)
+RAW = (  # what torch and Python say where nobody has thought of it
+    "setStorage",
+    "resize storage",
+    "out of bounds for storage",
+    "data pointer",
+    "KeyError",
+    "NoneType",
+    "has no attribute",
+    "list index",
+    "tuple index",
+)
+TORCHS_OWN = (  # what a plain model says as well
+    "backward through the graph a second time",
+    "modified by an inplace operation",
+    "does not require grad",
+    "norm of order",
+    "The total norm",
+)
+LOOKS = ("none", "direct", "full", "gathered", "optimizer")
+
+
+class Counterexample(AssertionError):
+    """The two sides are not equal, or an error was not clear."""
+
+
+class Trouble(Exception):
+    """Raised by the machine itself, in the middle of something."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One sharded model of many."""
+
+    stage: int = 0
+    world: int = 1
+    precision: str | None = None
+    reduce_dtype: str | None = None
+    offload: str | None = None  # "host", "disk", "parameters"
+    optimizer: str = "sgd"
+    blocks: int = 2
+    frozen: bool = False  # a weight is, when shard() is called
+    held_out: bool = False  # a parameter is in no group until add_param_group()
+    checkpointed: bool = False
+    hook: str | None = None  # "own", "other", "gathered": what a forward hook of the first block reads
+    cast_on_gather: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision]
+
+    def shard_options(self, scratch: str) -> dict[str, Any]:
+        offload: Any = self.offload
+        if self.offload == "disk":
+            offload = {"optimizer": "disk", "directory": scratch}
+        elif self.offload == "parameters":  # in the other stages all of them are there
+            offload = "host" if self.stage != 3 else {"optimizer": "host", "parameters": "host"}
+        return {
+            "stage": self.stage,
+            "precision": self.precision,
+            "reduce_dtype": self.reduce_dtype,
+            "offload": offload,
+            "cast_on_gather": self.cast_on_gather,
+            "loss_scale": 64.0,
+            "timeout": 10.0,
+        }
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks, a parameter of its own, a weight used outside its module, a layer that few batches use, buffers."""
+
+    mean: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.tail = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.trouble: tuple[str, int] | None = None
+        self.noted: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.float().mean(0), 0.1)
+                self.calls += 1
+        for index, block in enumerate(self.blocks):
+            if self.trouble == ("forward", index):
+                raise Trouble
+            if route == 1 and index == 1:
+                continue
+            x = block(x)
+            if self.trouble == ("backward", index) and x.requires_grad:
+                x.register_hook(_fail)
+        if route == 2:
+            x = x + self.spare(x)
+        x = x + 0.1 * F.linear(x, self.tail.weight)
+        return x * self.scale
+
+
+def _fail(gradient: torch.Tensor) -> None:
+    raise Trouble
+
+
+def _watch(net: Net, what: str | None, sharded: bool) -> None:
+    """Register hooks that read parameters, or raise."""
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        reading = zeroshard.gathered(net) if what == "gathered" and sharded else contextlib.nullcontext()
+        with reading, torch.no_grad():
+            block = net.blocks[-1 if what == "other" else 0]
+            read = list(net.parameters()) if what == "gathered" else [block.up.weight, block.down.bias]
+            net.noted.append(torch.stack([p.detach().float().norm() for p in read]))
+
+    def raise_in_hook(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if net.trouble == ("hook", index):
+                raise Trouble
+
+        return hook
+
+    if what is not None:
+        net.blocks[0].register_forward_hook(note)
+    for index, block in enumerate(net.blocks):
+        block.register_forward_hook(raise_in_hook(index))
+
+
+def data(seed: int, rank: int) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+def values(seed: int, shape: torch.Size) -> torch.Tensor:
+    """New values for a parameter or a gradient."""
+    return 0.4 * torch.randn(shape, generator=torch.Generator().manual_seed(77 + seed))
+
+
+def make_optimizer(kind: str, net: Net, held_out: bool) -> torch.optim.Optimizer:
+    inner = [p for block in net.blocks for p in block.parameters()]
+    outer = [*net.tail.parameters(), *net.spare.parameters(), *(() if held_out else (net.scale,))]
+    groups: list[dict[str, Any]] = [{"params": inner, "lr": 0.1}, {"params": outer, "lr": 0.2}]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.1)
+    if kind == "momentum":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.5, weight_decay=0.01)
+    for group in groups:
+        group["lr"] /= 4
+    if kind == "adam":
+        return torch.optim.Adam(groups, eps=0.02)
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, eps=0.02, weight_decay=0.1)
+    if kind == "amsgrad":
+        return torch.optim.Adam(groups, eps=0.02, amsgrad=True)
+    return torch.optim.RMSprop(groups, eps=0.02)
+
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "amsgrad", "rmsprop")
+
+
+@dataclass
+class Side:
+    """One rank's model and optimizer, or the plain ones."""
+
+    model: Net
+    optimizer: Any
+    rank: int = 0
+    original: Any = None  # the optimizer that was given to shard()
+    graphs: dict[int, torch.Tensor] = field(default_factory=dict)
+    contexts: list[Any] = field(default_factory=list)
+    saves: list[zeroshard.Save] = field(default_factory=list)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+
+@dataclass
+class Saved:
+    """What the plain side was at some moment."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+
+
+@dataclass
+class Opened:
+    """A `gathered()` that was entered."""
+
+    kind: str
+    writes: bool = False
+    writer: int = 0
+    names: tuple[str, ...] = ()
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    edited: bool = False
+    apart: bool = False  # only the writing rank has the edit
+
+
+class Plain:
+    """The plain side: see [Note: the plain side]."""
+
+    def __init__(self, net: Net, options: Options) -> None:
+        self.model = net
+        self.world = options.world
+        self.dtype = options.dtype
+        self.optimizer = make_optimizer(options.optimizer, net, options.held_out)
+        self.graphs: dict[int, list[torch.Tensor]] = {}
+        self.buffers = [{k: b.clone() for k, b in net.named_buffers()} for _ in range(self.world)]
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self.model.get_parameter(name)
+
+    def _computed(self, module: nn.Module, *args: Any) -> torch.Tensor:
+        if self.dtype is None:
+            return module(*args)
+        cast = {name: p.to(self.dtype) for name, p in module.named_parameters()}
+        first = args[0].to(self.dtype)
+        return functional_call(module, cast, (first, *args[1:]))
+
+    def run(self, body: Callable[[Callable[..., torch.Tensor], int], Any]) -> list[Any]:
+        """Call it for each rank, each with its buffers; stop where it raises."""
+        found, raised = [], []
+        for mine in self.buffers[1:]:
+            for key, buffer in mine.items():
+                buffer.copy_(self.buffers[0][key])
+        for rank in range(self.world):
+            self._take(self.buffers[rank])
+            try:
+                found.append(body(self._computed, rank))
+            except Trouble as error:
+                raised.append(error)
+            for key, buffer in self.model.named_buffers():
+                self.buffers[rank][key].copy_(buffer)
+        self._take(self.buffers[0])
+        if raised:
+            raise raised[0]
+        return found
+
+    def _take(self, buffers: dict[str, torch.Tensor]) -> None:
+        for key, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[key])
+
+    @torch.no_grad()
+    def set(self, name: str, new: torch.Tensor) -> None:
+        self.parameter(name).copy_(new)
+
+    def computed_value(self, name: str) -> torch.Tensor:
+        value = self.parameter(name).detach()
+        return value if self.dtype is None else value.to(self.dtype).float()
+
+    def save(self) -> Saved:
+        return Saved(
+            {k: p.detach().clone() for k, p in self.model.named_parameters()},
+            {k: b.clone() for k, b in self.buffers[0].items()},
+            copy.deepcopy(self.optimizer.state_dict()),
+        )
+
+    def load(self, saved: Saved, optimizer: bool = True) -> None:
+        for name, value in saved.parameters.items():
+            self.set(name, value)
+        for mine in self.buffers:
+            for key, value in saved.buffers.items():
+                mine[key].copy_(value)
+        self._take(self.buffers[0])
+        if optimizer:
+            self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+
+
+def is_clear(error: BaseException) -> bool:
+    """Whether an error is one that zeroshard raises itself, in words of its own."""
+    if isinstance(error, (KeyError, IndexError, AttributeError, AssertionError, Trouble)):
+        return False
+    if any(raw in str(error) for raw in RAW):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not str(frames[-1].filename).startswith(PACKAGE):
+        return False
+    last = frames[-1]
+    return linecache.getline(last.filename, last.lineno or 0).strip().startswith("raise")
+
+
+def told(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception(error)[-6:])[-1800:]
+
+
+class Lockstep:
+    """Both sides: see the top."""
+
+    lenient = False  # whether what a plain loop does every step may be refused
+
+    def __init__(self, options: Options, log: Callable[[str], None] = lambda text: None) -> None:
+        self.options = options
+        self.log = log
+        self.refused: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+        self.over = False  # the sharded side has refused to go on, as it should
+        self.away = False
+        self.opened: list[Opened] = []
+        self.checkpoints: list[tuple[str, Saved]] = []
+        self.snapshots: list[tuple[list[Any], Saved]] = []  # of the optimizer: (each rank's, plain)
+        self.thawed: set[str] = set()
+        self._last: tuple[int, int | None] | None = None  # route and part of the last forward with a graph
+        self._ids = itertools.count()
+        self._scratch = contextlib.ExitStack()
+        self.scratch = self._scratch.enter_context(tempfile.TemporaryDirectory())
+        with seeded(3):
+            net = Net(options.blocks)
+        if options.frozen:
+            net.blocks[0].up.weight.requires_grad_(False)
+        self.frozen_at_shard = {name for name, p in net.named_parameters() if not p.requires_grad}
+        self.plain = Plain(copy.deepcopy(net), options)
+        _watch(self.plain.model, options.hook, sharded=False)
+        self.sides: list[Side] = [None] * options.world
+        self._team = ThreadTeam(options.world) if options.world > 1 else None
+        try:
+            self._call("shard", lambda rank: self._build(rank, copy.deepcopy(net)))
+        except BaseException:
+            self.close()
+            raise
+        self.names = [name for name, _ in net.named_parameters()]
+
+    def _build(self, rank: int, net: Net) -> None:
+        options = self.options
+        _watch(net, options.hook, sharded=True)
+        if options.checkpointed:
+            zeroshard.checkpoint_activations(net, ["blocks.*"])
+        original = make_optimizer(options.optimizer, net, options.held_out)
+        model, optimizer = zeroshard.shard(net, original, **options.shard_options(self.scratch))
+        self.sides[rank] = Side(model, optimizer, rank, original)
+
+    def close(self) -> None:
+        try:
+            if self._team is not None:
+                self._team.close()
+        finally:
+            self._scratch.close()
+
+    # -- both sides -----------------------------------------------------------------------------------------------
+
+    def _call(self, title: str, act: Callable[[int], Any]) -> list[Any]:
+        """On every rank; whatever is raised is a counterexample."""
+        outcomes = self._outcomes(title, act)
+        for _, error in outcomes:
+            if error is not None:
+                raise Counterexample(f"{title}: {told(error)}") from error
+        return [value for value, _ in outcomes]
+
+    def _outcomes(self, title: str, act: Callable[[int], Any]) -> list[tuple[Any, BaseException | None]]:
+        self.log(title)
+        if self._team is None:
+            try:
+                return [(act(0), None)]
+            except Exception as error:
+                return [(None, error)]
+        try:
+            return self._team.call(act)
+        except RanksFailed as error:
+            self.over = True
+            raise Counterexample(f"{title}: ranks stuck or apart\n{error}") from error
+
+    def _do(
+        self, title: str, act: Callable[[Side], Any], plain: Callable[[], Any], must: bool = False
+    ) -> tuple[list[Any], Any] | None:
+        """Do it to both sides; None where it was refused, or both raised."""
+        outcomes = self._outcomes(title, lambda rank: act(self.sides[rank]))
+        errors = [error for _, error in outcomes if error is not None]
+        if not errors:
+            try:
+                expected = plain()
+            except Exception as error:
+                raise Counterexample(f"{title} went through; the plain model raises {error!r}") from error
+            self.done[title.split("(")[0]] += 1
+            return [value for value, _ in outcomes], expected
+        if len(errors) < len(outcomes):
+            raise Counterexample(f"{title}: only some ranks raised: {told(errors[0])}") from errors[0]
+        if all(map(is_clear, errors)):
+            if must and self.ordinary:
+                raise Counterexample(f"{title} was refused, though a plain loop does it: {told(errors[0])}")
+            words = re.sub(r"'[a-z0-9_.]+'", "…", str(errors[0]))
+            self.refused[f"{title.split('(')[0]}: {words[:70]}"] += 1
+            return None
+        gradients = {name: _copied(self.plain.parameter(name).grad) for name in self.names}
+        try:
+            plain()
+        except Exception as error:
+            for name, gradient in gradients.items():
+                self.plain.parameter(name).grad = gradient
+            for mine in errors:
+                same = isinstance(error, Trouble) and isinstance(mine, Trouble)
+                torchs = any(words in str(mine) and words in str(error) for words in TORCHS_OWN)
+                if not (same or torchs or is_clear(mine)):
+                    raise Counterexample(f"{title}: the plain model raises {error!r}, but here {told(mine)}") from mine
+            self.done[f"{title.split('(')[0]} (both raised)"] += 1
+            return None
+        raise Counterexample(f"{title}: an error that is not clear: {told(errors[0])}") from errors[0]
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether nothing is special: a plain loop's calls may not be refused."""
+        return not (
+            self.lenient or self.away or self.over or self.thawed or any(o.kind == "gathered" for o in self.opened)
+        )
+
+    # -- comparing ------------------------------------------------------------------------------------------------
+
+    def same(self, what: str, got: Any, expected: Any, loose: float = 1.0) -> None:
+        """Compare numbers to the tolerance of the precision."""
+        if got is None or expected is None:
+            if got is not expected:
+                raise Counterexample(f"{what}: {got} instead of {expected}")
+            return
+        one = torch.as_tensor(got).detach().float()
+        other = torch.as_tensor(expected).detach().float()
+        if one.shape != other.shape:
+            raise Counterexample(f"{what}: shape {tuple(one.shape)} instead of {tuple(other.shape)}")
+        exact = self.options.dtype is None
+        near, far = (2e-5, 2e-4) if exact else (5e-3, 2e-2)
+        size = float(other.abs().max()) if other.numel() else 0.0
+        off = float((one - other).abs().max()) if other.numel() else 0.0
+        if not off <= loose * (near + far * size):
+            raise Counterexample(f"{what}: off by {off:.3g} of {size:.3g}\n{one.flatten()[:6]}\n{other.flatten()[:6]}")
+
+    def look(self, kind: str) -> None:
+        """Read the states in one way and compare them."""
+        if self.over or self.away or kind == "none":
+            return
+        if kind == "direct":
+            self._look_direct()
+        elif kind == "gathered" and not self.opened:
+            self._look_gathered()
+        elif kind == "full":
+            self._look_full()
+        elif kind == "optimizer":
+            self.read_optimizer()
+
+    def _look_direct(self) -> None:
+        """As a user's own code would: an average of weights, a histogram."""
+        apart = [o for o in self.opened if o.apart]
+        for name in self.names:
+            done = self._do(
+                f"read({name})",
+                lambda side, name=name: _read(side.parameter(name)),
+                lambda: None,
+            )
+            for rank, value in enumerate(done[0] if done is not None else ()):
+                if not apart or rank == apart[0].writer:
+                    self.same(f"{name} as rank {rank} reads it", value, self.plain.computed_value(name))
+
+    def _look_gathered(self) -> None:
+        def read(side: Side) -> dict[str, torch.Tensor]:
+            with zeroshard.gathered(side.model):
+                return {name: _read(side.parameter(name)) for name in self.names}
+
+        done = self._do("gathered(read)", read, lambda: None, must=True)
+        for rank, found in enumerate(done[0] if done is not None else ()):
+            for name, value in found.items():
+                self.same(f"{name} gathered on rank {rank}", value, self.plain.computed_value(name))
+
+    def _look_full(self) -> None:
+        edited = any(o.edited for o in self.opened)
+        for name in self.names if not edited else ():
+            done = self._do(
+                f"full_parameter({name})",
+                lambda side, name=name: zeroshard.full_parameter(side.model, name),
+                lambda: None,
+                must=True,
+            )
+            for value in done[0] if done is not None else ():
+                self.same(f"full_parameter {name}", value, self.plain.parameter(name))
+            if done is not None and self.options.dtype is not None:  # so that rounding does not add up
+                self.plain.parameter(name).data.copy_(done[0][0])
+        for name in self.names:
+            done = self._do(
+                f"full_gradient({name})",
+                lambda side, name=name: zeroshard.full_gradient(side.model, name),
+                lambda: None,
+                must=True,
+            )
+            for value in done[0] if done is not None else ():
+                self.same(f"full_gradient {name}", value, self.plain.parameter(name).grad, loose=2)
+        for key, buffer in self.sides[0].model.named_buffers():
+            self.same(f"buffer {key}", buffer, self.plain.buffers[0][key])
+        self.read_optimizer()
+
+    def read_optimizer(self, keep: bool = False) -> None:
+        done = self._do(
+            "optimizer.state_dict", lambda side: side.optimizer.state_dict(), self.plain.optimizer.state_dict, must=True
+        )
+        if done is None:
+            return
+        for found in done[0]:
+            self._same_states(found, done[1])
+        if keep:
+            self.snapshots.append((done[0], self.plain.save()))
+
+    def _same_states(self, found: dict[str, Any], expected: dict[str, Any]) -> None:
+        for number, (one, other) in enumerate(zip(found["param_groups"], expected["param_groups"], strict=True)):
+            if one != other:
+                raise Counterexample(f"group {number}: {one} instead of {other}")
+        if found["state"].keys() != expected["state"].keys():
+            raise Counterexample(f"states of {sorted(found['state'])} instead of {sorted(expected['state'])}")
+        for number, state in expected["state"].items():
+            mine = found["state"][number]
+            if mine.keys() != state.keys():
+                raise Counterexample(f"state {number} has {sorted(mine)} instead of {sorted(state)}")
+            for key, value in state.items():
+                self.same(f"state {key!r} of parameter {number}", mine[key], value, loose=2)
+
+    # -- forward and backward -------------------------------------------------------------------------------------
+
+    def forward(self, seed: int, route: int = 0, part: int | None = None) -> None:
+        """A forward with a graph, of the whole model or one block."""
+        number = next(self._ids)
+        apart = any(o.apart for o in self.opened)
+        if apart:
+            return
+
+        def act(side: Side) -> tuple[float, list[torch.Tensor]]:
+            side.model.noted.clear()
+            side.graphs[number] = self._loss(lambda m, *args: m(*args), side.model, side.rank, seed, route, part)
+            return side.graphs[number].item(), list(side.model.noted)
+
+        def plain() -> list[tuple[float, list[torch.Tensor]]]:
+            def body(run: Callable[..., torch.Tensor], rank: int) -> tuple[float, list[torch.Tensor]]:
+                self.plain.model.noted.clear()
+                loss = self._loss(run, self.plain.model, rank, seed, route, part)
+                self.plain.graphs.setdefault(number, []).append(loss)
+                return loss.item(), list(self.plain.model.noted)
+
+            return self.plain.run(body)
+
+        done = self._do(f"forward({seed}, route={route}, part={part})", act, plain, must=True)
+        if done is None:
+            self._drop(number)
+            return
+        self._last = (route, part)
+        self._same_outputs("loss", done)
+        if not self.plain.graphs[number][0].requires_grad:
+            self._drop(number)
+        for old in list(self.plain.graphs)[:-2]:
+            self._drop(old)
+
+    def _loss(
+        self,
+        run: Callable[..., torch.Tensor],
+        net: Net,
+        rank: int,
+        seed: int,
+        route: int,
+        part: int | None,
+    ) -> torch.Tensor:
+        x = data(seed, rank)
+        if part is None:
+            output = run(net, x, route)
+        else:
+            block = net.blocks[part % len(net.blocks)]
+            output = run(block, x if self.options.dtype is None else x.to(self.options.dtype))
+        return output.float().pow(2).mean()
+
+    def _same_outputs(self, what: str, done: tuple[list[Any], Any]) -> None:
+        for rank, (mine, theirs) in enumerate(zip(done[0], done[1], strict=True)):
+            self.same(f"{what} on rank {rank}", mine[0], theirs[0], loose=2)
+            if len(mine[1]) != len(theirs[1]):
+                raise Counterexample(f"hooks noted {len(mine[1])} times instead of {len(theirs[1])}")
+            for one, other in zip(mine[1], theirs[1], strict=True):
+                self.same(f"what a hook read on rank {rank}", one, other, loose=2)
+
+    def _drop(self, number: int) -> None:
+        self.plain.graphs.pop(number, None)
+        self._call("drop a graph", lambda rank: self.sides[rank].graphs.pop(number, None) and None)
+
+    def drop_graphs(self) -> None:
+        for number in list(self.plain.graphs):
+            self._drop(number)
+
+    def evaluate(self, seed: int, route: int = 0, mode: bool = False, inference: bool = False) -> None:
+        """A forward without a graph."""
+        if any(o.apart for o in self.opened):
+            return
+        quiet = torch.inference_mode if inference else torch.no_grad
+
+        def act(side: Side) -> tuple[float, list[torch.Tensor]]:
+            side.model.noted.clear()
+            side.model.train(mode)
+            try:
+                with quiet():
+                    loss = self._loss(lambda m, *args: m(*args), side.model, side.rank, seed, route, None)
+                    return loss.item(), list(side.model.noted)
+            finally:
+                side.model.train()
+
+        def plain() -> list[tuple[float, list[torch.Tensor]]]:
+            def body(run: Callable[..., torch.Tensor], rank: int) -> tuple[float, list[torch.Tensor]]:
+                self.plain.model.noted.clear()
+                with torch.no_grad():
+                    loss = self._loss(run, self.plain.model, rank, seed, route, None)
+                return loss.item(), list(self.plain.model.noted)
+
+            self.plain.model.train(mode)
+            try:
+                return self.plain.run(body)
+            finally:
+                self.plain.model.train()
+
+        done = self._do(f"evaluate({seed}, route={route}, train={mode}, inference={inference})", act, plain, must=True)
+        if done is not None:
+            self._same_outputs("evaluation", done)
+
+    def fail_forward(self, where: str, index: int, seed: int, only: int | None = None) -> None:
+        """Raise in the middle of a forward, or in a hook of it, on all ranks or one; the batch is skipped.
+
+        On one alone where the forward before was the same: else the rank cannot know what the others expect of it.
+        """
+        if any(o.apart for o in self.opened):
+            return
+        only = only if self._last == (0, None) else None
+        index %= self.options.blocks
+
+        def troubled(rank: int) -> tuple[str, int] | None:
+            return (where, index) if only is None or only % self.options.world == rank else None
+
+        def act(side: Side) -> None:
+            side.model.trouble = troubled(side.rank)
+            try:
+                self._loss(lambda m, *args: m(*args), side.model, side.rank, seed, 0, None)
+            except Trouble:
+                if side.model.trouble is None:
+                    raise
+            finally:
+                side.model.trouble = None
+                side.model.noted.clear()
+
+        def plain() -> None:
+            def body(run: Callable[..., torch.Tensor], rank: int) -> None:
+                self.plain.model.trouble = troubled(rank)
+                with contextlib.suppress(Trouble):
+                    self._loss(run, self.plain.model, rank, seed, 0, None)
+
+            try:
+                self.plain.run(body)
+            finally:
+                self.plain.model.trouble = None
+                self.plain.model.noted.clear()
+
+        self._do(f"fail_forward({where}, {index}, only={only})", act, plain, must=True)
+        self._last = None
+
+    def backward(self, which: int = -1, retain: bool = False, both: bool = False, scaled: bool = True) -> None:
+        """A backward of one graph, or of the sum of all."""
+        if not self.plain.graphs or any(o.apart for o in self.opened):
+            return
+        known = list(self.plain.graphs)
+        numbers = known if both else [known[which % len(known)]]
+
+        def act(side: Side) -> None:
+            loss = sum((side.graphs[number] for number in numbers[1:]), side.graphs[numbers[0]])
+            loss = side.optimizer.scale(loss) if scaled else loss
+            loss.backward(retain_graph=retain)
+
+        def plain() -> None:
+            for rank in range(self.options.world):
+                losses = [self.plain.graphs[number][rank] for number in numbers]
+                loss = sum(losses[1:], losses[0]) / self.options.world
+                loss.backward(retain_graph=retain)
+
+        done = self._do(f"backward({numbers}, retain={retain}, scaled={scaled})", act, plain)
+        if done is None:
+            for number in numbers:
+                self._drop(number)
+
+    def fail_backward(self, index: int, seed: int) -> None:
+        """Raise in the middle of a backward; what it leaves of gradients is dropped, as a loop that goes on would."""
+        if any(o.apart for o in self.opened):
+            return
+        index %= self.options.blocks
+
+        def act(side: Side) -> None:
+            side.model.trouble = ("backward", index)
+            try:
+                loss = self._loss(lambda m, *args: m(*args), side.model, side.rank, seed, 0, None)
+            finally:
+                side.model.trouble = None
+                side.model.noted.clear()
+            if loss.requires_grad:
+                with contextlib.suppress(Trouble):
+                    side.optimizer.scale(loss).backward()
+            side.optimizer.zero_grad()
+            side.model.zero_grad()
+
+        def plain() -> None:
+            def body(run: Callable[..., torch.Tensor], rank: int) -> None:
+                self._loss(run, self.plain.model, rank, seed, 0, None)
+
+            self.plain.run(body)
+            self.plain.model.zero_grad()
+            self.plain.model.noted.clear()
+
+        self._do(f"fail_backward({index})", act, plain, must=True)
+
+    # -- the optimizer --------------------------------------------------------------------------------------------
+
+    def step(self, closure: int | None = None) -> None:
+        if any(o.edited and not o.writes for o in self.opened) or any(o.apart for o in self.opened):
+            return  # nobody can say what is undone at the end
+        seed = closure
+
+        def act(side: Side) -> Any:
+            if seed is None:
+                return side.optimizer.step()
+
+            def again() -> torch.Tensor:
+                side.optimizer.zero_grad()
+                loss = self._loss(lambda m, *args: m(*args), side.model, side.rank, seed, 0, None)
+                if loss.requires_grad:
+                    side.optimizer.scale(loss).backward()
+                return loss
+
+            found = side.optimizer.step(again).item()
+            side.model.noted.clear()
+            return found
+
+        def plain() -> Any:
+            if seed is None:
+                return self.plain.optimizer.step()
+
+            def again() -> Any:
+                self.plain.optimizer.zero_grad()
+
+                def body(run: Callable[..., torch.Tensor], rank: int) -> float:
+                    loss = self._loss(run, self.plain.model, rank, seed, 0, None)
+                    if loss.requires_grad:
+                        (loss / self.options.world).backward()
+                    return loss.item()
+
+                return self.plain.run(body)
+
+            with torch.enable_grad():
+                found = again()
+            self.plain.optimizer.step()
+            self.plain.model.noted.clear()
+            return found
+
+        done = self._do(f"step(closure={closure})", act, plain, must=True)
+        if done is not None and seed is not None:
+            for mine, theirs in zip(*done, strict=True):
+                self.same("the closure's loss", mine, theirs, loose=2)
+
+    def train(self, seed: int, clear: str = "optimizer") -> None:
+        """One round of a plain loop."""
+        self.forward(seed)
+        self.backward()
+        self.step()
+        self.zero_grad(clear)
+
+    def zero_grad(self, by: str = "optimizer", set_to_none: bool = True) -> None:
+        self._do(
+            f"zero_grad({by}, {set_to_none})",
+            lambda side: (side.optimizer if by == "optimizer" else side.model).zero_grad(set_to_none=set_to_none),
+            lambda: (self.plain.optimizer if by == "optimizer" else self.plain.model).zero_grad(
+                set_to_none=set_to_none
+            ),
+            must=True,
+        )
+
+    def clip(self, by: str, most: float, infinite: bool = False) -> None:
+        """Clip gradients, by norm or by value, in one of the ways there are."""
+        kind = float("inf") if infinite else 2.0
+
+        def clipped(model: nn.Module, optimizer: Any) -> Any:
+            groups = [p for group in optimizer.param_groups for p in group["params"]]
+            if by == "torch":
+                return torch.nn.utils.clip_grad_norm_(model.parameters(), most, kind)
+            if by == "groups":
+                return torch.nn.utils.clip_grad_norm_(groups, most, kind)
+            if by == "value":
+                return torch.nn.utils.clip_grad_value_(model.parameters(), most)
+            if by == "value of groups":
+                return torch.nn.utils.clip_grad_value_(groups, most)
+            return optimizer.clip_grad_norm_(most, kind)
+
+        def plain() -> Any:
+            if by == "optimizer":
+                groups = [p for group in self.plain.optimizer.param_groups for p in group["params"]]
+                return torch.nn.utils.clip_grad_norm_(groups, most, kind)
+            return clipped(self.plain.model, self.plain.optimizer)
+
+        done = self._do(
+            f"clip({by}, {most}, inf={infinite})", lambda side: clipped(side.model, side.optimizer), plain, must=True
+        )
+        if done is not None and "value" not in by:
+            for norm in done[0]:
+                self.same("the gradients' norm", norm, done[1], loose=2)
+
+    def step_original(self) -> None:
+        """Step the optimizer that was given to shard(): an error, where there are gradients."""
+        if all(self.plain.parameter(name).grad is None for name in self.names):
+            return
+        outcomes = self._outcomes("step_original", lambda rank: self.sides[rank].original.step())
+        for _, error in outcomes:
+            if error is None:
+                raise Counterexample("the optimizer that was given to shard() was stepped, and nothing was said")
+            if not is_clear(error):
+                raise Counterexample(f"step_original: an error that is not clear: {told(error)}") from error
+        self.refused["step_original"] += 1
+
+    def set_rate(self, group: int, rate: float) -> None:
+        def change(optimizer: Any) -> None:
+            optimizer.param_groups[group % len(optimizer.param_groups)]["lr"] = rate
+
+        self._do(
+            f"set_rate({group}, {rate})", lambda side: change(side.optimizer), lambda: change(self.plain.optimizer)
+        )
+
+    def add_group(self) -> None:
+        """Give the parameter that no group has to the optimizer; where there is none, it must be refused."""
+
+        def add(model: Net, optimizer: Any) -> None:
+            optimizer.add_param_group({"params": [model.scale], "lr": 0.1})
+
+        known = {id(p) for group in self.plain.optimizer.param_groups for p in group["params"]}
+        if id(self.plain.model.scale) in known:
+            outcomes = self._outcomes("add_group", lambda rank: add(self.sides[rank].model, self.sides[rank].optimizer))
+            if not all(error is not None and is_clear(error) for _, error in outcomes):
+                raise Counterexample(f"add_group of a parameter that is in one: {told(outcomes[0][1])}")
+            return
+        self._do(
+            "add_group()",
+            lambda side: add(side.model, side.optimizer),
+            lambda: add(self.plain.model, self.plain.optimizer),
+        )
+
+    def load_optimizer(self, which: int, plains: bool) -> None:
+        """Load an earlier state dict of the optimizer's, its own or the plain one's."""
+        if not self.snapshots:
+            return
+        theirs, saved = self.snapshots[which % len(self.snapshots)]
+        self._do(
+            f"load_optimizer({which}, plain={plains})",
+            lambda side: side.optimizer.load_state_dict(
+                copy.deepcopy(saved.optimizer if plains else theirs[side.rank])
+            ),
+            lambda: self.plain.optimizer.load_state_dict(copy.deepcopy(saved.optimizer)),
+        )
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def read_gradient(self, name: str, halve: bool = False) -> None:
+        """Read ``p.grad``, and perhaps write into it."""
+
+        def act(side: Side) -> torch.Tensor | None:
+            gradient = side.parameter(name).grad
+            if gradient is None:
+                return None
+            if halve:
+                gradient.mul_(0.5)
+            return gradient.detach().clone().float()
+
+        def plain() -> torch.Tensor | None:
+            gradient = self.plain.parameter(name).grad
+            if gradient is not None and halve:
+                gradient.mul_(0.5)
+            return gradient
+
+        done = self._do(f"read_gradient({name}, halve={halve})", act, plain)
+        for value in done[0] if done is not None else ():
+            self.same(f"{name}.grad", value, done[1] if done is not None else None, loose=2)
+
+    def assign_gradient(self, name: str, seed: int | None) -> None:
+        """Set ``p.grad``, to values (as of another loss) or None."""
+
+        def act(side: Side) -> None:
+            parameter = side.parameter(name)
+            parameter.grad = None if seed is None else values(seed, parameter.shape).to(parameter.dtype)
+
+        def plain() -> None:
+            parameter = self.plain.parameter(name)
+            parameter.grad = None if seed is None else values(seed, parameter.shape)
+
+        self._do(f"assign_gradient({name}, {seed})", act, plain)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def freeze(self, name: str, requires_grad: bool) -> None:
+        def act(side: Side) -> None:
+            side.parameter(name).requires_grad_(requires_grad)
+
+        def plain() -> None:
+            self.plain.parameter(name).requires_grad_(requires_grad)
+
+        if self._do(f"freeze({name}, {requires_grad})", act, plain) is None:
+            return
+        if name in self.frozen_at_shard:
+            self.thawed = self.thawed | {name} if requires_grad else self.thawed - {name}
+
+    def edit(self, name: str, how: str, seed: int, only_writer: bool = False) -> None:
+        """Change a parameter's values, as user code does between steps or inside gathered()."""
+        inside = [o for o in self.opened if o.kind == "gathered"]
+        if inside and name not in inside[-1].names:
+            return
+        if len(inside) > 1 and not all(o.writes for o in inside):
+            return
+        only_writer = only_writer and len(inside) == 1 and inside[0].writes and self.options.world > 1
+        if any(o.apart for o in inside) and not only_writer:
+            return
+
+        def act(side: Side) -> None:
+            if not only_writer or side.rank == inside[-1].writer:
+                _edit(side.parameter(name), how, values(seed, side.parameter(name).shape))
+
+        def plain() -> None:
+            parameter = self.plain.parameter(name)
+            if self.plain.dtype is None:
+                _edit(parameter, how, values(seed, parameter.shape))
+                return
+            cast = nn.Parameter(parameter.detach().to(self.plain.dtype))
+            _edit(cast, how, values(seed, parameter.shape))
+            self.plain.set(name, cast.detach().float())
+
+        if how.startswith(("data", "vector")):  # torch notices nothing of it, so a graph would mix old and new values
+            self.drop_graphs()
+        done = self._do(f"edit({name}, {how}, only_writer={only_writer})", act, plain)
+        if done is not None and how in ("data", "vector") and not inside and self._refuses_forward(how):
+            self.over = True  # other tensors than those that are trained: noticed in time
+        if done is not None and inside:
+            for o in inside:
+                o.edited = True
+                o.apart = o.apart or only_writer
+
+    def cast(self, how: str) -> None:
+        """`.to()` and the like. What changes nothing is no error; what changes dtypes is one, at the latest in the next
+        forward, after which the sequence ends."""
+        calls: dict[str, Callable[[nn.Module], Any]] = {
+            "to cpu": lambda m: m.to("cpu"),
+            "cpu": lambda m: m.cpu(),
+            "to same": lambda m: m.to(next(m.parameters()).dtype),
+            "apply": lambda m: m.apply(lambda module: None),
+            "train": lambda m: m.train(),
+            "double": lambda m: m.double(),
+            "to half": lambda m: m.to(torch.float16 if self.options.precision != "fp16" else torch.bfloat16),
+            "to_empty": lambda m: m.to_empty(device="cpu"),
+            "share_memory": lambda m: m.share_memory(),
+            "replace": _replace,
+        }
+        act = calls[how]
+        harmless = how in ("to cpu", "cpu", "to same", "apply", "train")
+        if self._do(f"cast({how})", lambda side: act(side.model) and None, lambda: None, must=harmless) is None:
+            return
+        if harmless or how == "share_memory":
+            return
+        if not self._refuses_forward(how):
+            raise Counterexample(f"{how} went through, and so does a forward after it")
+        self.over = True
+
+    def _refuses_forward(self, how: str) -> bool:
+        """Whether a forward is refused on all ranks after something that the sharded side has let pass."""
+        outcomes = self._outcomes(
+            f"forward after {how}",
+            lambda rank: self._loss(lambda m, *a: m(*a), self.sides[rank].model, rank, 0, 0, None).item(),
+        )
+        errors = [error for _, error in outcomes if error is not None]
+        for error in errors:
+            if not is_clear(error) or len(errors) < len(outcomes):
+                raise Counterexample(f"forward after {how}: an error that is not clear: {told(error)}") from error
+        if not errors:
+            for rank in range(self.options.world):
+                self.sides[rank].model.noted.clear()
+            self.plain.run(lambda run, rank: self._loss(run, self.plain.model, rank, 0, 0, None))
+            self.plain.model.noted.clear()
+            self._last = (0, None)
+        return bool(errors)
+
+    def duplicate(self, what: str) -> None:
+        """Copy or pickle the model or the optimizer: a clear error, or the same values."""
+
+        def act(side: Side) -> dict[str, torch.Tensor] | None:
+            if what == "deepcopy":
+                copied = copy.deepcopy(side.model)
+                return {name: p.detach().float().clone() for name, p in copied.named_parameters()}
+            if what == "save":
+                torch.save(side.model, io.BytesIO())
+            elif what == "pickle optimizer":
+                pickle.dumps(side.optimizer)
+            else:
+                twin = copy.deepcopy(side.optimizer)
+                twin.state_dict()
+            return None
+
+        done = self._do(f"duplicate({what})", act, lambda: None)
+        if done is not None and what == "deepcopy":
+            for found in done[0]:
+                for name, value in found.items():
+                    self.same(f"copy of {name}", value, self.plain.computed_value(name))
+        elif done is not None:
+            raise Counterexample(f"duplicate({what}) went through")
+
+    def state_dict(self) -> None:
+        """Read the model's state dict directly."""
+        done = self._do(
+            "state_dict",
+            lambda side: {k: v.detach().clone() for k, v in side.model.state_dict().items()},
+            lambda: None,
+        )
+        apart = [o for o in self.opened if o.apart]
+        for rank, found in enumerate(done[0] if done is not None else ()):
+            if apart and rank != apart[0].writer:
+                continue
+            for name in self.names:
+                self.same(f"{name} in the state dict of rank {rank}", found[name], self.plain.computed_value(name))
+            for key, value in self.plain.buffers[0].items():
+                if rank == 0:
+                    self.same(f"{key} in the state dict", found[key], value)
+
+    def load_state_dict(self, seed: int, assign: bool) -> None:
+        """Load new values into the model."""
+        if any(o.apart or (o.edited and not o.writes) for o in self.opened):
+            return
+        inside = [o for o in self.opened if o.kind == "gathered"]
+        if any(set(o.names) != set(self.names) for o in inside) or len(inside) > 1:
+            return
+        new: dict[str, torch.Tensor] = {
+            name: values(seed + n, self.plain.parameter(name).shape) for n, name in enumerate(self.names)
+        }
+        buffers = {"mean": values(seed, self.plain.model.mean.shape), "calls": torch.tensor(seed)}
+
+        def act(side: Side) -> None:
+            state = {n: (v.clone() if not assign else v.to(side.parameter(n).dtype)) for n, v in new.items()}
+            side.model.load_state_dict({**state, **{k: b.clone() for k, b in buffers.items()}}, assign=assign)
+
+        def plain() -> None:
+            self.plain.load(Saved(new, buffers, {}), optimizer=False)
+
+        done = self._do(f"load_state_dict({seed}, assign={assign})", act, plain)
+        if done is not None:
+            for o in inside:
+                o.edited = True
+        if assign:
+            self.drop_graphs()
+
+    # -- contexts -------------------------------------------------------------------------------------------------
+
+    def enter(self, kind: str, writer: int | None = None, part: int | None = None) -> None:
+        """Enter gathered(), of the model or a block, or no_sync()."""
+        if len(self.opened) >= 2 or (writer is not None and any(o.edited for o in self.opened)):
+            return
+        if any(o.apart for o in self.opened):
+            return
+        writer = None if writer is None else writer % self.options.world
+
+        def module(net: Net) -> nn.Module:
+            return net if part is None else net.blocks[part % len(net.blocks)]
+
+        def act(side: Side) -> None:
+            if kind == "gathered":
+                context: Any = zeroshard.gathered(module(side.model), write_rank=writer)
+            else:
+                context = zeroshard.no_sync(side.model)
+            context.__enter__()
+            side.contexts.append(context)
+
+        if self._do(f"enter({kind}, {writer}, part={part})", act, lambda: None) is None:
+            return
+        held = {id(p) for p in module(self.plain.model).parameters()}
+        names = tuple(name for name in self.names if id(self.plain.parameter(name)) in held)
+        before = {name: self.plain.parameter(name).detach().clone() for name in names}
+        self.opened.append(Opened(kind, writer is not None, writer or 0, names, before))
+
+    def leave(self, raising: bool = False) -> None:
+        """Leave the context that was entered last, perhaps by an exception."""
+        if not self.opened:
+            return
+        opened = self.opened.pop()
+
+        def act(rank: int) -> None:
+            side = self.sides[rank]
+            context = side.contexts.pop()
+            if not raising:
+                context.__exit__(None, None, None)
+                return
+            trouble = Trouble()
+            with contextlib.suppress(Trouble):
+                context.__exit__(Trouble, trouble, None)
+
+        if opened.edited and not (opened.writes and not raising):
+            for name, value in opened.before.items():
+                self.plain.set(name, value)
+        # A plain model has nothing to leave: whatever is raised here is one error too many.
+        self._call(f"leave({opened.kind}, raising={raising})", act)
+        if opened.edited:
+            self.drop_graphs()
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def save(self, wait: bool = True) -> None:
+        if any(o.edited for o in self.opened):
+            return
+        path = str(Path(self.scratch) / f"step-{next(self._ids)}")
+        wait = wait or self.options.world > 1
+        done = self._do(
+            f"save(wait={wait})",
+            lambda side: side.saves.append(zeroshard.save(path, side.model, side.optimizer, wait=wait)),
+            self.plain.save,
+        )
+        if done is not None:
+            self.checkpoints.append((path, done[1]))
+
+    def load(self, which: int) -> None:
+        if not self.checkpoints or any(o.edited for o in self.opened):
+            return
+        path, saved = self.checkpoints[which % len(self.checkpoints)]
+        self._do(
+            f"load({which})",
+            lambda side: zeroshard.load(path, side.model, side.optimizer) and None,
+            lambda: self.plain.load(saved),
+        )
+
+    def offload(self) -> None:
+        if self._do("offload_states", lambda side: zeroshard.offload_states(side.model), lambda: None) is not None:
+            self.away = True
+
+    def reload(self) -> None:
+        if (
+            self._do("reload_states", lambda side: zeroshard.reload_states(side.model), lambda: None, must=True)
+            is not None
+        ):
+            self.away = False
+
+    def reshard(self, stage: int, freeze: str | None = None, thaw: bool = False) -> None:
+        """unshard(), freeze or thaw something, and shard() again in another stage."""
+
+        def take_apart(side: Side) -> None:
+            side.model, side.optimizer = zeroshard.unshard(side.model, side.optimizer)
+
+        if self._do("unshard", take_apart, self.plain.model.zero_grad) is None:
+            return
+        if any(o.kind == "gathered" for o in self.opened):
+            raise Counterexample("unshard() inside gathered() went through")
+        self.drop_graphs()
+        self.away = False
+        for side in self.sides:
+            for name in self.names:
+                self.same(f"{name} unsharded", side.parameter(name), self.plain.parameter(name))
+        options = replace(self.options, stage=stage).shard_options(self.scratch)
+        for model in (self.plain.model, *(side.model for side in self.sides)):
+            for name, parameter in model.named_parameters():
+                if thaw:
+                    parameter.requires_grad_(True)
+                if name == freeze:
+                    parameter.requires_grad_(False)
+
+        def build(rank: int) -> None:
+            side = self.sides[rank]
+            side.original = side.optimizer
+            side.model, side.optimizer = zeroshard.shard(side.model, side.optimizer, **options)
+            for context in side.contexts:
+                context.__exit__(None, None, None)
+            side.contexts.clear()
+
+        self._call(f"shard(stage={stage})", build)
+        self._last = None
+        self.opened.clear()
+        self.thawed = set()
+        self.frozen_at_shard = {name for name, p in self.plain.model.named_parameters() if not p.requires_grad}
+
+    def report(self) -> None:
+        def act(side: Side) -> str:
+            return str(zeroshard.report(side.model)) + repr(side.model.scale) + repr(side.optimizer)
+
+        self._do("report", act, lambda: None, must=True)
+
+    def finish(self) -> None:
+        """Compare everything once more."""
+        for side in self.sides:
+            for save in side.saves:
+                save.wait()
+        if self.over:
+            return
+        while self.opened:
+            self.leave()
+        if self.away:
+            self.reload()
+        self.look("direct")
+        self.look("full")
+
+
+def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _read(parameter: torch.Tensor) -> torch.Tensor:
+    value = parameter.detach()
+    if value.dtype is torch.float32:
+        return torch.from_numpy(value.numpy().copy())
+    return value.float().clone()
+
+
+def _edit(parameter: nn.Parameter, how: str, new: torch.Tensor) -> None:
+    if how == "data":
+        parameter.data = new.to(parameter.dtype)
+    elif how == "data.mul_":
+        parameter.data.mul_(0.5)
+    elif how == "data.copy_":
+        parameter.data.copy_(new)
+    elif how == "vector":
+        nn.utils.vector_to_parameters(new.to(parameter.dtype).flatten(), [parameter])
+    elif how == "init":
+        nn.init.constant_(parameter, 0.1)
+    else:
+        with torch.no_grad():
+            if how == "mul_":
+                parameter.mul_(0.5)
+            elif how == "clamp_":
+                parameter.clamp_(-0.1, 0.1)
+            else:
+                parameter.copy_(new)
+
+
+EDITS = ("mul_", "copy_", "clamp_", "init", "data", "data.mul_", "data.copy_", "vector")
+
+
+def _replace(model: nn.Module) -> None:
+    net: Any = model
+    net.scale = nn.Parameter(torch.ones(WIDTH, dtype=net.scale.dtype))
+
+
+def names_of(blocks: int) -> Iterator[str]:
+    """The parameters of a net, by name."""
+    for name, _ in Net(blocks).named_parameters():
+        yield name
