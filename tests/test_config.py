@@ -68,6 +68,7 @@ def test_shard_refuses_what_config_refuses_and_leaves_the_model_alone() -> None:
         ({"ring": True}, "ring is a whole number from 1 up, got True"),
         ({"timeout": 0}, "timeout is a positive number, got 0"),
         ({"timeout": float("inf")}, "timeout is a positive number, got inf"),
+        ({"heartbeat_timeout": 0}, "heartbeat_timeout is a positive number, got 0"),
         ({"loss_scale": float("nan")}, "loss_scale is a positive number, got nan"),
         ({"loss_scale": "dynamic"}, "loss_scale is a positive number, got 'dynamic'"),
         ({"prefetch": "no"}, "prefetch is True or False, got 'no'"),

@@ -46,7 +46,7 @@ class Case:
 
 
 def lone(call: str, named: str, *stages: int) -> list[Case]:
-    return [Case(call, f"rank 1 is about to start {named}", 2, {"stage": stage}) for stage in stages]
+    return [Case(call, f"rank 1 is about to start to {named}", 2, {"stage": stage}) for stage in stages]
 
 
 CASES = [

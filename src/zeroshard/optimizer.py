@@ -503,7 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A state with a value for each element is described by its dtype; one that has not (a step count) is given. All
         ranks call it together, for the sake of ``what``.
         """
-        self._engine.order.begin(what)
+        self._engine.order.begin(f"to {what}")
         self._engine.states.finish_updates()
         self._engine.states.refuse_spoilt("optimizer")
         mine: dict[str, dict[str, Any]] = {name: {} for name in (names or [n for group in self.names for n in group])}

@@ -43,7 +43,7 @@ class Meeting:
         long as disks do: there a rank that dies is noticed because its connections end.
         """
         if engine is not None:
-            engine.order.begin(what)
+            engine.order.begin(f"to {what}")
             engine.order.check(f"{what} a checkpoint", meet=True)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(None)

@@ -47,7 +47,7 @@ def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """A copy of one whole parameter, the master's where there is one. All ranks call it together."""
     flat, index = find(engine.units, name)
     engine.states.refuse_edited()
-    engine.order.begin(f"read the parameter {name!r}")
+    engine.order.begin(f"to read the parameter {name!r}")
     engine.states.finish_updates()
     engine.states.refuse_spoilt("weights")
     if flat.master is None and not flat.partitioned:  # every rank has all of it
@@ -71,7 +71,7 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     gradient = engine.gradients.of_flat.get(flat)
     if gradient is None:
         return None
-    engine.order.begin(f"read the gradient of {name!r}")
+    engine.order.begin(f"to read the gradient of {name!r}")
     engine.gradients.reduce_rest()
     used, what = torch.tensor(float(gradient.used[index]), device=engine.comm.device), f"read the gradient of {name!r}"
     engine.order.check(what)
