@@ -224,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._engine.order.begin(f"step after {self._engine.backwards} backwards{self._scaled}")
             for group in self.param_groups:
-                group.refuse_changed()
+                group.refuse_changed()  # type: ignore[attr-defined]
             backwards, self._engine.backwards = self._engine.backwards, 0
             self._engine.gradients.reduce_rest()
             self._refuse_partial()
@@ -363,7 +363,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = {name for group in self.names for name in group}
         wanted = [gradient.flat.names[index] in own for gradient, index in self._trainable()]
         norms = self._engine.gradients.parameter_norms(norm_type)
-        return torch.linalg.vector_norm(norms[torch.tensor(wanted, device=norms.device)], norm_type).float()
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            norms[torch.tensor(wanted, device=norms.device)], norm_type
+        ).float()
+        return norm
 
     def _clear_own(self, set_to_none: bool) -> None:
         gradients = self._engine.gradients

@@ -81,7 +81,7 @@ class GuardedRun(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain parameter it stands for."""
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class Guard:
