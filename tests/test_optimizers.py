@@ -484,7 +484,7 @@ class Vector(Own):
 
 def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
-        model = copy.deepcopy(MODEL)
+        model: Any = copy.deepcopy(MODEL)[:3]  # type: ignore[index]  # no parameter of one element
         model, optimizer = zeroshard.shard(model, Vector(model.parameters()), stage=3)
         for number in range(3):
             model(DATA).sum().backward()
@@ -496,7 +496,7 @@ def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> N
                 zeroshard.load(tmp_path / "a", model, optimizer)
         return [float(state["count"]) for state in optimizer.state_dict()["state"].values()]
 
-    assert run_threads(2, body) == [[2.0] * 6] * 2
+    assert run_threads(2, body) == [[2.0] * 4] * 2
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

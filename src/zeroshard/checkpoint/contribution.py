@@ -54,7 +54,8 @@ def collect(
     if weights and meeting.rank == 0:  # its buffers count, as they do in training
         tensors |= {f"model/{name}": Held.whole(name, buffer) for name, buffer in persistent_buffers(model)}
     mine = states.counters() if number == 0 else {}  # a rank that has some values of a parameter has its counters
-    counters = {name: encode(value, others, f"counters.{name}") for name, value in mine.items()}
+    at = f"rank-{meeting.rank}.counters"  # several ranks have the same, and each writes tensors of its own
+    counters = {name: encode(value, others, f"{at}.{name}") for name, value in mine.items()}
     own = {"random": generator_states(), "extra": state_of(rank_extra)}
     encoded = encode(own, others, f"rank-{meeting.rank}")
     index = _described(model, optimizer, states.groups(), others) if meeting.rank == 0 else {}
