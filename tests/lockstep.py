@@ -449,6 +449,7 @@ class Lockstep:
                 self.plain.parameter(name).grad = gradient
             for mine in errors:
                 same = isinstance(error, Trouble) and isinstance(mine, Trouble)
+                same = same or (type(mine) is type(error) and str(mine) == str(error))
                 torchs = any(words in str(mine) and words in str(error) for words in TORCHS_OWN)
                 if not (same or torchs or is_clear(mine)):
                     raise Counterexample(f"{title}: the plain model raises {error!r}, but here {told(mine)}") from mine

@@ -222,7 +222,19 @@ def load_by_assignment(both: Lockstep) -> None:
     both.train(0)
 
 
-SEQUENCES = [forward_after_a_backward_that_raised, clear_after_a_backward_that_raised, load_by_assignment]
+def load_directly(both: Lockstep) -> None:
+    both.load_state_dict(0, assign=False)
+    both.look("full")
+    both.offload()
+    both.load_state_dict(1, assign=False)
+
+
+SEQUENCES = [
+    load_directly,
+    forward_after_a_backward_that_raised,
+    clear_after_a_backward_that_raised,
+    load_by_assignment,
+]
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
