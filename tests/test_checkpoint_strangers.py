@@ -235,7 +235,9 @@ def places(value: Any, steps: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([steps] if steps else []), *(place for key, child in children for place in places(child, (*steps, key)))]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, sound: Path, tmp_path: Path) -> None:
     path = tmp_path / "step-2"

@@ -16,12 +16,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch import nn
 
+import zeroshard
 import zeroshard.memory.disk
 from zeroshard.memory.disk import Disk, DiskError, Transfer, buffer
 from zeroshard.memory.extents import Extents
@@ -449,6 +452,40 @@ def test_neither_a_transfer_nor_its_error_keeps_the_buffer(tmp_path: Path) -> No
         assert short.failed
         del near
         assert soon(lambda: gone() is None)
+
+
+USES: dict[str, Callable[[Any, Any, Path], object]] = {  # what reads or writes states between steps
+    "save": lambda model, optimizer, path: zeroshard.save(path / "emergency", model, optimizer),
+    "save later": lambda model, optimizer, path: zeroshard.save(path / "later", model, optimizer, wait=False).wait(),
+    "save the optimizer": lambda model, optimizer, path: zeroshard.save(path / "o", model, optimizer, weights=False),
+    "load": lambda model, optimizer, path: zeroshard.load(path / "good", model, optimizer),
+    "state_dict": lambda model, optimizer, path: optimizer.state_dict(),
+    "full_state": lambda model, optimizer, path: optimizer.full_state("0.weight"),
+    "full_parameter": lambda model, optimizer, path: zeroshard.full_parameter(model, "0.weight"),
+    "gathered": lambda model, optimizer, path: zeroshard.gathered(model).__enter__(),
+    "offload_states": lambda model, optimizer, path: zeroshard.offload_states(model),
+    "forward": lambda model, optimizer, path: model(torch.ones(2, 32)),
+    "unshard": lambda model, optimizer, path: zeroshard.unshard(model, optimizer),
+}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_file_that_was_cut_off_is_an_error_and_not_the_end_of_the_process(
+    precision: str | None, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    offload = {"optimizer": "disk", "parameters": "disk", "directory": tmp_path}
+    adam = torch.optim.Adam(model.parameters())
+    model, optimizer = zeroshard.shard(model, adam, stage=3, precision=precision, offload=offload)
+    model(torch.ones(2, 32)).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zeroshard.save(tmp_path / "good", model, optimizer)
+    os.truncate(model._zeroshard.tiers.disk._file.descriptor, 0)
+    for use, call in USES.items():
+        with pytest.raises(DiskError, match="cut off"):
+            call(model, optimizer, tmp_path)
+            pytest.fail(f"{use} took no note")
 
 
 # ------------------------------------------------------------------------------------------------ threads, and the end

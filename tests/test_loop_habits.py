@@ -21,7 +21,13 @@ import zeroshard
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 HOST, BF16, FP16 = {"offload": "host"}, {"precision": "bf16"}, {"precision": "fp16", "loss_scale": 1024.0}
-PLACES: dict[str, dict[str, Any]] = {"fp32": {}, "host": HOST, "bf16": BF16, "fp16": FP16, "fp16 host": {**FP16, **HOST}}
+PLACES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "host": HOST,
+    "bf16": BF16,
+    "fp16": FP16,
+    "fp16 host": {**FP16, **HOST},
+}
 every_place = pytest.mark.parametrize("options", PLACES.values(), ids=PLACES)
 
 
@@ -165,7 +171,9 @@ CLIPS = {
 }
 
 
-CASES = [("fp32", clip) for clip in CLIPS] + [(place, c) for place in PLACES for c in ("groups", "parts", "value") if place != "fp32"]
+CASES = [("fp32", clip) for clip in CLIPS] + [
+    (place, c) for place in PLACES for c in ("groups", "parts", "value") if place != "fp32"
+]
 
 
 @every_stage
@@ -189,7 +197,9 @@ def test_the_norm_of_gradients_that_are_not_finite_is_not_finite_on_any_rank(sta
         found = []
         for norm_type in (2.0, math.inf, 1.0):
             found.append(nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type).isfinite().item())
-            found.append(optimizer.clip_grad_norm_(1e9, min(norm_type, math.inf) if norm_type != 1 else 2).isfinite().item())
+            found.append(
+                optimizer.clip_grad_norm_(1e9, min(norm_type, math.inf) if norm_type != 1 else 2).isfinite().item()
+            )
         with pytest.raises(RuntimeError, match="non-finite"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         return found
@@ -392,7 +402,9 @@ def with_scaler(model: Any, optimizer: Any, data: Any) -> list[float]:
 
 
 @every_stage
-@pytest.mark.parametrize("options", [{}, BF16, FP16, HOST, {**FP16, **HOST}], ids=["fp32", "bf16", "fp16", "host", "fp16 host"])
+@pytest.mark.parametrize(
+    "options", [{}, BF16, FP16, HOST, {**FP16, **HOST}], ids=["fp32", "bf16", "fp16", "host", "fp16 host"]
+)
 def test_torchs_grad_scaler_works_as_in_a_plain_loop(options: dict[str, Any], stage: int) -> None:
     for world in (1, 2):
         assert_same_as_plain(with_scaler, world, functools.partial(sgd, lr=0.1), stage=stage, **options)
@@ -413,7 +425,7 @@ def test_the_optimizer_given_to_shard_says_which_one_to_use(options: dict[str, A
     mine.zero_grad()
     loss_of(model, batch()).backward()
     for use in (mine.step, mine.zero_grad, lambda: nn.utils.clip_grad_norm_(grouped(mine), 1.0)):
-        with pytest.raises(RuntimeError, match="the optimizer that was given to zeroshard.shard"):
+        with pytest.raises(RuntimeError, match=r"the optimizer that was given to zeroshard\.shard"):
             use()
     calls.clear()
     optimizer.step()

@@ -451,6 +451,29 @@ def test_states_of_slices_are_never_saved_as_those_of_parameters(tmp_path: Path)
     sharded.step()
 
 
+class SumInState(Own):
+    """Keeps a number that depends on what a rank holds."""
+
+    def change(self, group: Any, p: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+        self.state[p]["d"] = float(momentum.sum())
+        return momentum
+
+
+def test_numbers_that_differ_from_rank_to_rank_are_not_saved(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(30, 20, bias=False)
+        model, optimizer = zeroshard.shard(model, SumInState(model.parameters()), elementwise=True)
+        model(DATA[:, :1].expand(8, 30) * torch.arange(30)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="the state 'd' of 'weight' differs from rank to rank"):
+            optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="numbers for 'weight' differ from rank to rank"):
+            zeroshard.save(tmp_path / "a", model, optimizer)
+
+    run_threads(2, body)
+
+
 class Vector(Own):
     """Its counter is a tensor of one element."""
 

@@ -245,7 +245,8 @@ def listeners(pids: Iterable[int]) -> dict[str, str]:
                 continue
     found = {}
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:] if Path(f"/proc/net/{table}").exists() else ():
+        path = Path("/proc/net", table)
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
                 found[fields[9]] = fields[1].partition(":")[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,20 @@ def test_samples_repeat_with_their_seed_keep_to_the_context_and_leave_the_genera
 def test_the_papers_volume(stage, ranks, frozen, accumulate, formula, elements) -> None:
     found = paper_traffic(stage, ranks, trained=100, frozen=frozen, itemsize=2, accumulate=accumulate)
     assert found == {"formula": formula, "bytes": 2 * elements}
+
+
+def test_one_run_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    first.lock()
+    with pytest.raises(TrainingError, match=rf"in use by a run of process {os.getpid()} on .*give another --out"):
+        second.lock()
+    first.unlock()  # as the system does when the process ends
+    second.lock()
+    second.unlock()
+
+    def unable(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", unable)
+    with pytest.warns(UserWarning, match="cannot be locked on this file system"):
+        first.lock()

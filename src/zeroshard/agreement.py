@@ -86,11 +86,24 @@ class Agreement:
     def follow(self, progress: Progress) -> None:
         """Say whose moments these are."""
         self._progress = weakref.ref(progress)
+        if self._watch is not None:
+            self._watch.wake()  # by now all ranks have said who they are
 
     def close(self) -> None:
         """Watch over the other ranks no longer: the model is plain again."""
         if self._watch is not None:
             self._watch.close()
+
+    def leave(self, position: tuple[int, str]) -> None:
+        """The model is dropped, after it came to this number of events, and to this one at last."""
+        if self._watch is not None:
+            self._watch.leave(position)
+
+    def __del__(self) -> None:
+        """End the watch of a model that was refused before it had an order."""
+        watch = getattr(self, "_watch", None)
+        if watch is not None:
+            watch.leave()
 
     # -- agreeing -----------------------------------------------------------------------------------------------
 

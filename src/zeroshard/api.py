@@ -140,12 +140,14 @@ def shard(
     gradients = Gradients(units, placement, comm, order, ledger, pool, tiers, config, reduce_dtypes)
     buffers = Buffers(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
+    engine.states.check_tiers = tiers.check
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):
         for name in plan.modules:
             homes[name] = (*homes.get(name, ()), unit)
     handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
     model._zeroshard = _Sharded(engine, handles, division, tiers, why)  # type: ignore[assignment]
+    engine.states.rest()
     comm.counters.roll()  # what building took is no step's
     comm.counters.roll()
     if optimizer is None:
@@ -528,7 +530,7 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], con
                 )
             trained.add(id(parameter))
     if optimizer is not None:
+        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
         shapes = {names[id(p)]: p.shape for p in optimizer.state if id(p) in names}
         refuse_states(described({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes))
-        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
     return trained

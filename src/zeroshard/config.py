@@ -46,7 +46,8 @@ class Config:
     always stay in fp32, because their running statistics need it."""
 
     cast_inputs: bool = True
-    """Under "bf16" and "fp16", cast the model's floating-point inputs."""
+    """Under "bf16" and "fp16", cast the model's floating-point inputs, and those of torch's own layers inside it where
+    a module is given floats of another dtype. A module with code of its own is given what it is called with."""
 
     cast_on_gather: bool = True
     """Stage 3 under "bf16" and "fp16": keep no 16-bit copy of this rank's part of the parameters; each gather casts the

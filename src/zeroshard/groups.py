@@ -15,7 +15,7 @@ from zeroshard.memory.lane import moment
 DIGEST = 8  # bytes
 
 
-class Group(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
+class Group(dict[str, Any]):
     """One of ``ShardedOptimizer.param_groups``.
 
     The inner optimizer's groups hold slices of shards ([Note: runs]), which differ by rank and are no parameters of the
@@ -31,7 +31,7 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
     """
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        dict.__init__(self)
+        super().__init__()
         self._inner, self._parameters, self._names = inner, parameters, len(parameters)
 
     def refuse_changed(self) -> None:
@@ -52,8 +52,8 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
             self._inner[key] = value
         elif value is not self._parameters:
             raise RuntimeError(
-                "the parameters of a group cannot be replaced after zeroshard.shard(): call optimizer.add_param_group() "
-                "for more, or zeroshard.unshard() and shard again"
+                "the parameters of a group cannot be replaced after zeroshard.shard(): call "
+                "optimizer.add_param_group() for more, or zeroshard.unshard() and shard again"
             )
 
     def __delitem__(self, key: str) -> None:
@@ -69,6 +69,16 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
     def __len__(self) -> int:
         """How many entries there are."""
         return len(self._inner)
+
+    __contains__ = MutableMapping.__contains__
+    __eq__ = MutableMapping.__eq__
+    get = MutableMapping.get  # type: ignore[assignment]
+    keys = MutableMapping.keys  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    pop = MutableMapping.pop  # type: ignore[assignment]
+    update = MutableMapping.update  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         """Show it as a dictionary."""

@@ -334,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _scaled(self) -> str:
-        """For the name of a pass: ranks whose gradients carry a loss scale on one and not on another must not add them."""
+        """For the name of a pass: gradients that carry a loss scale on one rank and none on another are not added."""
         return "" if self._engine.gradients.inverse is None else " of scaled losses"
 
     # -- what is in the groups, and what is not -----------------------------------------------------------------
@@ -524,7 +524,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for complaint, _ in told:
             if complaint:
                 raise RuntimeError(complaint)
-        return {name: next((rank[name] for _, rank in told if rank[name]), {}) for name in mine}
+        whole: dict[str, dict[str, Any]] = {}
+        for name in mine:
+            held = [rank[name] for _, rank in told if rank[name]]
+            whole[name] = held[0] if held else {}
+            for other in held[1:]:
+                unlike = [key for key, value in whole[name].items() if key in other and not _same(value, other[key])]
+                if unlike:
+                    raise RuntimeError(
+                        f"the state {unlike[0]!r} of {name!r} differs from rank to rank, so there is no whole one: "
+                        f"{type(self.inner).__name__} computes it from the slices that each rank holds"
+                    )
+        return whole
 
     def _complaint(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> str:
         """Why the states of a slice cannot be given as those of the parameter it is of; empty where they can."""

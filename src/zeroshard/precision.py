@@ -35,7 +35,11 @@ def scaled_by() -> torch.Tensor | None:
 
 def _note(number: int, inverse: torch.Tensor | None) -> None:
     _under_way[number] = inverse
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_under_way.pop, number, None))  # at its end
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_end, number))
+
+
+def _end(number: int) -> None:
+    _under_way.pop(number, None)
 
 
 def _reached(inverse: torch.Tensor, gradient: torch.Tensor) -> None:

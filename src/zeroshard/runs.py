@@ -287,9 +287,7 @@ def states_of_an_element(optimizer: torch.optim.Optimizer | None) -> int:
     return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))
 
 
-def state_after_a_step(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
-) -> dict[str, Any]:
+def state_after_a_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
     """The state that an optimizer keeps of a parameter after its first step with a group's options.
 
     A copy of the optimizer steps a parameter of its own; raises what that raises.

@@ -119,10 +119,11 @@ class Watch:
         self, store: Store, prefix: str, rank: int, members: list[int], watched: Watched, heartbeat_timeout: float
     ) -> None:
         self.faults: list[Fault] = []  # one object for as long as the watch lives: others hold it too
-        self._store = store.clone()  # another connection: a wait of the main thread does not block this one
+        # its own connection: while the rank's thread waits in the store, this one can go on
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
         self._prefix, self._rank, self._members = f"{prefix}/watch", rank, members
         self._heartbeat_timeout = heartbeat_timeout
-        self._watched = weakref.ref(watched, lambda _: self._wake())
+        self._watched = weakref.ref(watched)
         self._beats = self._read = 0
         self._lates = b"0"
         self._announced: dict[int, tuple[int, str]] = {}
@@ -134,9 +135,10 @@ class Watch:
         self._owner = threading.get_ident()  # the thread of the rank
         self._barrier: Barrier | None = None
         self._barrier_looks = 0  # at which the rank was found in it
-        self._over = False
-        self._lock = threading.Lock()  # of the pipe that wakes the thread
+        self._over = self._left = False
+        self._lock = threading.RLock()  # of the pipe that wakes the thread; a collector may call leave() at any time
         self._woken, self._waker = os.pipe()
+        self._ready: set[int] = set()  # what woke the thread
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
         for key in ("faults", "lates"):
@@ -159,6 +161,13 @@ class Watch:
         """Have the other ranks compare where they are with what this rank has announced."""
         with contextlib.suppress(RuntimeError):
             self._store.add(f"{self._prefix}/lates", 1)
+
+    def leave(self, position: tuple[int, str] | None = None) -> None:
+        """Tell the others that this rank has dropped the model, after it came to ``position``, and end the thread."""
+        if not self._left:
+            self._position = position or self._position
+            self._left = True
+            self.wake()
 
     def close(self) -> None:
         """End the thread: nobody will wait for this rank any more."""
@@ -189,9 +198,11 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while not self._over and self._look():
-                self._poll.poll(1000 * BEAT_SECONDS)
-            if not self._over and self._watched() is None:
+            while not self._over and not self._left and self._look():
+                self._ready = {handle for handle, _ in self._poll.poll(1000 * BEAT_SECONDS)}
+                if self._woken in self._ready:
+                    os.read(self._woken, 64)
+            if not self._over and self._left:
                 self._post_end("has no such sharded model any more")
                 self._exit.cancel()
         finally:
@@ -199,15 +210,15 @@ class Watch:
                 if peer.handle is not None:
                     os.close(peer.handle)
             with self._lock:
-                os.close(self._woken)
-                os.close(self._waker)
-                self._woken = self._waker = -1
+                ends, self._waker = (self._woken, self._waker), -1
+                for end in ends:
+                    os.close(end)
 
     def _look(self) -> bool:
         """Write a heartbeat and read what there is; return whether to go on."""
         watched = self._watched()
-        if watched is None:
-            return False
+        if watched is None:  # it is just being collected
+            return True
         self._position = watched.position()
         had_group, self._has_group = self._has_group, dist.is_initialized()
         try:
@@ -225,6 +236,8 @@ class Watch:
                 self.post(ERROR, difference)
                 self._read_board()
         except (RuntimeError, ValueError) as error:
+            time.sleep(0.3)  # connections end before a process does
+            self._ready = {handle for handle, _ in self._poll.poll(0)}
             self._look_at_processes(store_answers=False)
             if not self.faults:
                 lost = (
@@ -300,13 +313,18 @@ class Watch:
         """Have the thread woken at once when a process of this machine ends, where the system can do that."""
         if peer.machine == _machine() and peer.pid != os.getpid() and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
-                peer.handle = os.pidfd_open(peer.pid)
-                self._poll.register(peer.handle, select.POLLIN)
+                handle = os.pidfd_open(peer.pid)
+                if _started(peer.pid) == peer.started:  # else it is another process by now
+                    peer.handle = handle
+                    self._poll.register(handle, select.POLLIN)
+                else:
+                    os.close(handle)
 
     def _look_at_processes(self, store_answers: bool = True) -> None:
         for peer in (self._find_peers() if store_answers else self._peers) or ():
             here = peer.machine == _machine() and peer.pid != os.getpid()  # ranks that are threads end with this one
-            if not here or not peer.lives or _started(peer.pid) == peer.started:
+            is_gone = peer.handle in self._ready if peer.handle is not None else _started(peer.pid) != peer.started
+            if not (here and peer.lives and is_gone):
                 continue
             peer.lives = False
             if peer.handle is not None:
@@ -343,14 +361,15 @@ class Watch:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the thread look now."""
         with self._lock:
             if self._waker >= 0:
                 os.write(self._waker, b"x")
 
     def _stop(self) -> None:
         self._over = True
-        self._wake()
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(2.0)
 

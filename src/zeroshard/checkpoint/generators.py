@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
 
 # of each generator's state: its dtype, and its length where that is the same everywhere
 LENGTHS = {
@@ -62,7 +62,7 @@ def check_generators(states: dict[str, torch.Tensor]) -> None:
         ...
     ValueError: the state of torch's random numbers is not one: ...
     """
-    trials = {
+    trials: dict[str, Callable[[torch.Tensor], object]] = {
         "python": lambda state: random.Random().setstate(_python_state(state)),
         "torch": lambda state: torch.Generator().set_state(state),
     }

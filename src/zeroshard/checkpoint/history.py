@@ -16,7 +16,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint.errors import CheckpointError
@@ -190,10 +190,8 @@ class SaveLock:
     def release(self) -> None:
         """Let others have the directory."""
         if self._descriptor >= 0:
-            try:
+            with suppress(OSError):  # it could not be locked
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also for forked processes that have the descriptor
-            except OSError:
-                pass  # it could not be locked
             os.close(self._descriptor)
         self._descriptor = -1
 

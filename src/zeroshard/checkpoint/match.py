@@ -155,7 +155,9 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
     of_name = {name: group for group in plan.groups or own for name in group.names}
     for parameter, state in plan.opened.items():
         if state:
-            trials.refuse_incomplete(f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], state)
+            trials.refuse_incomplete(
+                f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], state
+            )
     if isinstance(optimizer, ShardedOptimizer):
         refuse_states(plan.opened)
     plan.loss_scale = saved["loss_scale"]

@@ -14,11 +14,16 @@ from zeroshard.agreement import Agreement
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.comm import broadcast_object, gather_object
 from zeroshard.engine.engine import Engine
+from zeroshard.memory.file import DiskError
 
 T = TypeVar("T")
 # torch warns where there is one rank alone; a filter around each call would be every thread's
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 _PURPOSE = "zeroshard checkpoints"
+
+
+class TierError(CheckpointError, DiskError):
+    """A checkpoint that cannot be written or read because states on disk cannot be."""
 
 
 class Meeting:
@@ -68,7 +73,8 @@ class Meeting:
         if self.size == 1 and isinstance(error, CheckpointError):
             raise error
         if failures:
-            raise CheckpointError.of_ranks(failures, self.size) from error
+            kind = TierError if isinstance(error, DiskError) else CheckpointError
+            raise kind.of_ranks(failures, self.size) from error
         return value  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T]:
@@ -84,7 +90,7 @@ class Meeting:
 def _told(what: str, error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    return f"{what}: {error}" if isinstance(error, OSError) else f"{what}: {type(error).__name__}: {error}"
+    return f"{what}: {error}" if isinstance(error, (OSError, DiskError)) else f"{what}: {type(error).__name__}: {error}"
 
 
 def _group_of(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -99,7 +99,9 @@ class Trials:
         own = self._optimizer.param_groups[0]
         chosen = dict(own)
         for key, value in options.items():
-            number = isinstance(value, torch.Tensor) and value.numel() == 1 and not isinstance(own.get(key), torch.Tensor)
+            number = (
+                isinstance(value, torch.Tensor) and value.numel() == 1 and not isinstance(own.get(key), torch.Tensor)
+            )
             chosen[key] = value.item() if number else value
         with torch.random.fork_rng(devices=[]):
             try:

@@ -272,6 +272,6 @@ def check_header(path: Path, record: FileRecord, wanted: Sequence[tuple[str, str
     unknown = entries.keys() - {"__metadata__"} - {name for name, *_ in wanted}
     if unknown:
         raise CheckpointError(
-            f"{path} is damaged, or is not the file that the index describes: it holds {shown(min(unknown))}, which the "
-            f"index does not have there. {remedy}"
+            f"{path} is damaged, or is not the file that the index describes: it holds {shown(min(unknown))}, which "
+            f"the index does not have there. {remedy}"
         )

@@ -118,6 +118,7 @@ class ShardedStates:
 
     def states(self) -> dict[str, Held]:
         """The optimizer's elementwise states."""
+        self._engine.states.finish_updates()
         found: dict[str, Held] = {}
         for name, key, within, values in self._optimizer.held_states() if self._optimizer is not None else ():
             line = self._lines[name]

@@ -197,7 +197,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     for name, file in homes.items():
         if not is_file_name(file):
             raise ValueError(
-                f"{path} has {name!r} in {file!r}, expected the name of a file in {path.parent}: put the file there and "
-                "write its name alone"
+                f"{path} has {name!r} in {file!r}, expected the name of a file in {path.parent}: put the file there "
+                "and write its name alone"
             )
     return homes

@@ -55,6 +55,7 @@ def run_rank(options: Options, rank: int) -> None:
         world = World.join(options.sharding.device, options.sharding.timeout)
         trainer = Trainer(prepare(options, world), stop)
         trainer.run()
+        trainer.job.directory.unlock()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:

@@ -221,6 +221,18 @@ class Flat:
                     sources.append(source)
         return places, sources
 
+    def differs_from_master(self) -> bool:
+        """Whether this rank's part of resident values is not what its master, where it has one, would be cast to.
+
+        One on disk is not read for that.
+        """
+        if self.master is None or any(stretch.tier == "disk" for stretch in self.master.stretches):
+            return False
+        return any(
+            not torch.equal(part, self.master.read(home, self.device).to(self.dtype))
+            for part, home in zip(self.landings, self.homes, strict=True)
+        )
+
     def arrive(self) -> None:
         """Wait for new values of this rank's part that are on their way."""
         if self.arrival is not None:

@@ -195,7 +195,7 @@ class Gradients:
                 gradient.forget_norms()
 
     def _pay(self) -> None:
-        """Multiply what only the step's copy was multiplied by, or undo what it was alone: nobody cleared them since."""
+        """Make good what a step did to its copies alone, or to the gradients alone: nobody has cleared them since."""
         if not self.owed:
             return
         for flat in self.of_flat:

@@ -40,6 +40,10 @@ class Order:
         self._began = 0  # the moment at which this pass did
         control.follow(self)
 
+    def __del__(self) -> None:
+        """Tell the other ranks that this one will take part in nothing more."""
+        self._control.leave((self.moment, self.where()))
+
     def begin(self, kind: str) -> None:
         """Say that a pass starts. It counts from its first event: one without collectives leaves no trace."""
         self._starting = kind

@@ -354,7 +354,32 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-class RestingParameter(_Resting, nn.Parameter):
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class _NotesAliases(_Resting):
+    """The same, and ``data`` is noted: autograd counts no change that is made through it."""
+
+    __slots__ = ()
+
+    @property
+    def data(self: Any) -> torch.Tensor:
+        return _noted(self, _GET_DATA(self))
+
+    @data.setter
+    def data(self: Any, values: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+
+def _noted(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    card = card_of(parameter)
+    unit = card.unit() if card is not None else None
+    if unit is not None:
+        unit.note_alias(values)
+    return values
+
+
+class RestingParameter(_NotesAliases, nn.Parameter):
     """A parameter between backward and the next forward."""
 
 
@@ -366,7 +391,7 @@ class AbsentParameter(_Absent, nn.Parameter):
     """A parameter whose values are not in place."""
 
 
-class RestingDTensor(_Resting, DTensor):
+class RestingDTensor(_NotesAliases, DTensor):
     """The first of the two for a divided parameter: see [Note: divided parameters]."""
 
     __slots__ = ()
@@ -416,7 +441,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             cards.append(card)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result
+        return result if func is not _GET_DATA else _noted(args[0], result)
     finally:  # also where it raised: whoever catches that may go on
         with torch._C.DisableTorchFunctionSubclass():
             for card in cards:

@@ -230,7 +230,7 @@ def _as_asked(norm: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Multiply by the inverse of a ``torch.amp.GradScaler``'s scale, and note values that are not finite on any rank."""
+    """Multiply by the inverse of ``torch.amp.GradScaler``'s scale, and note values that are not finite on any rank."""
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedGradient)]
     rest = [gradient for gradient in gradients if not isinstance(gradient, ShardedGradient)]
     if rest:

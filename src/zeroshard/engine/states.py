@@ -47,6 +47,7 @@ class States:
         # the optimizer's, and weak: what is updated outside the device, and which states rest on it
         self.updates: Callable[[], Updates | None] = lambda: None
         self.on_device: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
+        self.check_tiers: Callable[[], None] = lambda: None  # raises where states cannot be read where they rest
         self.away: object | None = None  # where all states are, while they are out
         self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
         self._frozen = [flat for unit in units for flat in unit.flats if not flat.trainable]
@@ -103,22 +104,26 @@ class States:
         [Note: edits of parameters]
         Where there is no master, a resident parameter is itself what the optimizer updates, and an edit in place (an
         initialisation, ``clamp_``, an EMA copied in) needs nothing. A master has to be told: autograd counts each
-        change in place, so a count that has grown since the last look says which. As in data parallelism, all ranks are
-        expected to make the same edit. ``parameter.data = …`` is another matter: the parameter no longer lies in the
-        flat, and neither the optimizer nor a gather would ever see it again, so that is refused.
+        change in place, so a count that has grown since the last look says which. It does not count changes through
+        ``parameter.data`` (``p.data.clamp_(…)``): whoever was given that is taken to have made one. As in data
+        parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is another matter: the
+        parameter no longer lies in the flat, and neither the optimizer nor a gather would ever see it again, so that
+        is refused.
         """
         edited: list[Unit] = []
         for unit in self.resident:
             if unit.copied:
                 continue
+            changed = unit.has_masters and unit.may_be_edited()
             for flat in unit.flats:
                 if flat.known_pointers is None:
                     flat.known_pointers = [view.data_ptr() for view in flat.views]
                 if pointers_of(flat.parameters, flat.has_divided) != flat.known_pointers:
                     self._refuse_moved(flat, flat.known_pointers)
-                if flat.master is not None and versions_of(flat.parameters) != flat.known_versions:
-                    edited.append(unit)
-        for unit in dict.fromkeys(edited):
+                changed = changed or (flat.master is not None and versions_of(flat.parameters) != flat.known_versions)
+            if changed:
+                edited.append(unit)
+        for unit in edited:
             self.settle()
             self.doubt()
             unit.absorb(None)
@@ -162,11 +167,12 @@ class States:
             updates.doubt()
 
     def finish_updates(self) -> None:
-        """Wait for the updates and gathers that a step has started."""
+        """Wait for the updates and gathers that a step has started; raise where the states cannot be read."""
         self.refuse_away()
         updates = self.updates()
         if updates is not None:
             updates.wait()
+        self.check_tiers()
         for unit in self.resident:
             self.complete(unit)
             unit.wait()
@@ -241,14 +247,16 @@ class States:
     # -- gradients, as parameters show them ---------------------------------------------------------------------
 
     def rest(self, live: Iterable[Unit] = ()) -> None:
-        """Show resident parameters' reduced gradients; in forward and backward they are as autograd knows them.
+        """Have resident parameters show their reduced gradients, and note who is given ``data``: see unit.py.
 
-        So do those of partitioned units whose values are in memory, ``live``.
+        So do those of partitioned units whose values are in memory, ``live``. In forward and backward they are as
+        autograd knows them.
         """
-        if self._gradients.held:
-            for unit in (*self.resident, *live):
+        held = self._gradients.held
+        for unit in (*self.resident, *live):
+            if held or unit.has_masters:
                 unit.rest()
-            self._resting = True
+                self._resting = True
 
     def wake(self, live: Iterable[Unit] = ()) -> None:
         """Undo :meth:`rest`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,6 +31,9 @@ from zeroshard.tensor.division import Divided
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
+
+
+LOOKS = 4  # two steps, each with a look before its forward and one before its update
 
 
 class State(enum.Enum):
@@ -62,20 +66,21 @@ class GatheredValues:
             self._sums = [_checksum(flat.full) for flat in flats]
 
     def renew(self, flats: list[Flat]) -> None:
-        """What was changed has been taken over."""
+        """What was changed has been taken over, if the values are in place."""
         if self._versions:
             self._versions = _versions(flats)
         if self._sums:
             self.note(flats)
 
     def edited(self, flats: list[Flat]) -> str | None:
-        """What was changed since then, in words, or None."""
-        versions, sums = _versions(flats), self._sums
-        if versions != self._versions:
+        """What was changed since then, in words, or None. The values are about to go."""
+        before, sums, versions = self._versions, self._sums, _versions(flats)
+        self._versions, self._sums = [], []
+        if versions != before:
             names = [name for flat in flats for name in flat.names]
-            return next(repr(n) for n, old, new in zip(names, self._versions, versions, strict=True) if old != new)
-        for flat, before in zip(flats if sums else [], sums, strict=True):
-            if not torch.equal(_checksum(flat.full), before):
+            return next(repr(n) for n, old, new in zip(names, before, versions, strict=True) if old != new)
+        for flat, noted in zip(flats if sums else [], sums, strict=True):
+            if not torch.equal(_checksum(flat.full), noted):
                 return f"{flat.names[0]!r}" + (f", or another of {flat.names[1:]}," if len(flat.names) > 1 else "")
         self._to_compare -= bool(sums)
         return None
@@ -141,6 +146,9 @@ class Unit:
         self._wardrobes: list[Wardrobe] = []  # of all parameters
         self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
         self._values = GatheredValues()
+        self._aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` of a resident unit, as given out
+        self._looks = LOOKS  # at values that a forward may change through ``parameter.data``
+        self._changes_itself = False  # such a forward was found
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -151,6 +159,11 @@ class Unit:
     def copied(self) -> bool:
         """Whether the parameters hold full values in memory of their own: see :meth:`gather_copy`."""
         return self.block is not None
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether it is resident, and an optimizer updates other tensors than its parameters."""
+        return not self.partitioned and any(flat.master is not None for flat in self.flats)
 
     @property
     def veiled(self) -> bool:
@@ -288,6 +301,25 @@ class Unit:
         """Values gathered for a pass count as unchanged from here on."""
         if self.partitioned and self.state is not State.RELEASED:
             self._values.renew(self.flats)
+
+    def note_alias(self, values: torch.Tensor) -> None:
+        """Somebody was given ``parameter.data`` of a resident unit, and may write into it as long as it lives."""
+        if not self.partitioned:
+            self._aliases.append(weakref.ref(values))
+
+    def may_be_edited(self) -> bool:
+        """Whether resident parameters may have been changed in a way that no version counter tells of.
+
+        That is so where somebody has, or had since the last look, ``parameter.data``. The forward itself may use that
+        unnoticed, but then it does so every time: the first few times the values are compared with their masters.
+        """
+        if self.expected or self.out or self.state is not State.READY:
+            return False
+        taken, self._aliases = bool(self._aliases), [alias for alias in self._aliases if alias() is not None]
+        if self._looks and not taken:
+            self._looks -= 1
+            self._changes_itself = self._changes_itself or any(flat.differs_from_master() for flat in self.flats)
+        return taken or self._changes_itself
 
     def _finish(self) -> None:
         for pending in self._pending:
@@ -432,6 +464,8 @@ class Unit:
     def absorb(self, source: int | None) -> None:
         """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master."""
         for flat in self.flats:
+            _refuse_reshaped(flat)
+        for flat in self.flats:
             if flat.reader is not None:
                 flat.reader.forget()
             for bucket in flat.layout.buckets:
@@ -492,6 +526,17 @@ class Unit:
     def _undress(self) -> None:
         for wardrobe in self._wardrobes:
             wardrobe.parameter.__class__ = wardrobe.original
+
+
+def _refuse_reshaped(flat: Flat) -> None:
+    for index, (name, parameter) in enumerate(flat.named_parameters):
+        shape = values_of(parameter).shape
+        if shape != flat.shapes[index]:
+            raise RuntimeError(
+                f"{name!r} was sharded with shape {tuple(flat.shapes[index])} and has {tuple(shape)} now "
+                "(resize_token_embeddings does that): change a model's shapes before zeroshard.shard(), or after "
+                "zeroshard.unshard()"
+            )
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:

@@ -36,9 +36,8 @@ with two roundings, everywhere. On x86-64 torch's for-loop and `foreach` take Ad
 always the correctly rounded one; `kernels.c` then calls the same function. Which of these this torch does here is
 found by trying, and where it is none of them, torch's own update runs: [Note: found by trying] in ``rounding.py``.
 
-Seen with torch 2.13 on aarch64 (NEON) and on x86-64 with AVX-512, with AVX2 and without either; with torch 2.11 on
-x86-64 (AVX2, which torch's fused kernels also use on AVX-512 machines). tests/test_host_kernels.py asserts it wherever
-it runs.
+Seen with torch 2.11 and 2.13 on x86-64 with AVX-512 (where torch's fused kernels use AVX2), with AVX2 and without
+either; with torch 2.13 on aarch64 (NEON). tests/test_host_kernels.py asserts it wherever it runs.
 
 On a GPU torch's `foreach` kernels, its default there, do what the lines for CUDA say and the same otherwise:
 tests/test_offload_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused`

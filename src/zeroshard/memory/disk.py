@@ -96,6 +96,7 @@ class Disk:
         nbytes = max(PAGE, round_up(numel * dtype.itemsize, PAGE))
         with self._lock:
             file = self._open()
+            self.check()  # a new tensor would make a file that was cut off as long as it was
             used = self._extents.used
             if self._limit is not None and used + nbytes > self._limit:
                 raise DiskError(
@@ -112,6 +113,31 @@ class Disk:
             self._places[ctypes.addressof(array)] = Place(offset, nbytes, array)
         tensor = torch.frombuffer(array, dtype=dtype, count=max(1, numel))[:numel]
         return tensor if self._blank else tensor.zero_()
+
+    def check(self) -> None:
+        """Raise where the file was cut off: a touch of a tensor behind its end would end the process (SIGBUS).
+
+        >>> import tempfile
+        >>> disk = Disk(tempfile.gettempdir())
+        >>> moments = disk.empty(1000, torch.float32)
+        >>> os.truncate(disk._file.descriptor, 0)
+        >>> disk.check()
+        Traceback (most recent call last):
+            ...
+        zeroshard.memory.file.DiskError: the disk tier's file in ... has 0 B, expected 4.1 kB: it was cut off, ...
+        """
+        if self._file is None:
+            return
+        try:
+            found = os.fstat(self._file.descriptor).st_size
+        except OSError as error:
+            raise DiskError.of(f"the disk tier's file in {self.directory} cannot be looked at", error) from error
+        if found < self._extents.end:
+            raise DiskError(
+                f"the disk tier's file in {self.directory} has {size(found)}, expected {size(self._extents.end)}: it "
+                "was cut off, or the device lost it. What rested there is gone: begin anew from the last checkpoint, "
+                "with another directory"
+            )
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the space of a tensor back. Nobody may use it, or a view of it, any more: another will rest there."""

@@ -60,6 +60,11 @@ class Tiers:
         if self.offload is not None and self.offload.uses_disk:
             self._disk = self.disk
 
+    def check(self) -> None:
+        """Raise where states on disk cannot be read any more, before somebody touches them."""
+        if self._disk is not None:
+            self._disk.check()
+
     @property
     def disk(self) -> Disk:
         """This rank's file, made when it is first needed."""

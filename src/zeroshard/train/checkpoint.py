@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.history import point_latest
 from zeroshard.checkpoint.index import Index, is_checkpoint
 
@@ -17,9 +18,15 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         extra = Index.read(path).extra
-        self.step: int = extra["step"]
+        step, seconds = extra.get("step"), extra.get("seconds")
+        if type(step) is not int or step < 0 or type(seconds) not in (int, float):
+            raise CheckpointError(
+                f"{path} is no checkpoint of a run: its extra has step {step!r} and seconds {seconds!r}, expected two "
+                "numbers. Go on from another checkpoint"
+            )
+        self.step: int = step
         """How many steps were done."""
-        self.seconds: float = extra["seconds"]
+        self.seconds: float = seconds
         """How long they took."""
 
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import os
+import socket
+import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.whole import read_json, write_whole
+from zeroshard.train.errors import TrainingError
+
+LOCK = "lock"
 
 
 class RunDirectory:
     """A directory with ``config.json`` (options), ``run.json`` (what came of it), ``metrics.jsonl``, ``report.html``,
-    ``checkpoints/``, ``model/`` (the trained weights) and ``data/`` (tokens).
+    ``checkpoints/``, ``model/`` (the trained weights), ``data/`` (tokens) and ``lock`` (one run at a time).
 
     >>> RunDirectory(Path("runs/tiny")).metrics.as_posix()
     'runs/tiny/metrics.jsonl'
@@ -25,6 +33,39 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.data = path / "data"
+        self._closing: weakref.finalize[Any, Any] | None = None  # of the lock's descriptor
+
+    def lock(self) -> None:
+        """Take the directory for this process until it ends, however it ends; refuses where another run has it.
+
+        The file ``lock`` stays there and says who had it last: what counts is the system's lock on it (``flock``).
+        """
+        path = self.path / LOCK
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._closing = weakref.finalize(self, os.close, lock)
+        self._closing.atexit = False  # the system closes it then
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+            self.unlock()
+            raise TrainingError(
+                f"{self.path} is in use by a run of {holder}: wait until it ends, or give another --out"
+            ) from None
+        except OSError as error:
+            self.unlock()
+            warnings.warn(
+                f"{path} cannot be locked on this file system ({error.strerror}): start no second run in {self.path}",
+                stacklevel=2,
+            )
+            return
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def unlock(self) -> None:
+        """Let others have the directory."""
+        if self._closing is not None:
+            self._closing()
 
     def exists(self) -> bool:
         """Whether a run has begun here."""

@@ -192,9 +192,11 @@ def _open_directory(options: Options, world: World) -> RunDirectory:
         out = Path(options.run.out) if options.run.out is not None else new_directory(Path("runs"), options.name)
         _refuse_taken(options, out)
         out.mkdir(parents=True, exist_ok=True)
+        directory = RunDirectory(out)
+        directory.lock()
         chosen = [os.fspath(out)]
     dist.broadcast_object_list(chosen, src=0)
-    return RunDirectory(Path(chosen[0]))
+    return directory if world.first else RunDirectory(Path(chosen[0]))
 
 
 def _open_corpus(options: Options, world: World, directory: RunDirectory, language_model: LanguageModel) -> Corpus:

@@ -23,7 +23,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed import DistError, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from zeroshard.agreement import RanksDisagreeError
