@@ -107,7 +107,8 @@ class Config:
     longer."""
 
     loss_scale: float = 2.0**16
-    """fp16: the first loss scale. It halves after an overflow and doubles after 2000 steps without one."""
+    """fp16: the first loss scale of ``optimizer.scale(loss)``. It halves after an overflow and doubles after 2000 steps
+    without one."""
 
     def __new__(cls, **options: Any) -> Config:
         """Refuse unknown names, with the nearest right one."""

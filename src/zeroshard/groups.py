@@ -76,9 +76,9 @@ class Group(dict[str, Any]):
     keys = MutableMapping.keys  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
-    pop = MutableMapping.pop  # type: ignore[assignment]
-    update = MutableMapping.update  # type: ignore[assignment]
-    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+    pop = MutableMapping.pop
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
 
     def __repr__(self) -> str:
         """Show it as a dictionary."""
@@ -107,9 +107,12 @@ class Told:
 
     >>> told = Told(torch.device("cpu"))
     >>> told.compare(told.mine([{"lr": 0.1}]), rank=0)
-    >>> told.compare(torch.maximum(told.mine([{"lr": 0.1}]), told.mine([{"lr": 0.2}])), rank=0)
-    Traceback (most recent call last):
-    RuntimeError: the hyper-parameters of the optimizer differ between ranks: rank 0 has [{'lr': 0.2}]. Set the same …
+    >>> both = torch.maximum(told.mine([{"lr": 0.1}]), told.mine([{"lr": 0.2}]))
+    >>> try:
+    ...     told.compare(both, rank=0)
+    ... except RuntimeError as error:
+    ...     print(str(error).partition(". ")[0])
+    the hyper-parameters of the optimizer differ between ranks: rank 0 has [{'lr': 0.2}]
     """
 
     def __init__(self, device: torch.device) -> None:

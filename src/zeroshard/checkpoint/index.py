@@ -177,9 +177,9 @@ class Index:
         for fqn, saved in self.tensors.items():
             name, numel, plain = fqn.partition("/")[2], saved.numel, saved.order.plain
             for at in saved.stretches:
-                named, shape = f"{name}[{at.start}:{at.start + at.numel}]", (at.numel,)
-                if plain and at.numel == numel:
-                    named, shape = name, saved.shape
+                whole = plain and at.numel == numel
+                named = name if whole else f"{name}[{at.start}:{at.start + at.numel}]"
+                shape = saved.shape if whole else (at.numel,)
                 placed[at.file].append((named, DTYPES[saved.dtype], shape, at.offset))
         return placed
 

@@ -153,10 +153,10 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
         plan.opened[parameter] |= counted
     trials = Trials(getattr(optimizer, "inner", optimizer))
     of_name = {name: group for group in plan.groups or own for name in group.names}
-    for parameter, state in plan.opened.items():
-        if state:
+    for parameter, opened in plan.opened.items():
+        if opened:
             trials.refuse_incomplete(
-                f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], state
+                f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], opened
             )
     if isinstance(optimizer, ShardedOptimizer):
         refuse_states(plan.opened)

@@ -129,4 +129,6 @@ def _kind(value: Any) -> str:
         return _NUMBER if value.numel() == 1 and not value.is_complex() else "a tensor of several numbers"
     if isinstance(value, (list, tuple)):
         return f"{len(value)} of: {', '.join('anything' if item is None else _kind(item) for item in value)}"
-    return {str: "a text", dict: "a table"}.get(type(value), type(value).__name__)
+    if isinstance(value, str):
+        return "a text"
+    return "a table" if isinstance(value, dict) else type(value).__name__
