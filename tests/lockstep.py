@@ -995,7 +995,7 @@ class Lockstep:
         calls: dict[str, Callable[[nn.Module], Any]] = {
             "to cpu": lambda m: m.to("cpu"),
             "cpu": lambda m: m.cpu(),
-            "to same": lambda m: m.to(next(m.parameters()).dtype),
+            "to same": lambda m: m.to("cpu", torch.float32 if self.options.dtype is None else None),
             "apply": lambda m: m.apply(lambda module: None),
             "train": lambda m: m.train(),
             "double": lambda m: m.double(),
