@@ -449,6 +449,7 @@ class Lockstep:
                 self.plain.parameter(name).grad = gradient
             for mine in errors:
                 same = isinstance(error, Trouble) and isinstance(mine, Trouble)
+                same = same or (type(mine) is type(error) and str(mine) == str(error))
                 torchs = any(words in str(mine) and words in str(error) for words in TORCHS_OWN)
                 if not (same or torchs or is_clear(mine)):
                     raise Counterexample(f"{title}: the plain model raises {error!r}, but here {told(mine)}") from mine
@@ -994,7 +995,7 @@ class Lockstep:
         calls: dict[str, Callable[[nn.Module], Any]] = {
             "to cpu": lambda m: m.to("cpu"),
             "cpu": lambda m: m.cpu(),
-            "to same": lambda m: m.to(next(m.parameters()).dtype),
+            "to same": lambda m: m.to("cpu", torch.float32 if self.options.dtype is None else None),
             "apply": lambda m: m.apply(lambda module: None),
             "train": lambda m: m.train(),
             "double": lambda m: m.double(),

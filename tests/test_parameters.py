@@ -289,13 +289,11 @@ WRONG = {  # a call, and what its error says
 def test_calls_that_would_leave_the_model_wrong_are_refused_and_change_nothing(stage: int) -> None:
     def body(rank: int):
         model, optimizer = shard(make_net(), stage)
-        for way, (call, message) in WRONG.items():
+        for call, message in WRONG.values():
             step(model, optimizer, split(batches(1)[0], rank, 2))
             with pytest.raises(RuntimeError, match=message):
                 call(model, optimizer)
-            if way == "assign":
-                with pytest.raises(RuntimeError, match="is another"):
-                    net_loss(model, split(batches(1)[0], rank, 2))
+        step(model, optimizer, split(batches(1)[0], rank, 2))
 
     run_threads(2, body)
 

@@ -222,13 +222,26 @@ def load_by_assignment(both: Lockstep) -> None:
     both.train(0)
 
 
-SEQUENCES = [forward_after_a_backward_that_raised, clear_after_a_backward_that_raised, load_by_assignment]
+def load_directly(both: Lockstep) -> None:
+    both.load_state_dict(0, assign=False)
+    both.look("full")
+    both.offload()
+    both.load_state_dict(1, assign=False)
+
+
+SEQUENCES = [
+    load_directly,
+    forward_after_a_backward_that_raised,
+    clear_after_a_backward_that_raised,
+    load_by_assignment,
+]
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
-    for options in (Options(stage=stage, held_out=True), Options(stage=stage, world=2, held_out=True)):
+    for world in (1, 2):
+        options = Options(stage=stage, world=world, held_out=True, hook="gathered")
         both = Lockstep(options)
         try:
             sequence(both)

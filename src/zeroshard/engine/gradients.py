@@ -318,6 +318,11 @@ class Gradients:
         """Whether there may be gradients, of this rank or of another."""
         return self.unreduced or self.memory.held
 
+    @property
+    def given(self) -> bool:
+        """Whether a parameter has a gradient that no backward of the model has made: somebody has set it."""
+        return bool(self._with_autograd_gradients())
+
     @torch.no_grad()
     def agree(self) -> None:
         """Reduce what is not reduced yet, and find out which parameters have a gradient on any rank.

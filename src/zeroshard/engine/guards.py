@@ -70,15 +70,6 @@ def refuse_join(**_: object) -> NoReturn:
     )
 
 
-def refuse_assign(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
-    """Run before ``load_state_dict`` changes anything: ``assign=True`` would replace the parameters."""
-    if metadata.get("assign_to_params_buffers"):
-        raise RuntimeError(
-            f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.') or 'the sharded model'} "
-            "by others, which nobody would train: leave assign out, or load before zeroshard.shard()"
-        )
-
-
 class _NoPostHook:
     """Stands for a parameter's ``register_post_accumulate_grad_hook``."""
 

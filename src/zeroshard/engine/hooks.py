@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.engine import Engine, in_backward
 from zeroshard.engine.frames import outside_transforms
-from zeroshard.engine.guards import Planted, Watch, guard, refuse_assign, refuse_wrapped
+from zeroshard.engine.guards import Planted, Watch, guard, refuse_wrapped
 from zeroshard.engine.kept import Keeper, keepers
-from zeroshard.engine.parameter import card_of
+from zeroshard.engine.parameter import card_of, is_absent
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import cast_floats
 
@@ -190,6 +190,29 @@ class _CastOutputs:
         return cast_floats(output, self._dtype)
 
 
+class _Loading:
+    """Runs before ``load_state_dict`` changes anything: refuses what would go wrong in the middle."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
+        self._engine.states.refuse_away()
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.') or 'the model'} by "
+                "others, which nobody would train: leave assign out, or load before zeroshard.shard()"
+            )
+        for parameter in module.parameters():
+            card = card_of(parameter)
+            unit = card.unit() if card is not None else None
+            if card is not None and unit is not None and unit.partitioned and is_absent(parameter):
+                raise RuntimeError(
+                    f"load_state_dict() cannot write into {card.name!r}, whose values are not there: load inside `with "
+                    "zeroshard.gathered(model, write_rank=0):`, or call zeroshard.load(path, model)"
+                )
+
+
 class _Loaded:
     """Runs after ``load_state_dict``: the loaded values go into shards and master copies too."""
 
@@ -231,6 +254,6 @@ def install(
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
     for module in model.modules():
         if module is model or next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_load_state_dict_pre_hook(refuse_assign))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(_Loading(engine)))  # type: ignore[no-untyped-call]
     handles.append(model.register_load_state_dict_post_hook(_Loaded(engine, watch)))  # type: ignore[no-untyped-call]
     return handles

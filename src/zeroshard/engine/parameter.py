@@ -448,6 +448,11 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 card.fetched(result)
 
 
+def is_absent(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's values are not in place."""
+    return isinstance(parameter, _Absent)
+
+
 class Wardrobe:
     """The classes that a parameter changes between, looked up once: it changes them several times a step."""
 

@@ -72,17 +72,18 @@ class GatheredValues:
         if self._sums:
             self.note(flats)
 
-    def edited(self, flats: list[Flat]) -> str | None:
-        """What was changed since then, in words, or None. The values are about to go."""
+    def edited(self, flats: list[Flat], stay: bool = False) -> str | None:
+        """What was changed since then, in words, or None. The values are about to go, unless they ``stay``."""
         before, sums, versions = self._versions, self._sums, _versions(flats)
-        self._versions, self._sums = [], []
+        if not stay:
+            self._versions, self._sums = [], []
         if versions != before:
             names = [name for flat in flats for name in flat.names]
             return next(repr(n) for n, old, new in zip(names, before, versions, strict=True) if old != new)
         for flat, noted in zip(flats if sums else [], sums, strict=True):
             if not torch.equal(_checksum(flat.full), noted):
                 return f"{flat.names[0]!r}" + (f", or another of {flat.names[1:]}," if len(flat.names) > 1 else "")
-        self._to_compare -= bool(sums)
+        self._to_compare -= bool(sums) and not stay
         return None
 
 
@@ -370,7 +371,7 @@ class Unit:
         computes with these values.
         """
         if self.partitioned and self.state is not State.RELEASED:
-            _refuse_edits(self._values.edited(self.flats))
+            _refuse_edits(self._values.edited(self.flats, stay=True))
         copies = []
         for flat in self.flats:
             if not self.partitioned:
