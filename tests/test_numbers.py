@@ -232,13 +232,11 @@ def test_groups_with_their_own_hyperparameters_equal_the_plain_run(kind: str, wo
 
 
 def clear_all_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
-    """As the simple loop; the plain gradients of parameters in no group are cleared too."""
+    """As the simple loop; gradients of parameters in no group are cleared too."""
     for batch in data:
         net_loss(model, batch).backward()
         optimizer.step()
-        optimizer.zero_grad()
-        if not isinstance(optimizer, zeroshard.ShardedOptimizer):
-            model.zero_grad()
+        model.zero_grad()
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,18 @@ class Agreement:
     def _in_vain(self, what: str, began: float | None, moment: int | None, error: str = "") -> RanksDisagreeError:
         fault = self._fault(moment) or self.faults[0]
         told = f" ({error})" if error else ""
-        return RanksDisagreeError(f"rank {self.rank} cannot {what}{_after(began)}: {fault.text}{told}")
+        notes = "".join(f" {note}." for note in self._failures() if note not in fault.text)
+        return RanksDisagreeError(f"rank {self.rank} cannot {what}{_after(began)}: {fault.text}{told}{notes}")
+
+    def _failures(self) -> list[str]:
+        """What other ranks said of themselves before they left their pass: see :meth:`tell_failure`."""
+        found = []
+        with contextlib.suppress(RuntimeError):  # the store went down with its rank
+            for rank in range(self._ranks):
+                moment, why = self._said("note", rank) if rank != self.rank else (-1, "")
+                if why and moment >= self._settled:
+                    found.append(f"rank {rank} failed: {why}")
+        return found
 
     def _disagree(self, what: str) -> RanksDisagreeError:
         """Say where all ranks are, here and to the others."""
@@ -303,9 +314,7 @@ class Agreement:
             else:
                 known = f"the last it was known to come to: {positions[rank]}" if rank in positions else "not heard of"
                 elsewhere.append(f"rank {rank} has announced nothing ({known})")
-            failed, why = self._said("note", rank)
-            if failed >= self._settled and why:
-                elsewhere.append(f"rank {rank} failed: {why}")
+        elsewhere += self._failures()
         text = f"ranks disagree: rank {self.rank} {what}. {'; '.join(elsewhere)}. {_ADVICE}"
         self._watch.post(ERROR, text)
         return RanksDisagreeError(text)

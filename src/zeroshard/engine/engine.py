@@ -487,6 +487,8 @@ class Engine:
 
     def _begin_backward(self) -> None:
         self.states.refuse_away()
+        for unit in self.states.resident:
+            unit.watch_forward()
         self._backward += 1
         self._backward_on = True
         self._task = torch._C._current_graph_task_id()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
 
 
-LOOKS = 4  # two steps, each with a look before its forward and one before its update
+LOOKS = 2  # at what a forward has left
 
 
 class State(enum.Enum):
@@ -311,16 +311,23 @@ class Unit:
     def may_be_edited(self) -> bool:
         """Whether resident parameters may have been changed in a way that no version counter tells of.
 
-        That is so where somebody has, or had since the last look, ``parameter.data``. The forward itself may use that
-        unnoticed, but then it does so every time: the first few times the values are compared with their masters.
+        That is so where somebody has, or had since the last look, ``parameter.data``, and where the forward itself was
+        seen to use that.
         """
         if self.expected or self.out or self.state is not State.READY:
             return False
         taken, self._aliases = bool(self._aliases), [alias for alias in self._aliases if alias() is not None]
-        if self._looks and not taken:
+        return taken or self._changes_itself
+
+    def watch_forward(self) -> None:
+        """A forward is over: see whether it has changed resident parameters through ``parameter.data``.
+
+        That goes unnoticed there, but such a forward does so every time: the first times the values are compared with
+        their masters.
+        """
+        if self._looks and self.has_masters and self.state is State.READY and not (self.expected or self.out):
             self._looks -= 1
             self._changes_itself = self._changes_itself or any(flat.differs_from_master() for flat in self.flats)
-        return taken or self._changes_itself
 
     def _finish(self) -> None:
         for pending in self._pending:
