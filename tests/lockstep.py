@@ -67,7 +67,7 @@ TORCHS_OWN = (  # what a plain model says as well
     "norm of order",
     "The total norm",
 )
-LOOKS = ("none", "direct", "full", "gathered", "optimizer")
+LOOKS = ("none", "none", "direct", "numpy", "full", "gathered", "optimizer")
 
 
 class Counterexample(AssertionError):
@@ -464,6 +464,20 @@ class Lockstep:
             self.lenient or self.away or self.over or self.thawed or any(o.kind == "gathered" for o in self.opened)
         )
 
+    @property
+    def has_gradients(self) -> bool:
+        return any(self.plain.parameter(name).grad is not None for name in self.names)
+
+    def habit(self, what: str) -> None:
+        """What plain models let pass: a conversion, a copy, a print."""
+        kind, _, how = what.partition(" ")
+        if kind == "cast":
+            self.cast(how)
+        elif kind == "duplicate":
+            self.duplicate(how)
+        else:
+            self.report()
+
     # -- comparing ------------------------------------------------------------------------------------------------
 
     def same(self, what: str, got: Any, expected: Any, loose: float = 1.0) -> None:
@@ -487,8 +501,8 @@ class Lockstep:
         """Read the states in one way and compare them."""
         if self.over or self.away or kind == "none":
             return
-        if kind == "direct":
-            self._look_direct()
+        if kind in ("direct", "numpy"):
+            self._look_direct(kind == "numpy")
         elif kind == "gathered" and not self.opened:
             self._look_gathered()
         elif kind == "full":
@@ -496,13 +510,13 @@ class Lockstep:
         elif kind == "optimizer":
             self.read_optimizer()
 
-    def _look_direct(self) -> None:
+    def _look_direct(self, numpy: bool = False) -> None:
         """As a user's own code would: an average of weights, a histogram."""
         apart = [o for o in self.opened if o.apart]
         for name in self.names:
             done = self._do(
                 f"read({name})",
-                lambda side, name=name: _read(side.parameter(name)),
+                lambda side, name=name: _read(side.parameter(name), numpy),
                 lambda: None,
             )
             for rank, value in enumerate(done[0] if done is not None else ()):
@@ -856,7 +870,7 @@ class Lockstep:
 
     def step_original(self) -> None:
         """Step the optimizer that was given to shard(): an error, where there are gradients."""
-        if all(self.plain.parameter(name).grad is None for name in self.names):
+        if not self.has_gradients:
             return
         outcomes = self._outcomes("step_original", lambda rank: self.sides[rank].original.step())
         for _, error in outcomes:
@@ -1249,9 +1263,9 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
-def _read(parameter: torch.Tensor) -> torch.Tensor:
+def _read(parameter: torch.Tensor, numpy: bool = False) -> torch.Tensor:
     value = parameter.detach()
-    if value.dtype is torch.float32:
+    if numpy and value.dtype is torch.float32:
         return torch.from_numpy(value.numpy().copy())
     return value.float().clone()
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -77,10 +78,6 @@ def sharded_models(draw: st.DrawFn) -> Options:
     return Options(**options)
 
 
-def allowed(name: str) -> bool:
-    return name not in WITHOUT
-
-
 class Machine(RuleBasedStateMachine):
     """The rules. Each is a method of `Lockstep`, followed by a look."""
 
@@ -106,39 +103,63 @@ class Machine(RuleBasedStateMachine):
             self.both.close()
             log("-- end")
 
-    @property
-    def going(self) -> bool:
-        return self.both is not None and not self.both.over
+    def may(self, name: str, when: Callable[[Lockstep], Any]) -> bool:
+        return self.both is not None and not self.both.over and name not in WITHOUT and bool(when(self.both))
+
+    @rule()
+    def rest(self) -> None:
+        """So that there is a rule when no other may come."""
 
 
-def add_rule(name: str, /, **arguments: st.SearchStrategy[Any]) -> None:
-    """Make a rule of a method of `Lockstep`."""
+def add_rule(
+    name: str,
+    /,
+    when: Callable[[Lockstep], Any] = lambda both: True,
+    often: int = 1,
+    **arguments: st.SearchStrategy[Any],
+) -> None:
+    """Make a rule of a method of `Lockstep`, or several, for what is to come more often than the rest."""
     RULES.add(name)
 
     def act(self: Machine, look: str, **given: Any) -> None:
-        if self.going and allowed(name) and self.both is not None:
-            if "name" in given and given["name"] not in self.both.names:
-                given["name"] = given["name"].replace("blocks.1", "blocks.0")
-            STARTED["rules"] += 1
-            try:
-                getattr(self.both, name)(**given)
-                self.both.look(look)
-            except BaseException:
-                self.both.over = True  # nothing that comes later is worth telling
-                raise
+        if self.both is None or not self.may(name, when):
+            return
+        if "name" in given and given["name"] not in self.both.names:
+            given["name"] = given["name"].replace("blocks.1", "blocks.0")
+        STARTED["rules"] += 1
+        try:
+            getattr(self.both, name)(**given)
+            self.both.look(look)
+        except BaseException:
+            self.both.over = True  # nothing that comes later is worth telling
+            raise
 
-    act.__name__ = name
-    setattr(Machine, name, precondition(lambda self: allowed(name))(rule(look=LOOK, **arguments)(act)))
+    for number in range(often):
+        called = name if number == 0 else f"{name}_{number + 1}"
+        one = types.FunctionType(act.__code__, act.__globals__, called, act.__defaults__, act.__closure__)
+        setattr(Machine, called, precondition(lambda self: self.may(name, when))(rule(look=LOOK, **arguments)(one)))
 
 
 NUMBER = st.integers(-2, 1)
-add_rule("train", seed=SEEDS, clear=st.sampled_from(("optimizer", "model")))
-add_rule("forward", seed=SEEDS, route=st.integers(0, 2), part=PARTS)
+HABITS = (
+    *(f"cast {how}" for how in ("to cpu", "cpu", "to same", "apply", "train")),
+    *(f"cast {how}" for how in ("double", "to half", "to_empty", "share_memory", "replace")),
+    *(f"duplicate {what}" for what in ("deepcopy", "save", "deepcopy optimizer", "pickle optimizer")),
+    "report",
+)
+add_rule("train", seed=SEEDS, clear=st.sampled_from(("optimizer", "model")), often=3)
+add_rule("forward", seed=SEEDS, route=st.integers(0, 2), part=PARTS, often=2)
 add_rule("evaluate", seed=SEEDS, route=st.integers(0, 2), mode=st.booleans(), inference=st.booleans())
 add_rule(
-    "backward", which=NUMBER, retain=st.booleans(), both=st.booleans(), scaled=st.sampled_from((True, True, False))
+    "backward",
+    when=lambda both: both.plain.graphs,
+    often=3,
+    which=NUMBER,
+    retain=st.booleans(),
+    both=st.booleans(),
+    scaled=st.sampled_from((True, True, False)),
 )
-add_rule("step", closure=st.none() | SEEDS)
+add_rule("step", closure=st.none() | SEEDS, often=2)
 add_rule("zero_grad", by=st.sampled_from(("optimizer", "model")), set_to_none=st.booleans())
 add_rule(
     "clip",
@@ -148,32 +169,25 @@ add_rule(
 )
 add_rule("fail_forward", where=st.sampled_from(("forward", "hook")), index=st.integers(0, 2), seed=SEEDS, only=PARTS)
 add_rule("fail_backward", index=st.integers(0, 2), seed=SEEDS)
-add_rule("step_original")
+add_rule("step_original", when=lambda both: both.has_gradients)
 add_rule("set_rate", group=st.integers(0, 2), rate=st.sampled_from((0.02, 0.05, 0.0)))
-add_rule("add_group")
+add_rule("add_group", when=lambda both: both.options.held_out)
 add_rule("read_optimizer", keep=st.just(True))
-add_rule("load_optimizer", which=NUMBER, plains=st.booleans())
-add_rule("read_gradient", name=NAMES, halve=st.booleans())
+add_rule("load_optimizer", when=lambda both: both.snapshots, which=NUMBER, plains=st.booleans())
+add_rule("read_gradient", when=lambda both: both.has_gradients, name=NAMES, halve=st.booleans())
 add_rule("assign_gradient", name=NAMES, seed=st.none() | SEEDS)
 add_rule("freeze", name=NAMES, requires_grad=st.booleans())
-add_rule("edit", name=NAMES, how=st.sampled_from(EDITS), seed=SEEDS, only_writer=st.booleans())
-add_rule(
-    "cast",
-    how=st.sampled_from(
-        ("to cpu", "cpu", "to same", "apply", "train", "double", "to half", "to_empty", "share_memory", "replace")
-    ),
-)
-add_rule("duplicate", what=st.sampled_from(("deepcopy", "save", "deepcopy optimizer", "pickle optimizer")))
+add_rule("edit", name=NAMES, how=st.sampled_from(EDITS), seed=SEEDS, only_writer=st.booleans(), often=2)
+add_rule("habit", what=st.sampled_from(HABITS))
 add_rule("state_dict")
-add_rule("load_state_dict", seed=SEEDS, assign=st.booleans())
-add_rule("enter", kind=st.sampled_from(("gathered", "gathered", "no_sync")), writer=PARTS, part=PARTS)
-add_rule("leave", raising=st.booleans())
+add_rule("load_state_dict", seed=SEEDS, assign=st.sampled_from((False, False, True)))
+add_rule("enter", kind=st.sampled_from(("gathered", "gathered", "no_sync")), writer=PARTS, part=PARTS, often=2)
+add_rule("leave", when=lambda both: both.opened, raising=st.booleans(), often=2)
 add_rule("save", wait=st.booleans())
-add_rule("load", which=NUMBER)
+add_rule("load", when=lambda both: both.checkpoints, which=NUMBER, often=2)
 add_rule("offload")
-add_rule("reload")
+add_rule("reload", when=lambda both: both.away, often=3)
 add_rule("reshard", stage=st.integers(0, 3), freeze=st.none() | NAMES, thaw=st.booleans())
-add_rule("report")
 
 
 def run_sequences(number: int, start: int | None, steps: int, quick: bool = False) -> None:
