@@ -65,7 +65,7 @@ class GuardedRun(nn.Parameter):
     """
 
     @property
-    def grad(self: Any) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self: Any) -> torch.Tensor | None:
         guard: Guard | None = self.__dict__.get("_zeroshard_guard")
         if guard is not None:
             guard.refuse()

@@ -152,12 +152,12 @@ class ShardedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Do what is known for gradients in parts; read the whole otherwise."""
         options, name = kwargs or {}, func._schema.name.partition("::")[2]
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if isinstance(first, ShardedGradient):
             if name in ("detach", "alias"):
                 return ShardedGradient(first.source)
@@ -191,7 +191,7 @@ class ShardedGradient(torch.Tensor):
         args, options = _whole((args, options))
         return func(*args, **options)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it, without communication."""
         where = f"{tuple(self.shape)}, {self.dtype}, {self.device}"
         return f"ShardedGradient of {self.source.name!r} ({where}; zeroshard.full_gradient(model, name) reads it)"
@@ -202,7 +202,7 @@ class ShardedGradient(torch.Tensor):
 
     def tolist(self) -> Any:
         """The whole gradient, which all ranks read together."""
-        return self.source.full().tolist()  # type: ignore[no-untyped-call]
+        return self.source.full().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """The whole gradient, which all ranks read together."""
@@ -210,7 +210,7 @@ class ShardedGradient(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the whole gradient, which all ranks read together."""
-        return self.source.full().__reduce_ex__(protocol)
+        return self.source.full().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _whole(values: Any) -> Any:
@@ -221,7 +221,8 @@ def _whole(values: Any) -> Any:
 def _norm(gradient: torch.Tensor, norm_type: float, options: dict[str, Any]) -> torch.Tensor:
     if isinstance(gradient, ShardedGradient):
         return _as_asked(gradient.source.norm(norm_type), options)
-    return torch.linalg.vector_norm(gradient, norm_type, **options)
+    found: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, **options)
+    return found
 
 
 def _as_asked(norm: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
