@@ -255,7 +255,8 @@ SEQUENCES = [
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
     for world in (1, 2):
-        options = Options(stage=stage, world=world, held_out=True, hook="gathered")
+        offload = "host" if sequence is load_over_loaded_values else None
+        options = Options(stage=stage, world=world, offload=offload, held_out=True, hook="gathered")
         both = Lockstep(options)
         try:
             sequence(both)
