@@ -964,6 +964,8 @@ class Lockstep:
         def plain() -> None:
             self.plain.parameter(name).requires_grad_(requires_grad)
 
+        if self.options.checkpointed:  # torch's own checkpoints do not bear it between forward and backward
+            self.drop_graphs()
         if self._do(f"freeze({name}, {requires_grad})", act, plain) is None:
             return
         if name in self.frozen_at_shard:

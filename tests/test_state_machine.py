@@ -243,7 +243,36 @@ def load_directly(both: Lockstep) -> None:
     both.load_state_dict(1, assign=False)
 
 
+def load_over_loaded_values(both: Lockstep) -> None:
+    both.save()
+    both.load_state_dict(3, assign=False)
+    both.load(0)
+
+
+def clip_after_a_gradient_was_set_and_read(both: Lockstep) -> None:
+    both.assign_gradient("scale", 1)
+    both.look("full")
+    both.assign_gradient("tail.weight", 2)
+    both.clip("torch", 0.5)
+    both.assign_gradient("scale", None)
+
+
+def read_in_a_hook(both: Lockstep) -> None:
+    both.train(0)
+    both.fail_forward("hook", 1, 1)
+    both.train(1)
+
+
+def step_the_given_optimizer(both: Lockstep) -> None:
+    both.assign_gradient("tail.weight", 1)
+    both.step_original()
+
+
 SEQUENCES = [
+    load_over_loaded_values,
+    clip_after_a_gradient_was_set_and_read,
+    read_in_a_hook,
+    step_the_given_optimizer,
     load_directly,
     forward_after_a_backward_that_raised,
     clear_after_a_backward_that_raised,
@@ -255,7 +284,8 @@ SEQUENCES = [
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
     for world in (1, 2):
-        options = Options(stage=stage, world=world, held_out=True, hook="gathered")
+        offload = "host" if sequence is load_over_loaded_values else None
+        options = Options(stage=stage, world=world, offload=offload, held_out=True, hook="gathered")
         both = Lockstep(options)
         try:
             sequence(both)

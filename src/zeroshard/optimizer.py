@@ -170,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.states.refuse_away()
         gradients = self._engine.gradients
         self._engine.order.begin("clip" + self._scaled)
-        gradients.reduce_rest()
+        self._engine.reduce_rest()
         norm = self._norm_of_groups(norm_type) if self._others() else self._global_norm(norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: not clipped")
@@ -201,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.states.refuse_away()
         gradients = self._engine.gradients
         self._engine.order.begin("clip" + self._scaled)
-        gradients.reduce_rest()
+        self._engine.reduce_rest()
         gradients.apply_coefficient()
         self._engine.states.doubt()
         for gradient in gradients.of_flat.values():
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 group.refuse_changed()  # type: ignore[attr-defined]
             backwards, self._engine.backwards = self._engine.backwards, 0
-            self._engine.gradients.reduce_rest()
+            self._engine.reduce_rest()
             self._refuse_partial()
             self._find_unused()
             self._engine.states.settle()

@@ -570,6 +570,12 @@ class Engine:
 
     # -- between steps ------------------------------------------------------------------------------------------
 
+    def reduce_rest(self) -> None:
+        """Reduce what is not reduced yet; the parameters show it from then on, also what somebody has set."""
+        self.gradients.reduce_rest()
+        if not self.running:
+            self.states.rest(self._live)
+
     def drop_pins(self) -> None:
         """The parameters have changed: no backward may use the old values any more."""
         self._pins.clear()

@@ -168,6 +168,10 @@ class States:
 
     def finish_updates(self) -> None:
         """Wait for the updates and gathers that a step has started; raise where the states cannot be read."""
+        self._end_updates()
+        self.take_in_edits()
+
+    def _end_updates(self) -> None:
         self.refuse_away()
         updates = self.updates()
         if updates is not None:
@@ -176,7 +180,6 @@ class States:
         for unit in self.resident:
             self.complete(unit)
             unit.wait()
-        self.take_in_edits()
 
     def complete(self, unit: Unit) -> None:
         """Collect the new values of a resident unit that was updated outside the device.
@@ -226,13 +229,15 @@ class States:
         """Bring the parameters in computation into line with shards and masters that somebody has written into."""
         self._order.begin("take in new values")
         self.values_changed(parameter for unit in self._units for parameter in unit.parameters)
-        self.finish_updates()
+        self._end_updates()  # without edits: what was written counts, not what the parameters were before
         self.doubt()
         self.copy_masters(flat for unit in self._units for flat in unit.flats)
         for unit in self.resident if self._comm.shard.size > 1 else ():
             self._order.check(unit.gather_event)
             unit.gather(frozen=True)
-        self.finish_updates()
+        self._end_updates()
+        for unit in self.resident:
+            self.note_versions(unit)
 
     def absorb_resident(self) -> None:
         """Take values written into resident parameters, the same on all ranks, into shards and master copies."""

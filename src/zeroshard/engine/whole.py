@@ -72,7 +72,7 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     if gradient is None:
         return None
     engine.order.begin(f"to read the gradient of {name!r}")
-    engine.gradients.reduce_rest()
+    engine.reduce_rest()
     used, what = torch.tensor(float(gradient.used[index]), device=engine.comm.device), f"read the gradient of {name!r}"
     engine.order.check(what)
     engine.comm.all_reduce_everywhere(used, what)
