@@ -37,8 +37,12 @@ def checkpoints(parent: Path) -> list[Path]:
 
     The step is the last number of a name; of a name without one, what ``extra["step"]`` says.
     """
-    found = [path for path in parent.iterdir() if is_checkpoint(path)] if parent.is_dir() else []
-    return sorted(found, key=lambda path: (_step(path), (path / INDEX).stat().st_mtime_ns, path.name))
+    found = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        with suppress(FileNotFoundError):  # another run may remove it meanwhile
+            if is_checkpoint(path):
+                found.append(((_step(path), (path / INDEX).stat().st_mtime_ns, path.name), path))
+    return [path for _, path in sorted(found)]
 
 
 def _step(path: Path) -> int:
@@ -210,7 +214,10 @@ def _series(path: Path) -> str:
 
 def is_leftover(path: Path) -> bool:
     """Whether a directory holds nothing, or nothing but what a save that was cut off leaves."""
-    return all(_DATA.fullmatch(child.name) or _PARTIAL.fullmatch(child.name) for child in path.iterdir())
+    try:
+        return all(_DATA.fullmatch(child.name) or _PARTIAL.fullmatch(child.name) for child in path.iterdir())
+    except FileNotFoundError:
+        return False  # somebody else has removed it
 
 
 def sweep(checkpoint: Path, current: set[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,8 @@ class EndOfBackward:
         """Say that autograd is done with it, however it ended."""
         engine = self._engine()
         if engine is not None:
-            engine.leave_backward(self._number)
+            with suppress(RuntimeError):  # what another rank did is raised where it is waited for; here it cannot be
+                engine.leave_backward(self._number)
 
 
 def is_reached(tensor: torch.Tensor) -> bool:
