@@ -268,7 +268,14 @@ def step_the_given_optimizer(both: Lockstep) -> None:
     both.step_original()
 
 
+def backward_of_a_checkpointed_block_after_a_step(both: Lockstep) -> None:
+    both.forward(4, part=0)
+    both.step(4)
+    both.backward(0)
+
+
 SEQUENCES = [
+    backward_of_a_checkpointed_block_after_a_step,
     load_over_loaded_values,
     clip_after_a_gradient_was_set_and_read,
     read_in_a_hook,
@@ -285,7 +292,10 @@ SEQUENCES = [
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
     for world in (1, 2):
         offload = "host" if sequence is load_over_loaded_values else None
-        options = Options(stage=stage, world=world, offload=offload, held_out=True, hook="gathered")
+        checkpointed = sequence is backward_of_a_checkpointed_block_after_a_step
+        options = Options(
+            stage=stage, world=world, offload=offload, held_out=True, checkpointed=checkpointed, hook="gathered"
+        )
         both = Lockstep(options)
         try:
             sequence(both)
