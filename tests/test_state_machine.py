@@ -281,7 +281,13 @@ def forward_after_one_rank_failed(both: Lockstep) -> None:
     both.train(0)
 
 
+def change_data_right_after_a_step(both: Lockstep) -> None:
+    both.train(0)
+    both.edit("blocks.0.up.bias", "data.mul_", 0)
+
+
 SEQUENCES = [
+    change_data_right_after_a_step,
     forward_after_one_rank_failed,
     backward_of_a_checkpointed_block_after_a_step,
     load_over_loaded_values,
@@ -298,6 +304,7 @@ SEQUENCES = [
 SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
     forward_after_one_rank_failed: {"blocks": 1, "hook": "other"},
     backward_of_a_checkpointed_block_after_a_step: {"checkpointed": True},
+    change_data_right_after_a_step: {"offload": "host"},
     load_over_loaded_values: {"offload": "host"},
 }
 
