@@ -227,3 +227,23 @@ def test_a_cache_that_is_wanted_outside_of_training_is_filled() -> None:
     first = model(ids[:, :4])  # with gradients enabled
     assert first.past_key_values.get_seq_length() == 4
     torch.testing.assert_close(model(ids[:, 4:], past_key_values=first.past_key_values).logits[:, -1], plain[:, -1])
+
+
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mm.default]])
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_a_backward_after_parameters_changed_is_refused(stage: int | None, policy: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(2)])
+    zeroshard.checkpoint_activations(model, policy=policy)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if stage is not None:
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision="bf16")
+    x = torch.randn(2, 3).requires_grad_()
+    model(x).float().sum().backward()
+    old = model(x).float().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' were changed after the forward .* block '1'"):
+        old.backward()
+    optimizer.zero_grad()
+    model(x).float().sum().backward(retain_graph=True)
+    optimizer.step()

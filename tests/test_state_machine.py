@@ -22,6 +22,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,27 @@ def step_the_given_optimizer(both: Lockstep) -> None:
     both.step_original()
 
 
+def backward_of_a_checkpointed_block_after_a_step(both: Lockstep) -> None:
+    both.forward(4, part=0)
+    both.step(4)
+    both.backward(0)
+
+
+def forward_after_one_rank_failed(both: Lockstep) -> None:
+    both.train(1)
+    both.fail_forward("hook", 0, 5, only=0)  # the other ranks pin what their forward has used
+    both.train(0)
+
+
+def change_data_right_after_a_step(both: Lockstep) -> None:
+    both.train(0)
+    both.edit("blocks.0.up.bias", "data.mul_", 0)
+
+
 SEQUENCES = [
+    change_data_right_after_a_step,
+    forward_after_one_rank_failed,
+    backward_of_a_checkpointed_block_after_a_step,
     load_over_loaded_values,
     clip_after_a_gradient_was_set_and_read,
     read_in_a_hook,
@@ -280,13 +301,20 @@ SEQUENCES = [
 ]
 
 
+SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
+    forward_after_one_rank_failed: {"blocks": 1, "hook": "other"},
+    backward_of_a_checkpointed_block_after_a_step: {"checkpointed": True},
+    change_data_right_after_a_step: {"offload": "host"},
+    load_over_loaded_values: {"offload": "host"},
+}
+
+
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sequences_that_the_machine_has_found(sequence: Callable[[Lockstep], None], stage: int) -> None:
     for world in (1, 2):
-        offload = "host" if sequence is load_over_loaded_values else None
-        options = Options(stage=stage, world=world, offload=offload, held_out=True, hook="gathered")
-        both = Lockstep(options)
+        options = Options(stage=stage, world=world, held_out=True, hook="gathered")
+        both = Lockstep(replace(options, **SPECIAL.get(sequence, {})))
         try:
             sequence(both)
             both.finish()

@@ -9,6 +9,10 @@ backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.p
 Under a policy torch's own checkpointing does it, without reentrance. So it does for a block inside another: what it
 saves is dropped by the outer checkpoint until that has been recomputed, which is the point of nesting them.
 
+A block that runs again computes from the parameters as they are then. Where step(), a load or an edit has changed them
+since, its gradients would belong to no forward, and torch, which saved none of them, would not say so: their version
+counters do.
+
 A compiler sees plain checkpointing: what a compiled block saves is the compiler's decision, and nothing is divided or
 offloaded there. A block that calls compiled code has both.
 """
@@ -35,6 +39,8 @@ from zeroshard.activations.keeper import Keeper
 from zeroshard.activations.rerun import Rerun
 from zeroshard.comm import Axis
 from zeroshard.engine.hooks import tensors_in
+from zeroshard.engine.parameter import versions_of
+from zeroshard.memory.ledger import Ledger
 
 Policy = Callable[..., Any] | list[Any]
 
@@ -121,6 +127,8 @@ class Recomputed:
         self._policy = policy
         self._forward = forward  # that the instance had, not its class
         self._verified: Axis | None = None  # the axis that its inputs are known to be the same on
+        self._parameters: list[nn.Parameter] = []  # of the block, as long as the model is sharded
+        self._ledger: weakref.ref[Ledger] | None = None  # of that model
 
     def __reduce__(self) -> Any:
         """For copies and pickles of the block, which come with a block of their own."""
@@ -172,15 +180,47 @@ class Recomputed:
         if self._verified != call.axis and call.verify(tensors):
             self._verified = call.axis
         versions = call.versions(tensors)
+        parameters = self._known_parameters()
+        used: list[int] = []  # the parameters' versions after the first run; a block may compute gradients inside
+
+        def inputs() -> list[torch.Tensor]:
+            if used and versions_of(parameters) != used:
+                self._refuse_changed(used)
+            return [call.unpack(packed) for packed in kept]
+
+        def checked(*given: torch.Tensor) -> Any:
+            if used and versions_of(parameters) != used:
+                self._refuse_changed(used)
+            return run(*given)
+
         if self._policy is None:
             again = Rerun(self._name, run, tensors)
             kept = [call.pack(tensor) for tensor in tensors]
-            output = again.forward(lambda: [call.unpack(packed) for packed in kept])
+            output = again.forward(inputs)
         else:
             with saved_tensors_hooks(call.pack, call.unpack):
-                output = checkpoint(run, *tensors, **options)
+                output = checkpoint(checked, *tensors, **options)
+        used += versions_of(parameters)
         call.check_unchanged(versions)
         return output
+
+    def _known_parameters(self) -> list[nn.Parameter]:
+        """The block's parameters. Those of a sharded model stay, so they are not looked for each time."""
+        ledger = self._keeper.ledger
+        if ledger is None:
+            return [parameter for parameter in self._block.parameters() if not parameter.is_inference()]
+        if self._ledger is None or self._ledger() is not ledger:
+            self._parameters, self._ledger = list(self._block.parameters()), weakref.ref(ledger)
+        return self._parameters
+
+    def _refuse_changed(self, used: list[int]) -> None:
+        named = zip(self._block.named_parameters(), used, strict=False)
+        name = next((name for (name, parameter), version in named if versions_of([parameter]) != [version]), "")
+        raise RuntimeError(
+            f"the values of {f'{self._name}.{name}'.strip('.')!r} were changed after the forward of the checkpointed "
+            f"block {self._name!r} and before its backward, in which the block runs again and would compute from the "
+            "new values: call backward() before step(), a load or an edit of parameters, or run forward again"
+        )
 
 
 def flattened(

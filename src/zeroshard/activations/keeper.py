@@ -27,7 +27,7 @@ class Keeper:
         self._mesh_axis = Axis.of(partition.get_group(0)) if isinstance(partition, DeviceMesh) else None
         self._offload = offload
         self._stores: dict[torch.device, Store] = {}
-        self._ledger: Ledger | None = None
+        self.ledger: Ledger | None = None  # of the sharded model
         self._known: Any = WeakIdKeyDictionary()  # tensor → (its version, what is kept of it, weakly)
         self._parameters: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Parameter]] = weakref.WeakKeyDictionary()
         self.last: weakref.ref[Call] | None = None
@@ -51,8 +51,8 @@ class Keeper:
         card = card_of(parameter) if parameter is not None else None
         engine = card.engine if card is not None else None
         ledger = engine.ledger if engine is not None else None
-        if ledger is not self._ledger:
-            self._ledger = ledger
+        if ledger is not self.ledger:
+            self.ledger = ledger
             for store in self._stores.values():
                 store.charge(ledger)
         comm = engine.comm if engine is not None else None
@@ -82,7 +82,7 @@ class Keeper:
         """Where the activations of a device are kept."""
         if device not in self._stores:
             self._stores[device] = Store(device, self._offload)
-            self._stores[device].charge(self._ledger)
+            self._stores[device].charge(self.ledger)
         return self._stores[device]
 
     def find(self, tensor: torch.Tensor) -> Part | None:

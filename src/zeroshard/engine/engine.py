@@ -251,7 +251,7 @@ class Engine:
 
     def _fetch(self, unit: Unit) -> None:
         if unit.partitioned and not in_backward():
-            if unit.state is State.RELEASED:
+            if unit not in self._brought and unit.state is not State.GATHERING:
                 self._release_idle()
             self._moment += 1
             use = Frame([unit], self._moment, left=self._moment)
@@ -298,7 +298,8 @@ class Engine:
         return unit in self._fetching or any(unit in frame.units or unit in frame.lent for frame in self._frames)
 
     def _in_use(self, unit: Unit) -> bool:
-        return unit in self._pins or unit in self._kept or self._at_work(unit)
+        """Whether this forward or backward uses it, other than by pins."""
+        return unit in self._kept or self._at_work(unit)
 
     def about_to_run(self, inputs: Iterable[torch.Tensor]) -> None:
         """The whole model is about to be given these inputs."""
@@ -401,7 +402,18 @@ class Engine:
         """Release the units no running module belongs to."""
         for unit in tuple(self._live):
             if not self._in_use(unit):
-                self._release(unit)
+                self._release_unless_pinned(unit)
+
+    def _release_unless_pinned(self, unit: Unit) -> None:
+        """Release a unit that nobody uses now.
+
+        Pins of another pass keep it in memory, but this rank may be the only one that has them: the forward failed on
+        the others, or they have dropped its graph. So its next use is gathered as it is there.
+        """
+        if unit not in self._pins:
+            self._release(unit)
+        elif not any(self._pins.has(trace, unit) for trace in (self._trace, *self._reached)):
+            self._brought.discard(unit)
 
     def _veil_unless_at_work(self, units: Iterable[Unit]) -> None:
         """Have the next use of units noticed that no running module belongs to: it belongs to another frame.
@@ -449,7 +461,7 @@ class Engine:
                     del self._open[unit]
                     self.gradients.finish(unit, self.sync)
                 if unit not in wanted and not self._in_use(unit):
-                    self._release(unit)
+                    self._release_unless_pinned(unit)
         if self.makes_graph:  # the nodes made now save parameters, and no hook will tell of them
             self._kept.update(wanted)
         for use in uses:

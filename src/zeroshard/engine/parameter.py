@@ -171,9 +171,12 @@ def pointers_of(parameters: Sequence[nn.Parameter], divided: bool) -> list[int]:
         return list(map(torch.Tensor.data_ptr, map(values_of, parameters) if divided else parameters))
 
 
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of each read another object: compare with ==
+
+
 def values_of(parameter: nn.Parameter) -> torch.Tensor:
     """The parameter's values, or of a DTensor this rank's part."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+    return parameter._local_tensor if isinstance(parameter, DTensor) else _GET_DATA(parameter)  # not noted
 
 
 def _refuse_optimizer(parameter: Any, frame: FrameType | None) -> None:
@@ -285,7 +288,7 @@ class _Absent(_Resting):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _IS_LEAF:
+        if func == _IS_LEAF:
             _refuse_optimizer(args[0], sys._getframe(1))
         if func in _LAYOUT:
             args = (_twin(args[0]), *args[1:])
@@ -352,9 +355,6 @@ def _guard_backward(parameter: Any, result: Any) -> None:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a level of ``torch.func``, whose graph is gone back through inside the call."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class _NotesAliases(_Resting):
@@ -441,7 +441,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             cards.append(card)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result if func is not _GET_DATA else _noted(args[0], result)
+        return _noted(args[0], result) if func == _GET_DATA else result
     finally:  # also where it raised: whoever catches that may go on
         with torch._C.DisableTorchFunctionSubclass():
             for card in cards:
