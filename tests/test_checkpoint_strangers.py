@@ -235,9 +235,7 @@ def places(value: Any, steps: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([steps] if steps else []), *(place for key, child in children for place in places(child, (*steps, key)))]
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, sound: Path, tmp_path: Path) -> None:
     path = tmp_path / "step-2"
@@ -264,7 +262,9 @@ def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, s
             continue  # the first change took the place of the second away
     write(path, plain)
     model, optimizer = made(1)
-    before, wanted = values_of(model, optimizer), values_of(*made(2))
+    before, whole = values_of(model, optimizer), made(1)
+    zeroshard.load(sound, *whole, random=False)
+    wanted = values_of(*whole)
     try:
         zeroshard.load(path, model, optimizer, random=False)
     except CheckpointError:
