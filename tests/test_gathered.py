@@ -433,3 +433,22 @@ def test_parameters_stay_guarded_while_the_states_are_out(stage: int) -> None:
         model(torch.ones(1, 2)).sum().backward()
 
     run_threads(2, body)
+
+
+def test_an_edit_that_a_failed_backward_would_lose_is_told_by_the_next_forward() -> None:
+    """Stage 3 keeps the model's own parameters in memory from its forward to its backward."""
+
+    def body(rank: int) -> None:
+        model, _ = shard(make_net(), 3)
+        output = model(batches(1)[0])
+        with torch.no_grad():
+            model.temperature.mul_(2.0)
+        output.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            output.sum().backward()
+        del output
+        with pytest.raises(RuntimeError, match=r"temperature.*changed in place"):
+            for batch in batches(2):
+                net_loss(model, batch).backward()
+
+    run_threads(2, body)

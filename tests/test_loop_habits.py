@@ -556,3 +556,17 @@ def test_learning_rates_that_differ_by_rank_are_refused(make_optimizer: Any, sta
             optimizer.step()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_of_a_frozen_parameter_is_refused(stage: int) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        model, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' (was frozen when shard\(\)|is kept by zeroshard)"):
+            model[0].weight.grad = torch.ones(2, 2)  # refused here in stage 3
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    run_threads(2, body)

@@ -67,6 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = Update(inner, engine, loss_scale, self._host)
         self._flats = list(engine.gradients.of_flat)
         self._compared = False  # gradients over the tensor axis, in the first step
+        self._frozen: list[tuple[str, torch.nn.Parameter]] | None = None  # of the groups, when last asked for
         self._trained: list[torch.nn.Parameter] | None = None  # the groups' parameters, when last asked for
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
@@ -225,6 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.order.begin(f"step after {self._engine.backwards} backwards{self._scaled}")
             for group in self.param_groups:
                 group.refuse_changed()  # type: ignore[attr-defined]
+            self._refuse_frozen()
             backwards, self._engine.backwards = self._engine.backwards, 0
             self._engine.reduce_rest()
             self._refuse_partial()
@@ -418,6 +420,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         used = {id(p) for f, g in gradients.items() for p, flag in zip(f.parameters, g.used, strict=True) if flag}
         return [parameter for parameter in self._trained if id(parameter) in used]
 
+    def _refuse_frozen(self) -> None:
+        """Raise where somebody gave a gradient to a parameter of a group that was frozen at shard().
+
+        torch would update it; here it has no place among the shards.
+        """
+        if self._frozen is None:
+            names = {name for group in self.names for name in group}
+            flats = [flat for unit in self._engine.units for flat in unit.flats if not flat.trainable]
+            self._frozen = [(name, p) for flat in flats for name, p in flat.named_parameters if name in names]
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [name for name, parameter in self._frozen if parameter._grad is not None]
+        if given:
+            raise RuntimeError(
+                f"{given[0]!r} was frozen when shard() was called, and was given a gradient since: clear it "
+                "(parameter.grad = None), or call zeroshard.unshard(), set requires_grad, and shard again"
+            )
+
     # -- unused parameters --------------------------------------------------------------------------------------
 
     def _find_unused(self) -> None:
@@ -471,7 +490,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _set_runs(self, index: int, runs: list[Run]) -> None:
         self._runs[index] = runs
-        self._trained = None
+        self._trained = self._frozen = None
         self.inner.param_groups[index]["params"] = [run.parameter for run in runs]
         self._update.guard.put_on(runs)
         for run in runs:

@@ -126,6 +126,7 @@ class Engine:
         self.backwards = 0  # since the last step
         self._backward = 0  # number of the last backward that began
         self._backward_on = False
+        self.postponed: RuntimeError | None = None  # found when autograd dropped a backward, where nothing can raise
         self._thread = 0  # which forward ran on
         self._task = -1  # autograd's number of the backward under way
         for unit in units:
@@ -307,6 +308,9 @@ class Engine:
             self._segments.begin(sum(tensor.numel() for tensor in inputs))
 
     def _begin_forward(self, name: str) -> None:
+        if self.postponed is not None:
+            error, self.postponed = self.postponed, None
+            raise error
         if self._backward_on:  # it was left by an exception
             self._abort_backward()
         self.states.refuse_spoilt(*self.states.spoilt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +64,10 @@ class EndOfBackward:
         """Say that autograd is done with it, however it ended."""
         engine = self._engine()
         if engine is not None:
-            with suppress(RuntimeError):  # what another rank did is raised where it is waited for; here it cannot be
+            try:
                 engine.leave_backward(self._number)
+            except RuntimeError as error:  # a finalizer cannot raise: the next forward does
+                engine.postponed = error.with_traceback(None)
 
 
 def is_reached(tensor: torch.Tensor) -> bool:
