@@ -15,9 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.checkpoint.chunks import Chunks
+from zeroshard.engine.sharded_gradient import ShardedGradient
 
 PROBE = 12_347  # bytes that nobody else asks for
-WITHOUT_MEMORY = (Chunks, DTensor, AsyncCollectiveTensor)  # tensors around others, which are found by themselves
+WITHOUT_MEMORY = (
+    Chunks,
+    DTensor,
+    AsyncCollectiveTensor,
+    ShardedGradient,
+)  # tensors around others, which are found by themselves
 
 
 def live_storages() -> dict[int, int]:
@@ -27,7 +33,10 @@ def live_storages() -> dict[int, int]:
         for thing in gc.get_objects():
             if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), WITHOUT_MEMORY):
                 continue
-            gradient = torch.Tensor.grad.__get__(thing) if torch.Tensor.is_leaf.__get__(thing) else None
+            try:
+                gradient = torch.Tensor.grad.__get__(thing) if torch.Tensor.is_leaf.__get__(thing) else None
+            except RuntimeError:  # a view that an earlier test left, of what was changed since
+                gradient = None
             for tensor in (thing, gradient):
                 if tensor is None or issubclass(type(tensor), WITHOUT_MEMORY):
                     continue
