@@ -18,12 +18,8 @@ from zeroshard.checkpoint.chunks import Chunks
 from zeroshard.engine.sharded_gradient import ShardedGradient
 
 PROBE = 12_347  # bytes that nobody else asks for
-WITHOUT_MEMORY = (
-    Chunks,
-    DTensor,
-    AsyncCollectiveTensor,
-    ShardedGradient,
-)  # tensors around others, which are found by themselves
+# tensors around others, which are found by themselves
+WITHOUT_MEMORY = (Chunks, DTensor, AsyncCollectiveTensor, ShardedGradient)
 
 
 def live_storages() -> dict[int, int]:
