@@ -88,8 +88,7 @@ class GatheredValues:
 
 
 def _versions(flats: list[Flat]) -> list[int]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return [parameter._version for flat in flats for parameter in flat.parameters]
+    return [version for flat in flats for version in versions_of(flat.parameters)]
 
 
 @torch.no_grad()
