@@ -365,7 +365,8 @@ class Lockstep:
         self.checkpoints: list[tuple[str, Saved]] = []
         self.snapshots: list[tuple[list[Any], Saved]] = []  # of the optimizer: (each rank's, plain)
         self.thawed: set[str] = set()
-        self._last: tuple[int, int | None] | None = None  # route and part of the last forward with a graph
+        self.by_hand = False  # gradients were set, which carry no loss scale
+        self._last: dict[tuple[str, ...], tuple[int, int | None]] = {}  # forward with a graph, by what is gathered
         self._ids = itertools.count()
         self._scratch = contextlib.ExitStack()
         self.scratch = self._scratch.enter_context(tempfile.TemporaryDirectory())
@@ -476,8 +477,24 @@ class Lockstep:
     def ordinary(self) -> bool:
         """Whether nothing is special: a plain loop's calls may not be refused."""
         return not (
-            self.lenient or self.away or self.over or self.thawed or any(o.kind == "gathered" for o in self.opened)
+            self.lenient
+            or self.away
+            or self.over
+            or self.thawed
+            or self.gathered
+            or self._given_to_frozen
+            or (self.options.precision == "fp16" and self.by_hand)
         )
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """The parameters that are copies now."""
+        return tuple(sorted({name for o in self.opened if o.kind == "gathered" for name in o.names}))
+
+    @property
+    def _given_to_frozen(self) -> bool:
+        """Whether somebody has set the gradient of a parameter that was frozen at shard(): no step is made then."""
+        return any(self.plain.parameter(name).grad is not None for name in self.frozen_at_shard)
 
     @property
     def has_gradients(self) -> bool:
@@ -622,11 +639,14 @@ class Lockstep:
 
             return self.plain.run(body)
 
-        done = self._do(f"forward({seed}, route={route}, part={part})", act, plain, must=True)
+        # a block that is no unit itself is over for zeroshard with its last layer, before its hooks
+        alone = part is not None and self.options.blocks == 1 and self.options.hook is not None
+        must = not (alone and self.options.stage == 3)
+        done = self._do(f"forward({seed}, route={route}, part={part})", act, plain, must)
         if done is None:
             self._drop(number)
             return
-        self._last = (route, part)
+        self._last[self.gathered] = (route, part)
         self._same_outputs("loss", done)
         if not self.plain.graphs[number][0].requires_grad:
             self._drop(number)
@@ -706,7 +726,7 @@ class Lockstep:
         """
         if any(o.apart for o in self.opened):
             return
-        only = only if self._last == (0, None) else None
+        only = only if self._last.get(self.gathered) == (0, None) else None
         index %= self.options.blocks
 
         def troubled(rank: int) -> tuple[str, int] | None:
@@ -736,7 +756,7 @@ class Lockstep:
                 self.plain.model.noted.clear()
 
         self._do(f"fail_forward({where}, {index}, only={only})", act, plain, must=True)
-        self._last = None
+        self._last.pop(self.gathered, None)
 
     def backward(self, which: int = -1, retain: bool = False, both: bool = False, scaled: bool = True) -> None:
         """A backward of one graph, or of the sum of all."""
@@ -793,7 +813,8 @@ class Lockstep:
             self.plain.model.zero_grad()
             self.plain.model.noted.clear()
 
-        self._do(f"fail_backward({index})", act, plain, must=True)
+        mixed = self.options.precision == "fp16" and self.has_gradients  # perhaps of a loss that was not scaled
+        self._do(f"fail_backward({index})", act, plain, must=not mixed)
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
@@ -801,6 +822,7 @@ class Lockstep:
         if any(o.edited and not o.writes for o in self.opened) or any(o.apart for o in self.opened):
             return  # nobody can say what is undone at the end
         seed = closure
+        called: list[int] = []
 
         def act(side: Side) -> Any:
             if seed is None:
@@ -808,6 +830,7 @@ class Lockstep:
 
             def again() -> torch.Tensor:
                 side.optimizer.zero_grad()
+                called.append(side.rank)
                 loss = self._loss(lambda m, *args: m(*args), side.model, side.rank, seed, 0, None)
                 if loss.requires_grad:
                     side.optimizer.scale(loss).backward()
@@ -839,6 +862,8 @@ class Lockstep:
             return found
 
         done = self._do(f"step(closure={closure})", act, plain, must=True)
+        if done is None and called:  # the closure has cleared them before it was refused
+            self.plain.optimizer.zero_grad()
         if done is not None and seed is not None:
             for mine, theirs in zip(*done, strict=True):
                 self.same("the closure's loss", mine, theirs, loose=2)
@@ -974,7 +999,8 @@ class Lockstep:
             parameter = self.plain.parameter(name)
             parameter.grad = None if seed is None else values(seed, parameter.shape)
 
-        self._do(f"assign_gradient({name}, {seed})", act, plain)
+        if self._do(f"assign_gradient({name}, {seed})", act, plain) is not None:
+            self.by_hand = self.by_hand or seed is not None
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -1066,7 +1092,7 @@ class Lockstep:
                 self.sides[rank].model.noted.clear()
             self.plain.run(lambda run, rank: self._loss(run, self.plain.model, rank, 0, 0, None))
             self.plain.model.noted.clear()
-            self._last = (0, None)
+            self._last[self.gathered] = (0, None)
         return bool(errors)
 
     def duplicate(self, what: str) -> None:
@@ -1181,8 +1207,10 @@ class Lockstep:
                 context.__exit__(Trouble, trouble, None)
 
         if opened.edited and not (opened.writes and not raising):
+            outer = {name for o in self.opened if o.kind == "gathered" for name in o.names}  # whose end decides
             for name, value in opened.before.items():
-                self.plain.set(name, value)
+                if name not in outer:
+                    self.plain.set(name, value)
         # A plain model has nothing to leave: whatever is raised here is one error too many.
         self._call(f"leave({opened.kind}, raising={raising})", act)
         if opened.edited:
@@ -1256,7 +1284,7 @@ class Lockstep:
             side.contexts.clear()
 
         self._call(f"shard(stage={stage})", build)
-        self._last = None
+        self._last.clear()
         self.opened.clear()
         self.thawed = set()
         self.frozen_at_shard = {name for name, p in self.plain.model.named_parameters() if not p.requires_grad}

@@ -73,7 +73,8 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
     preset = Machine.of("cpu")
     assert (machine.inside, machine.outside) == (preset.inside, preset.outside)  # one rank sees no links
     same = {name for name in NUMBERS if getattr(machine, name) == getattr(preset, name)}
-    assert same <= {"gap", "workspace", "context"}, "these were not measured"
+    # kernels in a row may be no slower than alone: then ``sustained`` is 1, as in the preset
+    assert same <= {"gap", "workspace", "context", "sustained"}, "these were not measured"
 
 
 def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) -> None:

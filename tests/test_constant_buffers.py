@@ -156,7 +156,9 @@ def test_scratch_of_an_optimizers_own_kernels_is_that_of_one_bucket() -> None:
                     return taken
         raise AssertionError("torch's profiler has seen none of 20 steps")
 
-    assert most(1) == most(16) <= 3 * 4 * BUCKET
+    few, many = most(1), most(16)
+    assert abs(few - many) <= 1024  # torch's profiler counts a small tensor of another thread, now and then
+    assert many <= 3 * 4 * BUCKET
 
 
 # ------------------------------------------------------------------------------------------------ the same numbers

@@ -435,14 +435,55 @@ def test_parameters_stay_guarded_while_the_states_are_out(stage: int) -> None:
     run_threads(2, body)
 
 
+def test_between_a_forward_and_its_backward_parameters_are_partitioned_too() -> None:
+    """Stage 3 keeps the model's own in memory for backward; what is written there would be lost."""
+
+    def body(rank: int) -> None:
+        model, optimizer = shard(make_net(), 3)
+        for _ in range(2):
+            loss = net_loss(model, batches(1)[0])
+            for use in (
+                lambda: model.temperature.data.mul_(2.0),
+                lambda: model.temperature.detach(),
+                lambda: torch.nn.init.ones_(model.temperature),
+            ):
+                with pytest.raises(RuntimeError, match=r"temperature.*partitioned over the ranks"):
+                    use()
+            loss.backward()
+            optimizer.step()
+
+    run_threads(2, body)
+
+
+def test_a_hook_of_the_model_may_read_its_parameters() -> None:
+    """Also one that came after shard(): it runs before the parameters go."""
+
+    def body(rank: int) -> None:
+        model, _ = shard(make_net(), 3)
+        read: list[float] = []
+        model.register_forward_hook(lambda module, args, output: read.append(module.temperature.detach().norm().item()))
+        value = zeroshard.full_parameter(model, "temperature").norm().item()
+        net_loss(model, batches(1)[0]).backward()
+        with torch.no_grad():
+            net_loss(model, batches(1)[0])
+        assert read == [value, value]
+
+    run_threads(2, body)
+
+
 def test_an_edit_that_a_failed_backward_would_lose_is_told_by_the_next_forward() -> None:
     """Stage 3 keeps the model's own parameters in memory from its forward to its backward."""
 
     def body(rank: int) -> None:
         model, _ = shard(make_net(), 3)
+
+        def edit(module: nn.Module, args: object, output: object) -> None:
+            with torch.no_grad():
+                model.temperature.mul_(2.0)
+
+        handle = model.register_forward_hook(edit)
         output = model(batches(1)[0])
-        with torch.no_grad():
-            model.temperature.mul_(2.0)
+        handle.remove()
         output.register_hook(lambda gradient: 1 / 0)
         with pytest.raises((ZeroDivisionError, RuntimeError)):
             output.sum().backward()

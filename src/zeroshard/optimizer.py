@@ -220,6 +220,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.states.refuse_away()
         self._engine.states.refuse_gathered("optimizer.step()")
         if closure is not None:
+            self._refuse_frozen()
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():

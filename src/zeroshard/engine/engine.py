@@ -108,6 +108,7 @@ class Engine:
         self._segments = Segments(comm.device) if on_gpu and config.defragment else None
         self._workspace = Workspace(pool) if on_gpu and config.defragment else None
         self._gathers = {unit.gather_event: unit for unit in units if unit.partitioned}
+        self._copies = {unit.copy_event: unit for unit in units if unit.partitioned}
         self._readers = {flat.reader for unit in units for flat in unit.flats if flat.reader is not None}
         self._brought: set[Unit] = set()  # brought in this forward or backward, and not released since
         self._live: list[Unit] = []  # partitioned units that are not released
@@ -174,7 +175,9 @@ class Engine:
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is that of a unit that the module being run uses."""
         frames = () if in_backward() else self._frames[-1:]
-        units = (unit for frame in frames for unit in (*frame.units, *frame.lent))
+        units = [unit for frame in frames for unit in (*frame.units, *frame.lent)]
+        if len(self._frames) == 1:  # the model's own outputs may also be what a module inside has returned
+            units += self._trace.pins
         return any(unit.partitioned and unit.holds(tensor) for unit in units)
 
     def leave(self, outputs: list[torch.Tensor], kept: list[torch.Tensor], lent: bool, hides: bool) -> None:
@@ -213,6 +216,7 @@ class Engine:
             self._pins.add(self._trace, (unit for unit in frame.units if hides or unit.trainable))
         self._veil_unless_at_work((*frame.units, *frame.lent))
         if not self._frames:
+            self._trace.lent = lent
             self._end_forward()
 
     def fail(self, error: BaseException | None) -> None:
@@ -328,7 +332,9 @@ class Engine:
         self._veil_unless_at_work(self._live)  # those that other forwards have pinned
         self._traces.add(self._trace)
         gradients = "with" if torch.is_grad_enabled() else "without"
-        self.order.begin(f"forward of {name or 'the model'} {gradients} gradients")
+        copied = [unit.name for unit in self._gathers.values() if unit.copied]
+        inside = f" inside gathered() of {copied[0]!r} and {len(copied) - 1} more" if copied else ""
+        self.order.begin(f"forward of {name or 'the model'} {gradients} gradients{inside}")
         self.states.wake(self._live)
         self._buffers.synchronise()
 
@@ -340,8 +346,9 @@ class Engine:
         self._trace = Trace()  # the hooks on the outputs keep the old one
         self.states.complete_rest()
         self._release_idle()
-        for unit in self._live:  # pinned: whoever was given its parameters may use them
+        for unit in self._live:  # pinned
             unit.wait()
+        self._veil_pinned()
         if not torch.is_grad_enabled():
             self._park()
         self.states.rest(self._live)
@@ -352,16 +359,19 @@ class Engine:
         self._pins.drop(self._trace)
         self._trace = Trace()
         self._release_idle()
+        self._veil_pinned()
         self._park()
         self.states.rest(self._live)
 
     def _take_part_in_rest(self) -> None:
         """Go through the gathers the other ranks still expect of this forward, so that they need not hang."""
         for event in self.order.remaining():
-            unit = self._gathers.get(event)
-            if unit is not None:
+            if (unit := self._gathers.get(event)) is not None:
                 self._bring(unit)
-                self._release(unit)
+                self._release_unless_pinned(unit)
+            elif (unit := self._copies.get(event)) is not None:  # gathered() in a hook, say
+                unit.gather_copy()
+                unit.drop_copy()
         self.states.complete_rest()
 
     def _bring(self, unit: Unit, module: str | None = None) -> None:
@@ -426,6 +436,15 @@ class Engine:
         """
         for unit in units:
             if not (unit.veiled or self._at_work(unit) or self._pins.has(self._trace, unit)):
+                unit.veil()
+
+    def _veil_pinned(self) -> None:
+        """Have every use of pinned units noticed between passes, unless a forward has given out their parameters.
+
+        Only some ranks may have pinned them, and what is written into the gathered values would be lost.
+        """
+        for unit in self._live:
+            if not self._pins.lent(unit):
                 unit.veil()
 
     # -- backward -----------------------------------------------------------------------------------------------
@@ -575,6 +594,7 @@ class Engine:
         self._reached.clear()
         self._kept = set()
         self._release_idle()
+        self._veil_pinned()
         self._park()
         self.states.rest(self._live)
 
@@ -606,10 +626,16 @@ class Engine:
         self.states.settle()
         self.states.doubt()
         self.order.begin("write")
-        for unit in units:
+        changed = torch.zeros(len(units), device=self.comm.device)
+        for number, unit in enumerate(units):
             self.order.check(f"write unit {unit.name!r}")
-            unit.absorb(source)
-        self.states.values_changed(parameter for unit in units for parameter in unit.parameters)
+            changed[number] = unit.absorb(source)
+        what = "agree on what was written"
+        self.order.check(what)
+        self.comm.all_reduce_everywhere(changed, what)
+        flags = self.comm.on_host(changed, what) if self.comm.control.real else [1.0] * len(units)
+        written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
+        self.states.values_changed(parameter for unit in written for parameter in unit.parameters)
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""

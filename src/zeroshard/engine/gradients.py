@@ -67,7 +67,7 @@ class Gradients:
         self.owed: list[tuple[list[torch.Tensor], torch.Tensor]] = []  # gradients, and factors they still lack
         self.inverse: torch.Tensor | None = None  # of the loss scale that they carry; None: they carry none
         self.cleared = 0  # how often gradients were forgotten
-        self._carry = False  # a backward has added to them since they were cleared
+        self._carry = False  # something was added to them since they were cleared
         self._agreed = False  # ``used`` is what all ranks together have found
         self._by_parameter: dict[float, torch.Tensor] = {}  # norms, by norm type: see ``parameter_norms``
         self.unreduced = False  # some backward has only summed locally
@@ -116,6 +116,10 @@ class Gradients:
         """A backward was left by an exception: end what it has under way, and start the queue anew."""
         self.end_reductions()
         self._start_anew()
+        with torch.no_grad():
+            self._add_rest()
+        if not self.exist:
+            self.inverse, self._carry = None, False
 
     def end_reductions(self) -> None:
         """End what a backward that was left by an exception has under way."""
@@ -142,10 +146,9 @@ class Gradients:
     def reduce_rest(self) -> None:
         """Reduce what this rank has only summed for itself so far."""
         self._pay()
-        for unit in self._with_autograd_gradients():  # left by a backward that no hook noticed
-            self._add_local(unit)
-            self.unreduced, self._agreed = True, False
-            self._by_parameter.clear()
+        if self.inverse is not None:
+            self._refuse_set_by_hand()
+        self._add_rest()
         if not self.unreduced:
             return
         for unit in self._in_order():
@@ -159,6 +162,13 @@ class Gradients:
                 self._reduce_local(gradient, unit.reduce_event)
         self._settle()
         self.unreduced = False
+
+    def _add_rest(self) -> None:
+        """Add what no hook told of: set by somebody, or left by a backward that raised."""
+        for unit in self._with_autograd_gradients():
+            self._add_local(unit)
+            self._carry, self.unreduced, self._agreed = True, True, False
+            self._by_parameter.clear()
 
     @torch.no_grad()
     def begin(self, inverse: torch.Tensor | None) -> None:
@@ -175,7 +185,21 @@ class Gradients:
                     "call optimizer.zero_grad() in between"
                 )
             self._multiply_all(self.inverse / inverse)  # the scale has changed in a step, and nobody cleared them
+        if inverse is not None and not self._carry and self.inverse is None:
+            self._refuse_set_by_hand()
         self.inverse, self._carry = inverse, True
+
+    def _refuse_set_by_hand(self) -> None:
+        """The others carry a loss scale, or are about to: raise where somebody has set gradients, which carry none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._with_autograd_gradients():
+                for name, parameter in (pair for flat in unit.flats for pair in flat.named_parameters):
+                    if parameter._grad is not None and bool(parameter._grad.any()):  # else somebody has made it zero
+                        raise RuntimeError(
+                            f"{name!r} was given a gradient by hand, and the others come from a loss that is "
+                            "multiplied by optimizer.scale(loss): together they would mean nothing. Clear it "
+                            "(parameter.grad = None), and add the term to the loss"
+                        )
 
     def _multiply_all(self, factor: torch.Tensor) -> None:
         every = self.of_flat.values()

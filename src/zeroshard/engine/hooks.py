@@ -74,10 +74,12 @@ class _Before:
         name: str,
         watch: Watch | None,
         layer_casts: _LayerCasts | None,
+        after: RemovableHandle,
     ) -> None:
         self._engine, self._units, self._name, self._watch = engine, units, name, watch
         self._outermost = watch is not None
         self._layer_casts = layer_casts
+        self._after = after.id
 
     @_eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,6 +90,9 @@ class _Before:
             self._engine.about_to_run(given)
         with outside_transforms():
             self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
+        hooks = module._forward_hooks
+        if next(reversed(hooks), self._after) != self._after:  # hooks that came later use the parameters, too
+            hooks.move_to_end(self._after)  # type: ignore[attr-defined]
         if self._layer_casts is not None and self._layer_casts.are_needed(given):
             casts, self._layer_casts = self._layer_casts, None
             return casts.install(module, args, kwargs)
@@ -246,10 +251,12 @@ def install(
         module = model.get_submodule(name)
         for unit in units:
             unit.attend(name, module)
-        before = _Before(engine, units, name, watch if module is model else None, None if module is model else casts)
-        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        after = _After(engine, keepers(module, hooked) if units else [])
-        handles.append(module.register_forward_hook(after, always_call=True))
+        of_model = module is model
+        leave = _After(engine, keepers(module, hooked) if units else [])
+        after = module.register_forward_hook(leave, always_call=True)
+        enter = _Before(engine, units, name, watch if of_model else None, None if of_model else casts, after)
+        handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        handles.append(after)
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
     for module in model.modules():

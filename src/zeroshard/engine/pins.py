@@ -27,6 +27,11 @@ class Pins:
         """Whether this forward holds it."""
         return unit in self._held.get(weakref.ref(trace), ())
 
+    def lent(self, unit: Unit) -> bool:
+        """Whether a forward that holds it has given out its parameters."""
+        traces = ((reference(), units) for reference, units in self._held.items())
+        return any(trace is not None and trace.lent and unit in units for trace, units in traces)
+
     def add(self, trace: Trace, units: Iterable[Unit]) -> None:
         """Hold these units for a forward, too."""
         trace.pins += [unit for unit in dict.fromkeys(units) if unit not in trace.pins]

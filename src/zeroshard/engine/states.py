@@ -12,7 +12,14 @@ from zeroshard.comm import Communicator
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import Card, autograd_gradient, card_of, pointers_of, versions_of
+from zeroshard.engine.parameter import (
+    Card,
+    autograd_gradient,
+    card_of,
+    pointers_of,
+    take_autograd_gradients,
+    versions_of,
+)
 from zeroshard.engine.sharded_gradient import ShardedGradient, Source
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import LossScale
@@ -274,9 +281,9 @@ class States:
         """What ``parameter.grad`` gives between backward and the next forward."""
         flat = card.flat()
         gradient = self._gradients.of_flat.get(flat) if flat is not None else None
-        if flat is None or gradient is None:
+        if flat is None:
             return None
-        if not self._gradients.held:
+        if gradient is None or not self._gradients.held:
             return autograd_gradient(flat.parameters[card.index])  # what somebody has put there
         self.refuse_away()
         if torch._C._current_graph_task_id() != -1:
@@ -306,6 +313,8 @@ class States:
         """Forget the gradient of one parameter."""
         flat = card.flat()
         gradient = self._gradients.of_flat.get(flat) if flat is not None else None
+        if flat is not None and gradient is None:  # frozen
+            take_autograd_gradients([flat.parameters[card.index]])
         if flat is not None and gradient is not None:
             if self._gradients.memory.held:
                 self.refuse_away()

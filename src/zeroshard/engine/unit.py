@@ -136,6 +136,7 @@ class Unit:
         self.out = False  # resident, and its values are in host memory: see away.py
         self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
+        self.copy_event = f"gather a copy of unit {name!r}"
         self.reduce_event = f"reduce unit {name!r}"
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
         self._comm = comm
@@ -386,7 +387,7 @@ class Unit:
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
             flat.arrive()
             for number, bucket in enumerate(flat.layout.buckets):
-                self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number))
+                self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number), self.copy_event)
             copies.append(fresh)
         for flat, fresh in zip(self.flats, copies, strict=True):
             point_all(flat.parameters, [flat.view(fresh, i) for i in range(len(flat.shapes))], flat.has_divided)
@@ -457,7 +458,7 @@ class Unit:
             whole = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
             for number, (bucket, home) in enumerate(zip(flat.layout.buckets, flat.homes, strict=True)):
                 mine = flat.owned[number] if flat.master is None else flat.master.read(home, flat.device)
-                self._gather_whole(whole[bucket.start : bucket.end], mine)
+                self._gather_whole(whole[bucket.start : bucket.end], mine, self.gather_event)
             for index, parameter in enumerate(flat.parameters):
                 view = flat.view(whole, index)
                 plain = torch.empty_strided(
@@ -468,8 +469,12 @@ class Unit:
                 del parameter._zeroshard  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def absorb(self, source: int | None) -> None:
-        """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master."""
+    def absorb(self, source: int | None) -> torch.Tensor:
+        """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master.
+
+        Returns whether this rank's part of them is another one than before.
+        """
+        changed: list[torch.Tensor] = []
         for flat in self.flats:
             _refuse_reshaped(flat)
         for flat in self.flats:
@@ -484,8 +489,9 @@ class Unit:
                 if source is not None:
                     self._comm.broadcast(values, source, f"write unit {self.name!r}")
                     self._share_undivided(flat, bucket, values)
-                self._keep(flat, bucket, values)
+                changed.append(self._keep(flat, bucket, values))
         self.accept_edits()
+        return torch.stack(changed).any() if changed else torch.tensor(False)
 
     def _share_undivided(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
         """Of what all ranks of the tensor axis hold alike, the first one's values count."""
@@ -494,10 +500,12 @@ class Unit:
                 part = values[piece.at : piece.at + piece.within.numel]
                 self._comm.broadcast_over(self._comm.tensor, part, f"write unit {self.name!r}")
 
-    def _keep(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
+    def _keep(self, flat: Flat, bucket: Range, values: torch.Tensor) -> torch.Tensor:
+        """Take new values of a bucket; returns whether this rank's part is another one than before."""
         number = flat.layout.buckets.index(bucket)
         part = flat.layout.owned(bucket, self._comm.shard.rank).moved(-bucket.start)
         new = values[part.start : part.end]
+        changed = (flat.computed(number).to(flat.device) != new).any()
         if flat.master is not None:  # first: on the device it may be the part itself
             master = flat.master.read(flat.homes[number], flat.device)
             kept = torch.where(master.to(flat.dtype) == new, master, new.to(master.dtype))  # what is unchanged is exact
@@ -506,6 +514,7 @@ class Unit:
             flat.buckets[number].copy_(values)
         elif not flat.is_cast:
             flat.owned[number].copy_(new)
+        return changed
 
     def _all_gather(self, flats: list[Flat]) -> list[Pending]:
         pending: list[Pending] = []
@@ -518,11 +527,11 @@ class Unit:
                 torch._foreach_copy_(flat.landings, parts)
         return pending
 
-    def _gather_whole(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def _gather_whole(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
         """Collect every rank's part of a bucket, wherever it rests, and wait for it."""
         part = part.to(whole.device)
         if self._comm.shard.size > 1:
-            self._comm.all_gather(whole, part, self.gather_event).wait()
+            self._comm.all_gather(whole, part, what).wait()
         else:
             whole.copy_(part)
 

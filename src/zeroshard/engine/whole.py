@@ -11,6 +11,7 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat import Flat
 from zeroshard.engine.flat_gradient import FlatGradient
 from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.parameter import autograd_gradient
 from zeroshard.engine.unit import Unit
 
 
@@ -69,8 +70,8 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     engine.states.refuse_away()
     flat, index = find(engine.units, name)
     gradient = engine.gradients.of_flat.get(flat)
-    if gradient is None:
-        return None
+    if gradient is None:  # frozen: what somebody has set is where it was set
+        return autograd_gradient(flat.parameters[index])
     engine.order.begin(f"to read the gradient of {name!r}")
     engine.reduce_rest()
     used, what = torch.tensor(float(gradient.used[index]), device=engine.comm.device), f"read the gradient of {name!r}"
