@@ -556,3 +556,26 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     read = sum(one.memory.nbytes for one in (*reader._free, *reader._read.values()))
     assert shelf and read
     assert held(model, "host")["buckets"] == shelf + read
+
+
+def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own update runs on the host's thread, of the very optimizer that such a step calls."""
+    update = torch.optim.rmsprop.rmsprop
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+        update(*args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.rmsprop, "rmsprop", slow)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    sharded, stepper = zeroshard.shard(model, torch.optim.RMSprop(model.parameters(), lr=0.1), stage=1, offload="host")
+    for net, optimizer in ((plain, torch.optim.RMSprop(plain.parameters(), lr=0.1)), (sharded, stepper)):
+        net(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(zeroshard.full_parameter(sharded, name), parameter.detach())

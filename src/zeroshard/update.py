@@ -114,8 +114,8 @@ class Update:
         """
         gradients = self._engine.gradients
         apart = self._host is not None and not self._in_one_call()
-        if self._host is not None and not apart:
-            self._host.wait()
+        if self._host is not None:
+            self._host.wait()  # its thread may be stepping the very optimizer that is stepped here
         ours, theirs = self._sorted([run for run in runs if not (apart and run.stretch is not None)])
         due = [Due(run, run.reduced(gradients.of_flat)) for run in theirs]
         uncopied = list(dict.fromkeys(part.flat for run in theirs for part in run.parts)) if ours else self._flats()

@@ -370,6 +370,7 @@ class Engine:
                 self._bring(unit)
                 self._release_unless_pinned(unit)
             elif (unit := self._copies.get(event)) is not None:  # gathered() in a hook, say
+                self.order.check(event)
                 unit.gather_copy()
                 unit.drop_copy()
         self.states.complete_rest()
