@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import itertools
+import sys
 import tempfile
 import threading
 import time
@@ -560,14 +561,15 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
 
 def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own update runs on the host's thread, of the very optimizer that such a step calls."""
-    update = torch.optim.rmsprop.rmsprop
+    module = sys.modules["torch.optim.rmsprop"]  # torch.optim.rmsprop is its function
+    update = module.rmsprop
 
     def slow(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.2)
         update(*args, **kwargs)
 
-    monkeypatch.setattr(torch.optim.rmsprop, "rmsprop", slow)
+    monkeypatch.setattr(module, "rmsprop", slow)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     plain = copy.deepcopy(model)
