@@ -791,6 +791,8 @@ class Lockstep:
         if any(o.apart for o in self.opened):
             return
         index %= self.options.blocks
+        if self.options.precision == "fp16" and self.has_gradients:  # perhaps of a loss that was not scaled
+            return
 
         def act(side: Side) -> None:
             side.model.trouble = ("backward", index)
@@ -813,14 +815,15 @@ class Lockstep:
             self.plain.model.zero_grad()
             self.plain.model.noted.clear()
 
-        mixed = self.options.precision == "fp16" and self.has_gradients  # perhaps of a loss that was not scaled
-        self._do(f"fail_backward({index})", act, plain, must=not mixed)
+        self._do(f"fail_backward({index})", act, plain, must=True)
 
     # -- the optimizer --------------------------------------------------------------------------------------------
 
     def step(self, closure: int | None = None) -> None:
         if any(o.edited and not o.writes for o in self.opened) or any(o.apart for o in self.opened):
             return  # nobody can say what is undone at the end
+        if closure is not None and self.options.precision == "fp16" and self.has_gradients:
+            return  # what zero_grad() leaves may be of a loss that was not scaled
         seed = closure
         called: list[int] = []
 
@@ -1211,6 +1214,11 @@ class Lockstep:
             for name, value in opened.before.items():
                 if name not in outer:
                     self.plain.set(name, value)
+        elif opened.edited:
+            for o in self.opened:
+                o.before |= {
+                    name: self.plain.parameter(name).detach().clone() for name in o.before if name in opened.names
+                }
         # A plain model has nothing to leave: whatever is raised here is one error too many.
         self._call(f"leave({opened.kind}, raising={raising})", act)
         if opened.edited:

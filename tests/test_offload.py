@@ -581,3 +581,27 @@ def test_a_step_without_gradients_waits_for_the_one_before(monkeypatch: pytest.M
         optimizer.step()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(zeroshard.full_parameter(sharded, name), parameter.detach())
+
+
+def test_an_edit_right_after_a_step_is_not_written_over_by_its_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The update still goes to disk when the new values are there to be edited."""
+    move = File.move
+
+    def slow(self: File, way: Any, *args: Any) -> None:
+        if way == "write" and threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+        move(self, way, *args)
+
+    monkeypatch.setattr(File, "move", slow)
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, stepper = zeroshard.shard(model, optimizer, stage=1, offload=Offload(optimizer="disk", directory=tmp_path))
+    model(torch.ones(2, 4)).sum().backward()
+    stepper.step()
+    stepper.zero_grad()
+    expected = 0.5 * model.weight.detach().clone()
+    model.weight.data.mul_(0.5)
+    stepper.step()
+    torch.testing.assert_close(zeroshard.full_parameter(model, "weight"), expected)

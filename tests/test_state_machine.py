@@ -286,7 +286,55 @@ def change_data_right_after_a_step(both: Lockstep) -> None:
     both.edit("blocks.0.up.bias", "data.mul_", 0)
 
 
+def set_a_gradient_beside_a_loss_scale(both: Lockstep) -> None:
+    both.assign_gradient("scale", 3)
+    both.look("full")
+    both.train(2)
+
+
+def give_a_frozen_parameter_a_gradient(both: Lockstep) -> None:
+    both.assign_gradient("blocks.0.up.weight", 3)
+    both.look("full")
+    both.train(2, clear="model")
+    both.train(1)
+
+
+def write_nothing_before_a_backward(both: Lockstep) -> None:
+    both.forward(0)
+    both.enter("gathered", 0)
+    both.leave()
+    both.backward()
+
+
+def edit_what_a_new_group_trains(both: Lockstep) -> None:
+    both.add_group()
+    both.edit("scale", "data.copy_", 0)
+
+
+def fail_after_a_forward_inside_gathered(both: Lockstep) -> None:
+    both.train(1)
+    both.enter("gathered")
+    both.forward(1)
+    both.leave()
+    both.fail_forward("forward", 0, 5, only=0)
+    both.train(0)
+
+
+def leave_an_outer_block_by_an_exception(both: Lockstep) -> None:
+    both.enter("gathered", 0)
+    both.enter("gathered", 0)
+    both.edit("scale", "vector", 2)
+    both.leave()
+    both.leave(raising=True)
+
+
 SEQUENCES = [
+    set_a_gradient_beside_a_loss_scale,
+    give_a_frozen_parameter_a_gradient,
+    write_nothing_before_a_backward,
+    edit_what_a_new_group_trains,
+    fail_after_a_forward_inside_gathered,
+    leave_an_outer_block_by_an_exception,
     change_data_right_after_a_step,
     forward_after_one_rank_failed,
     backward_of_a_checkpointed_block_after_a_step,
@@ -306,6 +354,9 @@ SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
     backward_of_a_checkpointed_block_after_a_step: {"checkpointed": True},
     change_data_right_after_a_step: {"offload": "host"},
     load_over_loaded_values: {"offload": "host"},
+    set_a_gradient_beside_a_loss_scale: {"precision": "fp16"},
+    give_a_frozen_parameter_a_gradient: {"frozen": True},
+    edit_what_a_new_group_trains: {"precision": "fp16"},
 }
 
 

@@ -204,7 +204,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     Inside, the parameters are those of a plain model: a forward, a ``state_dict()`` or an edit works as usual, and a
     forward computes with what was edited. Without ``write_rank`` changes are undone on exit. With it, what that rank of
     the mesh holds at the end counts on all. Values read inside (a ``state_dict()``, say) stay valid afterwards.
-    What is in two blocks, one inside the other, is undone or kept at the end of the outer one.
+    An edit that a block inside another one does not write is still there in the outer one.
     Whatever would change the states behind the values (``optimizer.step()``, a load) raises. All ranks enter and leave
     together; leaving by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts
     the data axes alone: each tensor rank writes its part of what is divided, and the first of them what is not.

@@ -509,6 +509,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for home, owned in zip(flat.homes, flat.owned, strict=True):
                     flat.master.write(home, owned)
                 flat.known_versions = versions_of(flat.parameters)
+        self._engine.states.rest()  # edits of what has a master are looked for from now on
 
     # -- whole states -------------------------------------------------------------------------------------------
 

@@ -256,8 +256,8 @@ class Engine:
 
     def _fetch(self, unit: Unit) -> None:
         if unit.partitioned and not in_backward():
-            if unit not in self._brought and unit.state is not State.GATHERING:
-                self._release_idle()
+            if unit not in self._brought:
+                self._release_idle(but=unit)  # it may be on its way: it was expected next
             self._moment += 1
             use = Frame([unit], self._moment, left=self._moment)
             self._record(use)
@@ -413,10 +413,10 @@ class Engine:
             self._live.remove(unit)
             unit.release()
 
-    def _release_idle(self) -> None:
+    def _release_idle(self, but: Unit | None = None) -> None:
         """Release the units no running module belongs to."""
         for unit in tuple(self._live):
-            if not self._in_use(unit):
+            if unit is not but and not self._in_use(unit):
                 self._release_unless_pinned(unit)
 
     def _release_unless_pinned(self, unit: Unit) -> None:
@@ -634,7 +634,9 @@ class Engine:
         what = "agree on what was written"
         self.order.check(what)
         self.comm.all_reduce_everywhere(changed, what)
-        flags = self.comm.on_host(changed, what) if self.comm.control.real else [1.0] * len(units)
+        alone = self.comm.ranks * self.comm.tensor.size == 1
+        known = alone or self.comm.control.real
+        flags = self.comm.on_host(changed, what) if known else [1.0] * len(units)
         written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
         self.states.values_changed(parameter for unit in written for parameter in unit.parameters)
 

@@ -130,9 +130,11 @@ class States:
                 changed = changed or (flat.master is not None and versions_of(flat.parameters) != flat.known_versions)
             if changed:
                 edited.append(unit)
-        for unit in edited:
+        if edited:
             self.settle()
             self.doubt()
+            self._end_updates()  # else the one under way is written over them
+        for unit in edited:
             unit.absorb(None)
             self.note_versions(unit)
 
