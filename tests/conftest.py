@@ -1,5 +1,6 @@
 """What all tests share: the path of the rank harness, one torch thread, and no process left at the end."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_threads`, also in its worker processes
 import ranks
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each program that a test starts compiles the library again
 ranks.settle_torch()  # also while tests are collected; one thread, so that ranks do not fight over cores
 
 LONG = (  # files of few tests that start programs; begun last, one would still run when all others are done

@@ -55,9 +55,9 @@ T = TypeVar("T")
 
 GRACE = 2.0  # seconds that the other ranks have to end by themselves once one has failed
 LOOPBACK = "127.0.0.1"
-# Imported once, in the server that all processes are forked from. An optimizer's first step imports torch._dynamo,
-# which takes a second and a half.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
+# Imported once, in the server that all processes are forked from: an optimizer's first step imports torch._dynamo,
+# which takes a second and a half, and the modules of many bodies import the others.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer", "transformers"]
 
 
 class RanksFailed(RuntimeError):
