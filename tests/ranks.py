@@ -25,6 +25,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import math
 import multiprocessing
@@ -450,6 +451,7 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
 def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
     """The worker process: answer every job until the connection ends."""
     os.setsid()  # a process group of its own: whatever the body starts is killed with it
+    gc.freeze()  # what all processes share is neither looked through, and so copied, nor counted as live
     dump = reduction.recv_handle(connection)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)
