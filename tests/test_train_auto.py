@@ -30,6 +30,8 @@ from zeroshard.train.settled import settle
 from zeroshard.train.summary import header
 from zeroshard.train.world import World
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 EVERY = ("stage", "offload", "recompute", "micro-batch")
 SMALL = "--layers 2 --width 32 --sequence 16 --batch 16 --device cpu".split()
 WORLD = 4
