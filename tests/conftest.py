@@ -1,5 +1,7 @@
 """What all tests share: the path of the rank harness, one torch thread, and no process left at the end."""
 
+import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_threads`, also in its worker processes
 import ranks
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each program that a test starts compiles the library again
 ranks.settle_torch()  # also while tests are collected; one thread, so that ranks do not fight over cores
 
 LONG = (  # files of few tests that start programs; begun last, one would still run when all others are done
@@ -30,11 +33,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
+def pytest_collection_finish() -> None:
+    """Leave the modules out of every later look for garbage or live tensors: there are a million objects in them."""
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:
     """Give every test the same sums, whatever ran before it."""
     ranks.settle_torch()
     yield
+
+
+_traces: dict[Any, Any] = {}
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Trace a GPT that is planned for once for all tests: a trace takes a second, and many plan for the same one."""
+    from zeroshard.models import GPT
+    from zeroshard.planner import subject
+
+    trace = subject.trace
+
+    def remembered(model: Any, inputs: Any = None, **options: Any) -> Any:
+        touched = any("forward" in vars(module) for module in model.modules())  # one that recomputes, say
+        if type(model) is not GPT or touched or inputs is not None or options.get("loss") is not None:
+            return trace(model, inputs, **options)
+        held = tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters())
+        key = (model.config, repr(model), model.training, held, repr(sorted(options.items())))
+        if key not in _traces:
+            _traces[key] = trace(model, inputs, **options)
+        return _traces[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "trace", remembered)
+        yield
 
 
 @pytest.fixture(scope="module")

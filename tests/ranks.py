@@ -25,6 +25,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import math
 import multiprocessing
@@ -55,9 +56,9 @@ T = TypeVar("T")
 
 GRACE = 2.0  # seconds that the other ranks have to end by themselves once one has failed
 LOOPBACK = "127.0.0.1"
-# Imported once, in the server that all processes are forked from. An optimizer's first step imports torch._dynamo,
-# which takes a second and a half.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
+# Imported once, in the server that all processes are forked from: an optimizer's first step imports torch._dynamo,
+# which takes a second and a half, and the modules of many bodies import the others.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer", "transformers"]
 
 
 class RanksFailed(RuntimeError):
@@ -450,6 +451,7 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
 def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
     """The worker process: answer every job until the connection ends."""
     os.setsid()  # a process group of its own: whatever the body starts is killed with it
+    gc.freeze()  # what all processes share is neither looked through, and so copied, nor counted as live
     dump = reduction.recv_handle(connection)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)

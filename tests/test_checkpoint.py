@@ -11,6 +11,7 @@ import random
 import threading
 import unittest.mock
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,15 +101,23 @@ def write(rank: int, world: int, stage: int | None, path: Path, options: dict[st
     return saved, parameters(model)
 
 
-def read(rank: int, world: int, stage: int | None, paths: list[Path], options: dict[str, Any]) -> list[Any]:
-    """Load one checkpoint after the other into the same model, and go on from each."""
+def read(
+    rank: int,
+    world: int,
+    stage: int | None,
+    paths: list[Path],
+    options: dict[str, Any],
+    goes_on: Callable[[Path], bool] = lambda path: True,
+) -> list[Any]:
+    """Load one checkpoint after the other into the same model, and go on from some."""
     model, optimizer = made(stage, **options)
     found = []
     for path in paths:
         assert zeroshard.load(path, model, optimizer).extra == {"step": 3}
         loaded = everything(model, optimizer)
-        steps(model, optimizer, rank, world, range(3, 5))
-        found.append((loaded, parameters(model)))
+        if goes_on(path):
+            steps(model, optimizer, rank, world, range(3, 5))
+        found.append((loaded, parameters(model) if goes_on(path) else {}))
     return found
 
 
@@ -132,9 +141,13 @@ def test_every_checkpoint_loads_exactly_everywhere_and_training_goes_on(
     world: int, stage: int | None, written: dict[Source, tuple[Path, Everything, Everything]]
 ) -> None:
     paths = [path for path, _, _ in written.values()]
-    for results in run_threads(world, read, world, stage, paths, {}):
-        for (source, (_, saved, continued)), (loaded, ours) in zip(written.items(), results, strict=True):
+    # from every stage on as many ranks, and from two on others: what is loaded is the same, bit for bit
+    starts = {written[source][0] for source in written if source[0] == world or source in ((4, 3), (1, PLAIN))}
+    for results in run_threads(world, read, world, stage, paths, {}, starts.__contains__):
+        for (source, (path, saved, continued)), (loaded, ours) in zip(written.items(), results, strict=True):
             assert_same(loaded, saved)
+            if path not in starts:
+                continue
             sums_alike = source[0] == world and (source[1] or 0) > 0 and (stage or 0) > 0
             # elsewhere gradients are summed over other ranks, or in another order, and round otherwise
             assert_same(ours, continued, 0.0 if sums_alike or source == (world, stage) else 2e-5)

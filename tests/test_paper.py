@@ -18,6 +18,8 @@ from zeroshard.planner.simulation.paper_tables import FIGURE_2, FIGURE_6, FIGURE
 from zeroshard.planner.simulation.table import exhibit_table
 from zeroshard.presets import PRESETS
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 @functools.cache
 def shown(figure: Callable[[], Exhibit]) -> Exhibit:

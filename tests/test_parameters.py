@@ -185,21 +185,32 @@ WAYS = {
 }
 
 
-def touch(rank: int, way: str) -> tuple[str, str]:
-    model, optimizer = shard(make_net())
-    parameter = model.get_parameter(NAME)
-    try:
-        result = WAYS[way](parameter)
-        outcome = "returned", repr(type(result))
-    except Exception as error:
-        outcome = type(error).__name__, str(error)
-    step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
-    return outcome
+def touch(rank: int) -> dict[str, tuple[str, str]]:
+    """What comes of each way."""
+    outcomes = {}
+    for way, use in WAYS.items():
+        model, optimizer = shard(make_net())
+        parameter = model.get_parameter(NAME)
+        try:
+            result = use(parameter)
+            outcomes[way] = "returned", repr(type(result))
+        except Exception as error:
+            outcomes[way] = type(error).__name__, str(error)
+        step(model, optimizer, split(batches(1)[0], rank, 2))  # and nothing is broken
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def touched() -> list[dict[str, tuple[str, str]]]:
+    """By rank. In processes: a crash is a failure of these tests alone, and its stack says which way it was."""
+    return run_processes(2, touch)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_using_absent_values_names_the_parameter_and_the_remedy(way: str) -> None:
-    for kind, text in run_processes(2, touch, way):  # processes: a crash is a failure of this test alone
+def test_using_absent_values_names_the_parameter_and_the_remedy(
+    way: str, touched: list[dict[str, tuple[str, str]]]
+) -> None:
+    for kind, text in (outcomes[way] for outcomes in touched):
         assert kind == "RuntimeError", text
         assert NAME in text
         assert "zeroshard.gathered" in text

@@ -14,6 +14,7 @@ import zeroshard
 from zeroshard.config import Config
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
+from zeroshard.planner import subject
 from zeroshard.planner.choice import Choice
 from zeroshard.planner.footprint import footprint
 from zeroshard.planner.machines.machine import Link, Machine
@@ -22,6 +23,8 @@ from zeroshard.planner.pace import BACKWARDS, PASSED, TRAVEL, Work, pace
 from zeroshard.planner.plan import Plans, consider, plan
 from zeroshard.planner.subject import Subject
 from zeroshard.planner.traces.tracing import trace
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 SMALL = GPTConfig(vocab_size=512, context=32, layers=4, heads=4, width=64)
 NODE = Machine.of("h100", devices=4)
@@ -36,7 +39,7 @@ def replayed(
     stage: int, ranks: int, machine: Machine = NODE, accumulate: int = 1, model: Any = None, **options: Any
 ) -> Any:
     model = model or gpt()
-    work = Work.of(trace(model, micro_batch=2, precision="bf16", kind=machine.kind), machine)
+    work = Work.of(subject.trace(model, micro_batch=2, precision="bf16", kind=machine.kind), machine)
     held = holdings(model, Config(stage=stage, precision="bf16", **options), ranks=ranks)
     return pace(work, held, machine, ranks=ranks, accumulate=accumulate)
 

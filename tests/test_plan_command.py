@@ -27,6 +27,8 @@ from zeroshard.planner.record import PARTS, record, standing
 from zeroshard.planner.table import COLUMNS, interesting, ordered, table, verdict
 from zeroshard.planner.usage import calls, command
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 QUICK = "--batch 8 --tensor 1 --checkpoint none --offload none".split()
 
 OWN = '''

@@ -28,6 +28,8 @@ from zeroshard.planner.plan import Plan, Plans, consider
 from zeroshard.planner.subject import Subject
 from zeroshard.planner.table import interesting, nearest
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CHARTS = {"stages", "timeline", "batches", "times"}
 HOW = [("to train it so", "zeroshard train --model tiny"), ("in your own script", f"shard({HOSTILE})")]
 

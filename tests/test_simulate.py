@@ -31,6 +31,8 @@ from zeroshard.planner.simulation.table import simulation_table
 from zeroshard.planner.subject import Subject
 from zeroshard.planner.traces.tracing import trace
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 SHAPE = GPTConfig(vocab_size=512, context=64, heads=4, width=256)
 LARGER = GPTConfig(vocab_size=1024, context=256, heads=8, width=1024, layers=6)
 

@@ -20,14 +20,17 @@ from zeroshard.planner import subject
 from zeroshard.planner.auto import NothingFitsError
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import plan
+from zeroshard.train.check import batching_of
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.job import _shard, batching_of, prepare, sequence_length
+from zeroshard.train.job import _shard, prepare, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options
 from zeroshard.train.settled import settle
 from zeroshard.train.summary import header
 from zeroshard.train.world import World
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 EVERY = ("stage", "offload", "recompute", "micro-batch")
 SMALL = "--layers 2 --width 32 --sequence 16 --batch 16 --device cpu".split()

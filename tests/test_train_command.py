@@ -28,6 +28,7 @@ from ranks import RanksFailed, run_processes
 from safetensors.torch import load_file
 from test_train_page import CHARTS, Dom, chromium, console_of, in_browser
 
+from zeroshard import cli
 from zeroshard.checkpoint.contents import Contents
 from zeroshard.train.checkpoint import step_of, whole_checkpoints
 from zeroshard.train.data.corpus import shakespeare
@@ -43,6 +44,7 @@ SMALL = (
     "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
     "--sample-tokens 8 --device cpu"
 ).split()
+SHORT_TEXT = ["--data", str(Path(__file__).parents[1] / "LICENSE")]  # soon encoded
 LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait
 
 
@@ -60,6 +62,17 @@ def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments), capture_output=True, text=True, timeout=LIMIT, env=environment(**extra), check=False
     )
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """The exit status, output and errors of a command without ranks, called here: a program would import torch anew."""
+    exit_message = ""
+    try:
+        status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as end:  # the interpreter prints what is not a number, and ends with 1
+        status, exit_message = (end.code, "") if isinstance(end.code, int) else (1, str(end.code))
+    output, errors = capsys.readouterr()
+    return status, output, errors + exit_message
 
 
 def train(out: Path, *arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -139,7 +152,7 @@ def kept_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run that nothing disturbs, with evaluations and checkpoints on its way."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    return out, train(out, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 30)
+    return out, train(out, *SHORT_TEXT, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 30)
 
 
 # ------------------------------------------------------------------------------------------------ what a run leaves
@@ -200,11 +213,13 @@ def test_the_report_of_the_run_is_drawn_whole_and_offline(
     assert "3Ψ" in page.text() and "was not recorded" not in page.text()
 
 
-def test_the_trained_model_is_used_without_ranks(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_trained_model_is_used_without_ranks(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     out, _ = whole
-    done = run("generate", out, "--prompt", "ROMEO:", "--tokens", 8)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ROMEO:") and len(done.stdout) > len("ROMEO:\n")
+    status, said, errors = call(capsys, "generate", out, "--prompt", "ROMEO:", "--tokens", 8)
+    assert status == 0, errors
+    assert said.startswith("ROMEO:") and len(said) > len("ROMEO:\n")
     exported = load_file(out / "model" / "model.safetensors")
     kept = kept_weights(out / "checkpoints" / "step-000040")
     assert exported.keys() == kept.keys()
@@ -212,26 +227,6 @@ def test_the_trained_model_is_used_without_ranks(whole: tuple[Path, subprocess.C
 
 
 # ------------------------------------------------------------------------------------------------ ending and going on
-
-
-def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
-    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    reference, _ = whole
-    running = Running(tmp_path / "run", "--steps", STEPS, "--eval-every", 0, "--checkpoint-every", 10)
-    running.reach(14)
-    os.kill(running.workers()[1], signal.SIGKILL)
-    status, output = running.end()
-    assert status == 1
-    assert "rank 1 was killed by SIGKILL" in output
-    assert "Traceback" not in output  # the other rank's complaint is no news
-    assert not running.workers()
-
-    last = whole_checkpoints(tmp_path / "run" / "checkpoints")[-1]
-    assert 10 <= step_of(last) < STEPS
-    run_processes(2, trained, ["--out", str(tmp_path / "run"), "--resume"])  # all options are the run's own
-    assert losses(tmp_path / "run") == losses(reference)  # one with evaluations, one without: they disturb nothing
-    assert held_out(tmp_path / "run")[STEPS] == held_out(reference)[STEPS]
 
 
 def listeners(pids: Iterable[int]) -> dict[str, str]:
@@ -261,24 +256,47 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
-    running = Running(tmp_path / "run", "--ranks", 2, "--steps", 1000)
-    running.reach(2)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A run whose second rank was killed: its directory and ranks, where they listened, how it ended, what it said."""
+    out = tmp_path_factory.mktemp("killed") / "run"
+    running = Running(out, *SHORT_TEXT, "--ranks", 2, "--steps", STEPS, "--eval-every", 0, "--checkpoint-every", 10)
+    running.reach(14)
     ranks = running.workers()
     addresses = listeners([running.process.pid, *ranks.values()])
-    running.process.send_signal(signal.SIGTERM)
+    os.kill(ranks[1], signal.SIGKILL)
     status, output = running.end()
-    assert status == 128 + signal.SIGTERM, output
-    assert len(ranks) == 2
-    assert len(addresses) >= 3  # of the store and of gloo on each rank: the look finds some
-    assert all(map(is_loopback, addresses.values())), addresses
+    left = running.workers()
+    return SimpleNamespace(out=out, ranks=ranks, addresses=addresses, status=status, output=output, left=left)
+
+
+def test_a_run_on_one_machine_listens_on_loopback_alone(killed: SimpleNamespace) -> None:
+    assert len(killed.ranks) == 2
+    assert len(killed.addresses) >= 3  # of the store and of gloo on each rank: the look finds some
+    assert all(map(is_loopback, killed.addresses.values())), killed.addresses
+
+
+def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], killed: SimpleNamespace
+) -> None:
+    reference, _ = whole
+    assert killed.status == 1
+    assert "rank 1 was killed by SIGKILL" in killed.output
+    assert "Traceback" not in killed.output  # the other rank's complaint is no news
+    assert not killed.left
+
+    last = whole_checkpoints(killed.out / "checkpoints")[-1]
+    assert 10 <= step_of(last) < STEPS
+    run_processes(2, trained, ["--out", str(killed.out), "--resume"])  # all options are the run's own
+    assert losses(killed.out) == losses(reference)  # one with evaluations, one without: they disturb nothing
+    assert held_out(killed.out)[STEPS] == held_out(reference)[STEPS]
 
 
 def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     reference, _ = whole
-    running = Running(tmp_path / "run", "--steps", STEPS, "--eval-every", 0)
+    running = Running(tmp_path / "run", *SHORT_TEXT, "--steps", STEPS, "--eval-every", 0)
     running.reach(7)
     running.process.send_signal(signal.SIGINT)
     status, output = running.end()
@@ -298,7 +316,8 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
 
 def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_processes(2, trained, [*SMALL, "--out", str(out), "--steps", "3", "--checkpoint-every", "1", "--keep", "2"])
+    options = [*SMALL, *SHORT_TEXT, "--steps", "3", "--checkpoint-every", "1", "--keep", "2"]
+    run_processes(2, trained, [*options, "--out", str(out)])
     done = run("train", "--out", out, "--resume", "--steps", 20, "--lr", 1e30, "--warmup", 0)
     assert done.returncode == 1
     message = done.stderr.strip()
@@ -329,18 +348,18 @@ def test_a_rank_that_fails_alone_ends_the_run_with_its_own_error(tmp_path: Path)
 
 def test_under_torchrun_it_joins_and_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    for ranks, options in ((2, [*SMALL, "--steps", "5", "--eval-every", "0"]), (1, ["--resume", "--steps", "8"])):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-        done = subprocess.run(
-            [*launcher, "zeroshard", "train", "--out", str(out), *options],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            env=environment(OMP_NUM_THREADS="1"),
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"{ranks} on cpu over gloo" in done.stdout
-    assert "from step 5" in done.stdout and sorted(losses(out)) == list(range(1, 9))
+    run_processes(1, trained, [*SMALL, "--steps", "2", "--eval-every", "0", "--out", str(out)])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*launcher, "zeroshard", "train", "--out", str(out), "--resume", "--steps", "5"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 on cpu over gloo" in done.stdout
+    assert "from step 2" in done.stdout and sorted(losses(out)) == list(range(1, 6))
 
 
 def test_under_srun_it_joins(tmp_path: Path) -> None:
@@ -355,7 +374,7 @@ def test_under_srun_it_joins(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), OMP_NUM_THREADS="1"),
+            env=environment(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
         )
         for rank in range(2)
     ]
@@ -367,9 +386,9 @@ def test_under_srun_it_joins(tmp_path: Path) -> None:
 
 def test_on_a_terminal_there_is_a_live_view(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
-    arguments = [argument for argument in SMALL if argument != "--plain"]
+    arguments = [argument for argument in [*SMALL, *SHORT_TEXT] if argument != "--plain"]
     process = subprocess.Popen(
-        command("train", *arguments, "--steps", 5, "--eval-every", 0, "--out", tmp_path / "run"),
+        command("train", *arguments, "--ranks", 1, "--steps", 5, "--eval-every", 0, "--out", tmp_path / "run"),
         stdout=follower,
         stderr=follower,
         env=environment(TERM="xterm-256color"),
@@ -409,7 +428,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-BRIEF = "--batch 4 --eval-sequences 4 --sample-tokens 2 --warmup 0".split()
+BRIEF = [*SHORT_TEXT, *"--batch 4 --eval-sequences 4 --sample-tokens 2 --warmup 0".split()]
 
 
 def test_a_hugging_face_model_is_trained_from_its_directory_and_saved_as_it_came(llama: Path, tmp_path: Path) -> None:
@@ -459,12 +478,17 @@ def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama:
         (["--resume"], ["no run under runs/", "--out"]),
     ],
 )
-def test_wrong_options_are_refused_with_what_was_meant(arguments: list[str], words: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        command("train", *arguments), capture_output=True, text=True, cwd=tmp_path, env=environment(), timeout=LIMIT
-    )
-    assert done.returncode in (1, 2)
-    told = re.sub(r"[│\s]+", " ", done.stdout + done.stderr)
+def test_wrong_options_are_refused_with_what_was_meant(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, said, errors = call(capsys, "train", *arguments)
+    assert status in (1, 2)
+    told = re.sub(r"[│\s]+", " ", said + errors)
     assert all(word in told for word in words), told
     assert "Traceback" not in told
     assert not (tmp_path / "runs").exists()
@@ -480,11 +504,13 @@ def test_wrong_options_are_refused_with_what_was_meant(arguments: list[str], wor
         ("a.toml", "[training]\nlr = 1", ["a.toml is not a plain table"]),
     ],
 )
-def test_wrong_files_of_options_are_refused(name: str, text: str, words: list[str], tmp_path: Path) -> None:
+def test_wrong_files_of_options_are_refused(
+    name: str, text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / name).write_text(text)
-    done = run("train", "--config", tmp_path / name)
-    assert done.returncode in (1, 2)
-    told = re.sub(r"[│\s]+", " ", done.stdout + done.stderr)
+    status, said, errors = call(capsys, "train", "--config", tmp_path / name)
+    assert status in (1, 2)
+    told = re.sub(r"[│\s]+", " ", said + errors)
     assert all(word in told for word in words), told
 
 
@@ -496,23 +522,26 @@ def test_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:
     assert "GPT, 12 layers" in told
 
 
-def test_a_batch_that_cannot_be_divided_and_missing_data_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_divided_and_missing_data_are_refused_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RanksFailed, match="a batch of 7 sequences is not 2 a rank and backward × 2 ranks"):
         run_processes(2, trained, [*SMALL, "--out", str(tmp_path / "odd"), "--batch", "7", "--micro-batch", "2"])
     assert not (tmp_path / "odd").exists()
-    missing = train(tmp_path / "missing", "--data", tmp_path / "nowhere.txt")
-    assert missing.returncode == 1
-    assert "nowhere.txt" in missing.stderr and "Traceback" not in missing.stderr and not (tmp_path / "missing").exists()
+    missing = ["--out", tmp_path / "missing", "--data", tmp_path / "nowhere.txt"]
+    status, _, errors = call(capsys, "train", *SMALL, *missing)
+    assert status == 1
+    assert "nowhere.txt" in errors and "Traceback" not in errors and not (tmp_path / "missing").exists()
 
 
 def test_a_directory_that_holds_a_run_is_not_written_over(
-    whole: tuple[Path, subprocess.CompletedProcess[str]],
+    whole: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = whole
     before = (out / "metrics.jsonl").read_bytes()
-    done = train(out, "--steps", 3)
-    assert done.returncode == 1
-    assert "holds a run: add --resume" in done.stderr
+    status, _, errors = call(capsys, "train", *SMALL, "--out", out, "--steps", 3)
+    assert status == 1
+    assert "holds a run: add --resume" in errors
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
@@ -521,9 +550,12 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
 ) -> None:
     out, _ = whole
     before = (out / "config.json").read_bytes()
-    done = run("train", "--out", out, "--resume", "--width", 64)
-    assert done.returncode == 1
-    assert "is of another model" in done.stderr and "down.weight is [32, 128] there and [64, 256]" in done.stderr
+    with pytest.raises(RanksFailed) as refused:
+        run_processes(2, trained, ["--out", str(out), "--resume", "--width", "64"])
+    for told in refused.value.accounts.values():
+        assert re.search(r"^zeroshard\.train\.errors\.TrainingError: .* is of another model", told, re.M), told
+        assert "down.weight is [32, 128] there and [64, 256]" in told
+    assert len(refused.value.accounts) == 2
     assert (out / "config.json").read_bytes() == before
 
 

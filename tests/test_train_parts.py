@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,7 @@ from zeroshard.train.batching import Batching
 from zeroshard.train.directory import RunDirectory, new_directory, newest_run
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.launch import ACCOUNTS, first_failure, report_failure
+from zeroshard.train.launch import ACCOUNTS, HEEDED, first_failure, launch, report_failure
 from zeroshard.train.options import DataOptions, ModelOptions, Options, StepOptions
 from zeroshard.train.pulse import Pulse
 from zeroshard.train.record import paper_traffic
@@ -181,6 +185,34 @@ def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
     tell(1, 20.7, missed=False)  # an error of its own, though others were quicker to tell
     tell(5, 20.8, missed=False)
     assert first_failure(tmp_path, {0: 1, 1: 1, 2: -9}) == "story of 1"
+
+
+@pytest.mark.parametrize("number", HEEDED)
+def test_a_signal_is_forwarded_to_every_rank_and_is_the_exit_status(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = number.name.removeprefix("SIG")
+    rank = tmp_path / "rank"  # stands for Python: a rank that stops when it is told to
+    told = f"trap 'touch {tmp_path}/told.$RANK; exit {128 + number}' {name}"
+    rank.write_text(f"#!/bin/sh\n{told}\ntouch {tmp_path}/up.$RANK\nwhile :; do sleep 0.05; done\n")
+    rank.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(rank))
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("up.*"))) < 2:
+            if time.monotonic() > deadline:  # the launcher has no ranks, or has ended without them
+                return
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        assert launch(2, []) == 128 + number
+    finally:
+        thread.join()
+    assert sorted(path.name for path in tmp_path.glob("told.*")) == ["told.0", "told.1"]
 
 
 def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +17,7 @@ import torch
 import transformers
 from ranks import run_processes, run_threads
 from safetensors.torch import load_file
-from test_train_command import BRIEF, SMALL, held_out, kept_weights, losses, record, train, trained
+from test_train_command import BRIEF, SHORT_TEXT, SMALL, held_out, kept_weights, losses, record, trained
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -45,16 +48,38 @@ SHORT = "--steps 6 --eval-every 3 --checkpoint-every 3 --log-every 3".split()
 VOCABULARY = 301  # which two ranks cannot divide evenly
 
 
+def trained_into(rank: int, said: Path, arguments: list[str]) -> None:
+    """Be one rank of a job whose output and errors go to files of their own."""
+    with output_into(1, f"{said}.{rank}.out"), output_into(2, f"{said}.{rank}.err"):
+        trained(rank, arguments)
+
+
+@contextmanager
+def output_into(descriptor: int, path: str) -> Iterator[None]:
+    """Have all that this process writes to a descriptor, also past Python, go to a file."""
+    kept = os.dup(descriptor)
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     """The same batches on two ranks, and on two pairs of ranks that divide each layer; and what the second said."""
     root = tmp_path_factory.mktemp("tensor")
     alone, pairs = root / "alone", root / "pairs"
-    run_processes(2, trained, [*SMALL, *SHORT, "--out", str(alone)])
-    done = train(pairs, *SHORT, "--ranks", 4, "--tensor", 2, "--configuration", "C5", "--stage", 3)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return alone, pairs, done.stdout
+    options = [*SMALL, *SHORT_TEXT, *SHORT]
+    run_processes(2, trained, [*options, "--out", str(alone)])
+    divided = "--tensor 2 --configuration C5 --stage 3".split()
+    run_processes(4, trained_into, root / "said", [*options, *divided, "--out", str(pairs)])
+    assert [path.read_text() for path in sorted(root.glob("said.*err"))] == [""] * 4
+    return alone, pairs, "".join(path.read_text() for path in sorted(root.glob("said.*out")))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
             if place is None or place["RANK"] == "0":
                 print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
             return 0
-        from zeroshard.train.job import check
+        from zeroshard.train.check import check
 
         check(options, ranks)
         return launch(ranks, argv)

@@ -9,7 +9,8 @@ from zeroshard.memory.report import size
 from zeroshard.offload import TIERS
 from zeroshard.planner.memory import Memory, predict_memory
 from zeroshard.planner.plan import precision_for
-from zeroshard.train.job import batching_of, check_tensor, chosen_precision, sequence_length
+from zeroshard.train.check import batching_of
+from zeroshard.train.job import check_tensor, chosen_precision, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.options import Options, ShardOptions
 from zeroshard.train.settled import machine_on_paper, settle

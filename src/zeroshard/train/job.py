@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,6 +16,7 @@ import zeroshard
 from zeroshard.presets import PRESETS
 from zeroshard.tensor.plans import plan_of
 from zeroshard.train.batching import Batching
+from zeroshard.train.check import batching_of, refuse_taken
 from zeroshard.train.checkpoint import Checkpoint, whole_checkpoints
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
 from zeroshard.train.data.loader import Loader
@@ -30,7 +30,6 @@ from zeroshard.train.sample import prompt_tokens
 from zeroshard.train.settled import settle
 from zeroshard.train.world import World
 
-NEEDED = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
 NOT_KEPT = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
 PLANNED = ("auto", "memory", "machine")  # options whose outcome is kept
 
@@ -63,30 +62,6 @@ def prepare(options: Options, world: World) -> Job:
         return _prepare(options, world)
     except (ValueError, OSError, ImportError, zeroshard.CheckpointError) as error:
         raise TrainingError(str(error)) from error
-
-
-def check(options: Options, ranks: int) -> None:
-    """Refuse what can be seen to be wrong before there are ranks."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
-    if options.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ImportError("--tensorboard needs tensorboard: pip install 'zeroshard[tensorboard]'")
-    if options.sharding.device == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("--device cuda: torch finds no GPU here")
-    batching_of(options, ranks)
-    if options.run.out is not None:
-        _refuse_taken(options, Path(options.run.out))
-    for path in (*options.data.data, *options.data.validation):
-        if not Path(path).exists():
-            raise FileNotFoundError(f"{path}, given as data, is not there")
-
-
-def batching_of(options: Options, ranks: int) -> Batching:
-    """How the batch is divided."""
-    training = options.training
-    tensor = options.sharding.tensor
-    return Batching.divide(ranks, training.batch, training.micro_batch, training.accumulate, tensor)
 
 
 def check_tensor(options: Options, module: nn.Module) -> None:
@@ -166,13 +141,6 @@ def chosen_precision(options: Options, device: str) -> str:
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
-def _refuse_taken(options: Options, out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise TrainingError(f"{out}, given as --out, is a file: give a directory")
-    if RunDirectory(out).exists() and not options.run.resume:
-        raise TrainingError(f"{out} holds a run: add --resume to go on with it, or give another --out")
-
-
 def _kept(options: Options) -> dict[str, Any]:
     """What a run's config.json holds: all that says what the run is, with paths that are right from anywhere."""
     kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT + PLANNED}
@@ -190,7 +158,7 @@ def _open_directory(options: Options, world: World) -> RunDirectory:
     chosen: list[Any] = [None]
     if world.first:
         out = Path(options.run.out) if options.run.out is not None else new_directory(Path("runs"), options.name)
-        _refuse_taken(options, out)
+        refuse_taken(options, out)
         out.mkdir(parents=True, exist_ok=True)
         directory = RunDirectory(out)
         directory.lock()
