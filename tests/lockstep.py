@@ -641,8 +641,7 @@ class Lockstep:
 
         # a block that is no unit itself is over for zeroshard with its last layer, before its hooks
         alone = part is not None and self.options.blocks == 1 and self.options.hook is not None
-        must = not (alone and self.options.stage == 3)
-        done = self._do(f"forward({seed}, route={route}, part={part})", act, plain, must)
+        done = self._do(f"forward({seed}, route={route}, part={part})", act, plain, must=not alone)
         if done is None:
             self._drop(number)
             return
