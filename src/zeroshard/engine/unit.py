@@ -431,7 +431,7 @@ class Unit:
                 wardrobe.parameter.__class__ = wardrobe.gathered if self.copied else wardrobe.absent
 
     def check_written(self) -> None:
-        """Raise where a parameter was given values inside gathered() that the unit cannot hold."""
+        """Raise where a parameter was given values that the unit cannot hold."""
         for flat in self.flats:
             for index, (name, parameter) in enumerate(flat.named_parameters):
                 values = values_of(parameter)
@@ -444,8 +444,8 @@ class Unit:
                 )
                 if expected != got:
                     raise RuntimeError(
-                        f"{name!r} was changed to {got} inside gathered(write_rank=…), and the sharded model has it as "
-                        f"{expected}: nothing was written. Change shape, dtype or device before zeroshard.shard()"
+                        f"{name!r} was sharded as {expected} and is {got} now: nothing was written. Change shape, "
+                        "dtype or device before zeroshard.shard(), or after zeroshard.unshard()"
                     )
 
     @torch.no_grad()
@@ -475,8 +475,7 @@ class Unit:
         Returns whether this rank's part of them is another one than before.
         """
         changed: list[torch.Tensor] = []
-        for flat in self.flats:
-            _refuse_reshaped(flat)
+        self.check_written()
         for flat in self.flats:
             if flat.reader is not None:
                 flat.reader.forget()
@@ -542,17 +541,6 @@ class Unit:
     def _undress(self) -> None:
         for wardrobe in self._wardrobes:
             wardrobe.parameter.__class__ = wardrobe.original
-
-
-def _refuse_reshaped(flat: Flat) -> None:
-    for index, (name, parameter) in enumerate(flat.named_parameters):
-        shape = values_of(parameter).shape
-        if shape != flat.shapes[index]:
-            raise RuntimeError(
-                f"{name!r} was sharded with shape {tuple(flat.shapes[index])} and has {tuple(shape)} now "
-                "(resize_token_embeddings does that): change a model's shapes before zeroshard.shard(), or after "
-                "zeroshard.unshard()"
-            )
 
 
 def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
