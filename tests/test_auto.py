@@ -34,6 +34,8 @@ from zeroshard.planner.space import Space, machine_of
 from zeroshard.planner.traces.recomputed import as_planned
 from zeroshard.planner.traces.tracing import UntraceableError, trace
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CPU = Machine.of("cpu", context=0)  # the bytes that tensors take, and nothing else
 WORLD = 4
 RANDOM_STATE = 5056  # bytes that torch keeps for each recomputed block: only small models notice

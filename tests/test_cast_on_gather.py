@@ -27,6 +27,8 @@ from zeroshard.planner.memory import holdings, predict_memory
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 COUNTERS = 512  # bytes of step counts, one for each stretch of shards
 GPT_CONFIG = GPTConfig(vocab_size=1024, context=16, layers=3, heads=4, width=128)
 PSI = GPT_CONFIG.parameters

@@ -11,8 +11,6 @@ import importlib
 import itertools
 import os
 import stat
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -21,8 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_processes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeroshard.host import library, native
@@ -354,14 +354,13 @@ def test_the_library_is_built_once_and_kept(
     assert len(built(tmp_path)) == 2
 
 
-def test_ranks_that_build_at_once_all_get_it(
-    native_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "import zeroshard.host.native as native; native.load_library(native.SOURCE)"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    started = [subprocess.Popen(command) for _ in range(3)]
-    assert [process.wait() for process in started] == [0, 0, 0]
+def build(rank: int) -> None:
+    dist.barrier()
+    library.load_library(native.SOURCE)
+
+
+def test_ranks_that_build_at_once_all_get_it(native_kernels: Kernels, tmp_path: Path) -> None:
+    run_processes(3, build, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert len(built(tmp_path)) == 1  # and nothing half-made is left
 
 

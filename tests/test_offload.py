@@ -103,27 +103,26 @@ def test_accumulation_clipping_and_no_sync(accumulate: Any, clip: Any, unsynchro
     assert_unchanged(case, offload("host"), offload({"host": 0.4, "disk": 0.6}, gradients=("host", 0.5)))
 
 
-@pytest.mark.parametrize("rest", RESTS[:1] + RESTS[3:5], ids=str)
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "overflow", "clip"),
+    ("precision", "optimizer", "overflow", "clip", "rests"),
     [
-        ("bf16", "AdamW", None, None),
-        ("bf16", "nesterov", None, 0.05),
-        ("bf16", "Adagrad", None, None),
-        ("fp16", "AdamW", 3, None),
-        ("fp16", "fused AdamW", 2, 1e3),
-        ("fp16", "dampened", 0, 0.05),  # the first step does not count: the next one makes the momentum
-        ("fp16", "AdamW", 0, None),
-        ("fp16", "RMSprop", 1, None),
-        ("fp16", "Lion", 1, None),
+        ("bf16", "AdamW", None, None, (0, 3, 4)),
+        ("bf16", "nesterov", None, 0.05, (0, 3)),
+        ("bf16", "Adagrad", None, None, (4,)),
+        ("fp16", "AdamW", 3, None, (0, 3, 4)),
+        ("fp16", "fused AdamW", 2, 1e3, (3,)),
+        ("fp16", "dampened", 0, 0.05, (0, 4)),  # the first step does not count: the next one makes the momentum
+        ("fp16", "AdamW", 0, None, (0, 3)),
+        ("fp16", "RMSprop", 1, None, (4,)),
+        ("fp16", "Lion", 1, None, (3,)),
     ],
 )
 def test_sixteen_bits_with_loss_scale_and_overflow(
-    precision: str, optimizer: str, overflow: int | None, clip: float | None, rest: Any
+    precision: str, optimizer: str, overflow: int | None, clip: float | None, rests: tuple[int, ...]
 ) -> None:
     options = {"stage": 3, "precision": precision, "keep_fp32": (nn.LayerNorm,)}
     case = Case(optimizer=optimizer, steps=5, overflow=overflow, clip=(clip,), options=options)
-    assert_unchanged(case, offload(rest, parameters="host"))
+    assert_unchanged(case, *(offload(RESTS[rest], parameters="host") for rest in rests))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
