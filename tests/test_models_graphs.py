@@ -12,6 +12,7 @@ import torch
 from against_plain import Step, assert_same, built, numbers, sgd, token_loss, token_step, tokens
 from plain import Net, full_parameters
 from ranks import run_processes
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -327,3 +328,127 @@ def test_transforms_of_a_sharded_model_are_those_of_the_plain_one(options: dict[
     optimizer.step()
     for ours in found:
         torch.testing.assert_close(ours, [*wanted, *(p.detach() for p in model.parameters())])
+
+
+class Layers(nn.Module):
+    """Two layers, and a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.own = nn.Parameter(0.3 * torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x)))) @ self.own
+
+
+class CallsItself(Layers):
+    """Runs once more inside its forward, for a target."""
+
+    deep = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if self.deep:
+            self.deep = False
+            with torch.no_grad():
+                target = self(0.5 * x)
+            y = y + target
+            self.deep = True
+        return y
+
+
+class Forces(Layers):
+    """Adds the gradient of its energy, which the loss goes back through."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force + x @ self.own
+
+
+class ReturnsAParameter(Layers):
+    """Gives back nothing but a parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own
+
+
+def step_plainly(model: Any, x: torch.Tensor, sharded: bool) -> None:
+    model(x).square().sum().backward()
+
+
+def call_again_in_a_hook(model: Any, x: torch.Tensor, sharded: bool) -> None:
+    def add_target(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        with torch.no_grad():
+            target = module(0.5 * x)
+        return output + target
+
+    handle = model.register_forward_hook(add_target)
+    model(x).square().sum().backward()
+
+
+def go_back_to_a_side_loss_after_a_write_of_nothing(model: Any, x: torch.Tensor, sharded: bool) -> None:
+    kept: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda m, a, o: kept.append((x @ m.own @ m.own).square().sum()))
+    model(x)
+    hook.remove()
+    if sharded:
+        with zeroshard.gathered(model, write_rank=0):
+            pass
+    (0.1 * kept[0]).backward()
+
+
+def _three_steps(rank: int, kind: Any, act: Any, sharded: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = kind()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    if sharded:
+        model, optimizer = zeroshard.shard(model, optimizer, stage=3, units=(nn.Linear,))
+    for seed in range(3):
+        act(model, torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)), sharded)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model) if sharded else {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [
+        (CallsItself, step_plainly),
+        (Forces, step_plainly),
+        (ReturnsAParameter, step_plainly),
+        (Layers, call_again_in_a_hook),
+        (Layers, go_back_to_a_side_loss_after_a_write_of_nothing),
+    ],
+)
+def test_calls_and_graphs_inside_and_beside_a_forward(kind: Any, act: Any) -> None:
+    expected = _three_steps(0, kind, act, False)
+    for found in run_processes(2, _three_steps, kind, act, True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+class ReturnsMemory(Layers):
+    """Gives back a parameter's memory: a part of it, or all of it detached."""
+
+    def forward(self, x: torch.Tensor, part: bool) -> torch.Tensor:
+        return self.own[:4] if part else self.own.detach()
+
+
+def _hold_memory(rank: int) -> None:
+    model, _ = zeroshard.shard(ReturnsMemory(), None, stage=3)
+    values = zeroshard.full_parameter(model, "own")
+    x = torch.ones(1, 8)
+    for part in (True, False):
+        for quiet in (True, False):
+            with torch.set_grad_enabled(not quiet):
+                held = model(x, part)
+            model(x, part)
+            torch.testing.assert_close(held.clone(), values[:4] if part else values)
+
+
+def test_what_a_forward_returns_of_a_parameters_memory_can_be_read_later() -> None:
+    run_processes(2, _hold_memory)

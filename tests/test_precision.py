@@ -612,3 +612,28 @@ def test_under_fp16_the_norm_and_the_gradients_read_are_unscaled(stage: int) -> 
         assert_close(read, wanted, 1e-2)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_scaled_loss_of_parameters_alone_is_added_as_it_is(stage: int, order: str) -> None:
+    """Its backward passes no module, so no hook of the model tells of it."""
+
+    def train(order: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = zeroshard.shard(model, optimizer, stage=stage, precision="fp16")
+        for _ in range(20):  # the first find the loss scale
+            loss = model(torch.ones(2, 4)).float().square().mean()
+            penalty = 0.1 * sum(parameter.float().square().sum() for parameter in model.parameters())
+            losses = {"together": [loss + penalty], "before": [penalty, loss], "after": [loss, penalty]}[order]
+            for one in losses:
+                optimizer.scale(one).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
+
+    expected = train("together")
+    for name, value in train(order).items():
+        torch.testing.assert_close(value, expected[name], atol=2e-3, rtol=1e-2)

@@ -232,6 +232,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         engine.order.begin("gathered")
         engine.states.finish_updates()
     copied: list[Unit] = []
+    written = False
     try:
         for unit in units:
             if unit.copied:  # an outer block has it
@@ -246,12 +247,13 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
         yield
         if write_rank is not None:
             _units_of(module)  # raises where a parameter was replaced
-            engine.write_back(units, write_rank)
+            written = True  # some of it, should it raise
+            written = engine.write_back(units, write_rank)
     finally:
         for unit in copied:
             unit.drop_copy()
             engine.states.note_versions(unit)
-        if write_rank is not None:
+        if written:
             engine.drop_pins()
 
 

@@ -142,7 +142,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by fp16's loss scale; under other precisions return it as it is."""
-        return loss if self._scale is None else self._scale.apply(loss)
+        if self._scale is None:
+            return loss
+        scaled = self._scale.apply(loss)
+        if scaled.requires_grad:
+            gradients = self._engine.gradients
+            scaled.register_hook(partial(gradients.expect_scaled, self._scale.inverse))  # type: ignore[no-untyped-call]
+        return scaled
 
     @property
     def loss_scale(self) -> torch.Tensor | None:

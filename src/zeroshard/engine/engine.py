@@ -151,6 +151,11 @@ class Engine:
         """Whether a forward or a backward is under way."""
         return bool(self._frames) or in_backward()
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way, or was left by an exception that no hook could see."""
+        return bool(self._frames)
+
     def enter(self, units: tuple[Unit, ...], name: str, outermost: bool) -> None:
         """A hooked module is about to run. ``outermost``: it is the model itself."""
         if in_backward():
@@ -187,8 +192,13 @@ class Engine:
         some output is a parameter, or has one's memory; ``hides``: differentiable inputs went in and nothing
         differentiable came out.
         """
-        if in_backward() or not self._frames:
+        if in_backward():
             return
+        if not self._frames:
+            raise RuntimeError(
+                "the model was called inside its own forward in a way that zeroshard did not notice: the units of the "
+                "outer call are gone. Call it before or after, or call a module of it"
+            )
         frame = self._frames.pop()
         self._moment += 1
         frame.left = self._moment
@@ -216,7 +226,10 @@ class Engine:
             self._pins.add(self._trace, (unit for unit in frame.units if hides or unit.trainable))
         self._veil_unless_at_work((*frame.units, *frame.lent))
         if not self._frames:
-            self._trace.lent = lent
+            if lent:
+                self._pins.lend(self._trace, self._trace.pins)
+                for unit in self._trace.pins:
+                    unit.lent = True
             self._end_forward()
 
     def fail(self, error: BaseException | None) -> None:
@@ -445,7 +458,7 @@ class Engine:
         Only some ranks may have pinned them, and what is written into the gathered values would be lost.
         """
         for unit in self._live:
-            if not self._pins.lent(unit):
+            if not (self._at_work(unit) or self._pins.lent(unit)):
                 unit.veil()
 
     # -- backward -----------------------------------------------------------------------------------------------
@@ -620,8 +633,11 @@ class Engine:
         self._release_idle()
         self._park()
 
-    def write_back(self, units: list[Unit], source: int) -> None:
-        """Keep what rank ``source`` of the mesh has written into the units' parameters inside gathered()."""
+    def write_back(self, units: list[Unit], source: int) -> bool:
+        """Keep what rank ``source`` of the mesh has written into the units' parameters inside gathered().
+
+        Returns whether that is something else than before.
+        """
         for unit in units:
             unit.check_written()
         self.states.settle()
@@ -639,6 +655,7 @@ class Engine:
         flags = self.comm.on_host(changed, what) if known else [1.0] * len(units)
         written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
         self.states.values_changed(parameter for unit in written for parameter in unit.parameters)
+        return bool(written)
 
     def close(self) -> None:
         """End what is under way beside training: the model is about to be plain again."""

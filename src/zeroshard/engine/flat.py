@@ -144,14 +144,14 @@ class Flat:
         self.landings = [self.full[part.start : part.end] for part in parts]
         self._casts = None
 
-    def free(self) -> bool:
+    def free(self, lent: bool) -> bool:
         """Free the full values: see [Note: breathing storage]. Return whether ``views`` are others from now on.
 
-        Memory that a NumPy array shares (``parameter.detach().numpy()``) can never be resized again: it is left to
-        whoever holds it, a graph or the array, and the flat takes a new storage.
+        Memory that a NumPy array shares (``parameter.detach().numpy()``) can never be resized again, and what was
+        ``lent`` somebody may still read: it is left to whoever holds it, and the flat takes a new storage.
         """
         storage = self.full.untyped_storage()
-        if storage.resizable():
+        if storage.resizable() and not lent:
             storage.resize_(0)
             return False
         self._allocate()

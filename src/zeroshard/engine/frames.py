@@ -32,7 +32,6 @@ class Trace:
         self.frames: list[Frame] = []  # in the order they were left
         self.uses: dict[Unit, list[Frame]] = {}
         self.pins: list[Unit] = []  # that its backward may use without a hook to tell: see pins.py
-        self.lent = False  # the model has returned a parameter, or what has one's memory
 
 
 @dataclass(eq=False)

@@ -68,6 +68,7 @@ class Gradients:
         self.inverse: torch.Tensor | None = None  # of the loss scale that they carry; None: they carry none
         self.cleared = 0  # how often gradients were forgotten
         self._carry = False  # something was added to them since they were cleared
+        self._unseen: torch.Tensor | None = None  # as ``inverse``: of a backward that has passed no module so far
         self._agreed = False  # ``used`` is what all ranks together have found
         self._by_parameter: dict[float, torch.Tensor] = {}  # norms, by norm type: see ``parameter_norms``
         self.unreduced = False  # some backward has only summed locally
@@ -146,6 +147,7 @@ class Gradients:
     def reduce_rest(self) -> None:
         """Reduce what this rank has only summed for itself so far."""
         self._pay()
+        self._adopt_unseen()
         if self.inverse is not None:
             self._refuse_set_by_hand()
         self._add_rest()
@@ -185,9 +187,21 @@ class Gradients:
                     "call optimizer.zero_grad() in between"
                 )
             self._multiply_all(self.inverse / inverse)  # the scale has changed in a step, and nobody cleared them
-        if inverse is not None and not self._carry and self.inverse is None:
-            self._refuse_set_by_hand()
-        self.inverse, self._carry = inverse, True
+        self.inverse, self._carry, self._unseen = inverse, True, None
+
+    @torch.no_grad()
+    def expect_scaled(self, inverse: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A backward comes to a loss that carries a loss scale of this ``inverse``; it may pass no module."""
+        self._adopt_unseen()
+        self._refuse_set_by_hand()
+        self._unseen = inverse
+
+    def _adopt_unseen(self) -> None:
+        """Add the gradients of a scaled backward that passed no module, if there was one."""
+        if self._unseen is not None and self._with_autograd_gradients():
+            self.begin(self._unseen)
+            self._add_rest()
+        self._unseen = None
 
     def _refuse_set_by_hand(self) -> None:
         """The others carry a loss scale, or are about to: raise where somebody has set gradients, which carry none."""
@@ -393,7 +407,7 @@ class Gradients:
         self.end_reductions()
         self.coefficient, self.owed = None, []
         self._by_parameter.clear()
-        self._carry = False
+        self._carry, self._unseen = False, None
         if set_to_none:
             self.inverse, self._agreed = None, False
             self.cleared += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -64,6 +65,16 @@ def _items(value: Any) -> Iterable[Any]:
     return (vars(value),) if hasattr(value, "__dict__") else ()
 
 
+def _is_running(module: nn.Module) -> bool:
+    """Whether this call of a module is inside another one of the same: in its own forward, or in a hook of it."""
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
 class _Before:
     """Runs before a hooked module's forward."""
 
@@ -89,7 +100,8 @@ class _Before:
             self._watch.look(module)
             self._engine.about_to_run(given)
         with outside_transforms():
-            self._engine.enter((*self._units, *lenders(given, self._units)), self._name, self._outermost)
+            outermost = self._outermost and not (self._engine.in_forward and _is_running(module))
+            self._engine.enter((*self._units, *lenders(given, self._units)), self._name, outermost)
         hooks = module._forward_hooks
         if next(reversed(hooks), self._after) != self._after:  # hooks that came later use the parameters, too
             hooks.move_to_end(self._after)  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ class Pins:
 
     def __init__(self) -> None:
         self._held: dict[weakref.ref[Trace], list[Unit]] = {}  # weak: the graph owns a trace
+        self._lent: dict[weakref.ref[Trace], list[Unit]] = {}
         self._orphans: set[Unit] = set()  # of forwards whose hooks are gone, though perhaps not all of their graphs
 
     def __contains__(self, unit: Unit) -> bool:
@@ -27,10 +28,13 @@ class Pins:
         """Whether this forward holds it."""
         return unit in self._held.get(weakref.ref(trace), ())
 
+    def lend(self, trace: Trace, units: Iterable[Unit]) -> None:
+        """A forward has returned parameters of these units, or what has their memory."""
+        self._lent[weakref.ref(trace)] = list(units)
+
     def lent(self, unit: Unit) -> bool:
-        """Whether a forward that holds it has given out its parameters."""
-        traces = ((reference(), units) for reference, units in self._held.items())
-        return any(trace is not None and trace.lent and unit in units for trace, units in traces)
+        """Whether a forward whose backward is still to come has given out its parameters."""
+        return any(unit in units for units in self._lent.values())
 
     def add(self, trace: Trace, units: Iterable[Unit]) -> None:
         """Hold these units for a forward, too."""
@@ -41,6 +45,7 @@ class Pins:
     def drop(self, trace: Trace) -> None:
         """Nothing is held for this forward any more."""
         self._held.pop(weakref.ref(trace), None)
+        self._lent.pop(weakref.ref(trace), None)
 
     def renew(self, trace: Trace) -> list[Unit]:
         """A backward has come to a forward. Where an earlier one has had its pins: the units to be brought again."""
@@ -53,10 +58,11 @@ class Pins:
         """A backward through these forwards is over. ``kept``: used by the graph that it has made itself."""
         kept = list(kept)
         self._orphans.clear()
+        self._lent = {reference: units for reference, units in self._lent.items() if reference() is not None}
         for trace in traces:
             self.drop(trace)
             if kept:  # whose backward comes to these forwards again
-                self._held[weakref.ref(trace)] = [*trace.pins, *kept]
+                self.add(trace, kept)
 
     def disown(self) -> None:
         """Make one of those that were held for forwards whose hooks are gone: there may be any number of them."""
@@ -66,4 +72,5 @@ class Pins:
     def clear(self) -> None:
         """Hold nothing."""
         self._held.clear()
+        self._lent.clear()
         self._orphans.clear()

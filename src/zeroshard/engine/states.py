@@ -133,7 +133,12 @@ class States:
         if edited:
             self.settle()
             self.doubt()
-            self._end_updates()  # else the one under way is written over them
+            if (updates := self.updates()) is not None:
+                updates.wait()  # else what it is about to write would go over them
+            self.check_tiers()
+            for unit in edited:
+                self.complete(unit)
+                unit.wait()
         for unit in edited:
             unit.absorb(None)
             self.note_versions(unit)

@@ -133,6 +133,7 @@ class Unit:
         self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
         self._resting = False
         self._shown: list[Wardrobe] = []  # partitioned: whose use is not noticed, as that of all others is
+        self.lent = False  # partitioned, and a forward has returned tensors that have its memory
         self.out = False  # resident, and its values are in host memory: see away.py
         self.expected = False  # resident, and its new values are still being made outside the device
         self.gather_event = f"gather unit {name!r}"
@@ -291,7 +292,8 @@ class Unit:
         self._finish()  # a gather nobody used: its memory must not go while it is written
         edited = None if self.copied else self._values.edited(self.flats)
         self._hide()
-        moved = [flat.free() for flat in self.flats]
+        moved = [flat.free(self.lent) for flat in self.flats]
+        self.lent = False
         if any(moved):
             self._point("views")
         self._ledger.add("gathered", -self.full_bytes)
