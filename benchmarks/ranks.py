@@ -93,15 +93,16 @@ def main(module: str, function: str, arguments: str, rank: str, ranks: str, port
     import torch.distributed as dist
 
     store = dist.TCPStore(LOOPBACK, int(port), is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
     try:
+        dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(ranks))
         found = getattr(import_module(module), function)(**json.loads(arguments))
         dist.barrier()
     except BaseException:
         print(FAILED, time.monotonic(), flush=True)
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if rank == "0":
         Path(result).write_text(json.dumps(found))
     os._exit(0)  # libraries' threads, woken while Python ends, may abort the process: nothing is left to be done
