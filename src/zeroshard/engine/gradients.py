@@ -119,7 +119,7 @@ class Gradients:
         self._start_anew()
         with torch.no_grad():
             self._add_rest()
-        if not self.exist:
+        if not any(gradient.has_local or gradient.has_shard for gradient in self.of_flat.values()):
             self.inverse, self._carry = None, False
 
     def end_reductions(self) -> None:
