@@ -260,7 +260,11 @@ def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch
         return found[work.index((given["row"], given["variant"]))]
 
     monkeypatch.setattr(ranks, "run", one_by_one)
-    ours = peers.measure("tiny", "zeroshard 3", "cpu", steps=1, tiny=True, over=2)
+    for _ in range(3):
+        found.clear()
+        ours = peers.measure("tiny", "zeroshard 3", "cpu", steps=1, tiny=True, over=2)
+        if ours["allocated"] > 0:  # else torch's profiler has missed some of it
+            break
     psi = sum(parameter.numel() for parameter in rows.ROWS["tiny"].tiny.build().parameters())
     assert ours["elements"] == pytest.approx(3 * psi, rel=0.08)
     assert ours["allocated"] > 2 * 4 * psi  # half of four fp32 states, and more
