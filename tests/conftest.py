@@ -35,7 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave the modules out of every later look for garbage or live tensors: there are a million objects in them."""
-
     gc.collect()
     gc.freeze()
 

@@ -105,7 +105,7 @@ def fill(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def traced_once() -> Iterator[None]:
+def one_model_at_many_limits() -> Iterator[None]:
     """The same model is planned for at every limit: only the limit changes."""
     known: dict[Any, Any] = {}
 
@@ -121,7 +121,7 @@ def traced_once() -> Iterator[None]:
 
 
 def measured_under_limits(rank: int, name: str, precision: str | None) -> list[tuple[int, int, str, list[str]]]:
-    with traced_once():
+    with one_model_at_many_limits():
         return measured(name, precision)
 
 
