@@ -485,6 +485,8 @@ def settle_torch() -> None:
     """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(True)
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()  # torch's fake tensors do it in every thread, and crash if two do at once
 
 
 def _run_rank(store: Store, job: bytes) -> bytes:

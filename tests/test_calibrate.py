@@ -185,6 +185,20 @@ def test_a_precision_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatc
         calibrate("cpu", seconds=BRIEF)
 
 
+def test_attention_is_measured_in_a_precision_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def only_fp32(device: torch.device, precision: str, seconds: float) -> float:
+        asked.append(precision)
+        if precision != "fp32":
+            raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
+        return 5.0
+
+    monkeypatch.setattr(module, "attention_rate", only_fp32)
+    assert module._attention(CPU, {"fp32": 10.0, "fp16": 15.0, "bf16": 20.0}, 1.0) == 0.5
+    assert asked == ["bf16", "fp16", "fp32"]
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_a_product_that_makes_torch_change_its_library_changes_it_for_itself_alone(
     before: bool, monkeypatch: pytest.MonkeyPatch

@@ -294,6 +294,7 @@ def set_a_gradient_beside_a_loss_scale(both: Lockstep) -> None:
 
 def give_a_frozen_parameter_a_gradient(both: Lockstep) -> None:
     both.assign_gradient("blocks.0.up.weight", 3)
+    both.step_original()
     both.look("full")
     both.train(2, clear="model")
     both.train(1)

@@ -524,3 +524,11 @@ def test_a_missing_library_is_named(
     monkeypatch.setitem(__import__("sys").modules, library, None)
     with pytest.raises(ImportError, match=rf"{words}.*pip install 'zeroshard\[huggingface\]'"):
         open_hugging_face(ModelOptions(model=str(saved["llama"]), lora=True))
+
+
+def test_a_library_that_is_too_old_is_named_before_anything_is_trained(
+    saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.22 or newer, and 5\.17\.0 is installed"):
+        open_hugging_face(ModelOptions(model=str(saved["llama"])))

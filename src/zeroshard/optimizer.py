@@ -67,7 +67,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update = Update(inner, engine, loss_scale, self._host)
         self._flats = list(engine.gradients.of_flat)
         self._compared = False  # gradients over the tensor axis, in the first step
-        self._frozen: list[tuple[str, torch.nn.Parameter]] | None = None  # of the groups, when last asked for
         self._trained: list[torch.nn.Parameter] | None = None  # the groups' parameters, when last asked for
         self._all_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
@@ -432,12 +431,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         torch would update it; here it has no place among the shards.
         """
-        if self._frozen is None:
+        given = self._engine.states.frozen_with_gradients()
+        if given:
             names = {name for group in self.names for name in group}
-            flats = [flat for unit in self._engine.units for flat in unit.flats if not flat.trainable]
-            self._frozen = [(name, p) for flat in flats for name, p in flat.named_parameters if name in names]
-        with torch._C.DisableTorchFunctionSubclass():
-            given = [name for name, parameter in self._frozen if parameter._grad is not None]
+            given = [name for name in given if name in names]
         if given:
             raise RuntimeError(
                 f"{given[0]!r} was frozen when shard() was called, and was given a gradient since: clear it "
@@ -497,7 +494,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _set_runs(self, index: int, runs: list[Run]) -> None:
         self._runs[index] = runs
-        self._trained = self._frozen = None
+        self._trained = None
         self.inner.param_groups[index]["params"] = [run.parameter for run in runs]
         self._update.guard.put_on(runs)
         for run in runs:

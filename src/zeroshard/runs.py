@@ -101,7 +101,9 @@ class Guard:
     def refuse(self) -> None:
         """Raise where there are gradients that the reader would not see."""
         engine = self._engine()
-        if not self._stepping and engine is not None and (engine.gradients.held or engine.gradients.given):
+        if self._stepping or engine is None:
+            return
+        if engine.gradients.held or engine.gradients.given or engine.states.frozen_with_gradients():
             raise RuntimeError(
                 "this is the optimizer that was given to zeroshard.shard(), and its parameters are zeroshard's now: "
                 "call step(), zero_grad() and whatever clips or scales gradients on the optimizer that shard() "

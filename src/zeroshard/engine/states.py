@@ -86,6 +86,11 @@ class States:
                 "zeroshard.unshard(), set requires_grad, and shard again"
             )
 
+    def frozen_with_gradients(self) -> list[str]:
+        """The names of parameters that were frozen at shard() and that somebody has given a gradient since."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [name for flat in self._frozen for name, p in flat.named_parameters if p._grad is not None]
+
     def refuse_gathered(self, call: str) -> None:
         """Raise inside gathered(): the values that the parameters show there are not those that would change."""
         if any(unit.copied for unit in self._units):

@@ -11,6 +11,7 @@ alone. Kernels in a row are slower than each was alone, so a few layers are trai
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
@@ -152,13 +153,22 @@ def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: Ra
     return {
         "flops": flops,
         "efficiency": curve,
-        "attention": attention_rate(device, fastest, SHARES["attention"] * seconds) / flops[fastest],
+        "attention": _attention(device, {name: flops[name] for name in seen}, SHARES["attention"] * seconds),
         "convolution": convolution_rate(device, fastest, SHARES["convolution"] * seconds) / flops[fastest],
         "bandwidth": memory_rate(device, SHARES["memory"] * seconds, moved),
         "gap": kernel_gap(device, SHARES["gap"] * seconds),
         "op": operation_seconds(device, fastest, SHARES["operations"] * seconds),
         "pcie": copy_rate(device, SHARES["copies"] * seconds, moved),
     }
+
+
+def _attention(device: torch.device, flops: dict[str, float], seconds: float) -> float:
+    """Attention's rate as a share of the products', in the fastest precision that torch has a kernel for here."""
+    *faster, slowest = sorted(flops, key=lambda name: flops[name], reverse=True)
+    for precision in faster:
+        with contextlib.suppress(RuntimeError):  # torch may multiply in half precision and have no attention for it
+            return attention_rate(device, precision, seconds) / flops[precision]
+    return attention_rate(device, slowest, seconds) / flops[slowest]
 
 
 def _node_rates(device: torch.device, base: Machine, seconds: float, ranks: Ranks) -> dict[str, Any]:

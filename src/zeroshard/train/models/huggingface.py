@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA
     from zeroshard.train.options import ModelOptions
 
+OLDEST_TRANSFORMERS = (5, 22)  # as in pyproject.toml: the rules by which weights are renamed have moved before
 CONFIG = "config.json"
 BASE = "base"  # where a model from scratch lies beside its adapters
 _BESIDE = (  # what belongs to a model beside its config and weights
@@ -232,11 +234,18 @@ def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 def _transformers() -> Any:
     try:
-        return importlib.import_module("transformers")
+        library: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
             f"a Hugging Face model needs transformers ({error}): run pip install 'zeroshard[huggingface]'"
         ) from error
+    if tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2]) < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        raise ImportError(
+            f"a Hugging Face model needs transformers {oldest} or newer, and {library.__version__} is installed: run "
+            "pip install 'zeroshard[huggingface]'"
+        )
+    return library
 
 
 def _located(path: Path) -> tuple[Path, Path]:
