@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RanksFailed, run_processes
@@ -185,18 +186,17 @@ def test_a_precision_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatc
         calibrate("cpu", seconds=BRIEF)
 
 
-def test_attention_is_measured_in_a_precision_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_a_precision_without_attention_is_left_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may multiply in bf16 and have no attention for it, without AVX-512 for one."""
+    attention = F.scaled_dot_product_attention
 
-    def only_fp32(device: torch.device, precision: str, seconds: float) -> float:
-        asked.append(precision)
-        if precision != "fp32":
+    def only_fp32(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if query.dtype != torch.float32:
             raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
-        return 5.0
+        return attention(query, *args, **options)
 
-    monkeypatch.setattr(module, "attention_rate", only_fp32)
-    assert module._attention(CPU, {"fp32": 10.0, "fp16": 15.0, "bf16": 20.0}, 1.0) == 0.5
-    assert asked == ["bf16", "fp16", "fp32"]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", only_fp32)
+    assert list(calibrate("cpu", directory=directory, seconds=BRIEF).flops) == ["fp32"]
 
 
 @pytest.mark.parametrize("before", [True, False])

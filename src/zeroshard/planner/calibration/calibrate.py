@@ -11,7 +11,6 @@ alone. Kernels in a row are slower than each was alone, so a few layers are trai
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import warnings
@@ -28,6 +27,7 @@ from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,
     copy_rate,
+    has_attention,
     kernel_gap,
     memory_rate,
     operation_seconds,
@@ -144,7 +144,8 @@ def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: Ra
     """What one device does: all ranks of a node at once, as in training."""
     ranks.meet()
     each = SHARES["products"] * seconds / len(PRECISIONS)
-    seen = {name: times for name in PRECISIONS if (times := product_times(device, name, each))}
+    usable = [name for name in PRECISIONS if has_attention(device, name)]
+    seen = {name: times for name in usable if (times := product_times(device, name, each))}
     if not seen:
         raise RuntimeError(f"no matrix product ran on {device}: see whether another process has taken its memory")
     published = device.type == "cuda" and preset_of_gpu(torch.cuda.get_device_name(device)) is not None
@@ -153,22 +154,13 @@ def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: Ra
     return {
         "flops": flops,
         "efficiency": curve,
-        "attention": _attention(device, {name: flops[name] for name in seen}, SHARES["attention"] * seconds),
+        "attention": attention_rate(device, fastest, SHARES["attention"] * seconds) / flops[fastest],
         "convolution": convolution_rate(device, fastest, SHARES["convolution"] * seconds) / flops[fastest],
         "bandwidth": memory_rate(device, SHARES["memory"] * seconds, moved),
         "gap": kernel_gap(device, SHARES["gap"] * seconds),
         "op": operation_seconds(device, fastest, SHARES["operations"] * seconds),
         "pcie": copy_rate(device, SHARES["copies"] * seconds, moved),
     }
-
-
-def _attention(device: torch.device, flops: dict[str, float], seconds: float) -> float:
-    """Attention's rate as a share of the products', in the fastest precision that torch has a kernel for here."""
-    *faster, slowest = sorted(flops, key=lambda name: flops[name], reverse=True)
-    for precision in faster:
-        with contextlib.suppress(RuntimeError):  # torch may multiply in half precision and have no attention for it
-            return attention_rate(device, precision, seconds) / flops[precision]
-    return attention_rate(device, slowest, seconds) / flops[slowest]
 
 
 def _node_rates(device: torch.device, base: Machine, seconds: float, ranks: Ranks) -> dict[str, Any]:

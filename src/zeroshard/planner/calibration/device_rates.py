@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,21 @@ def product_times(device: torch.device, precision: str, seconds: float) -> list[
 def attention_rate(device: torch.device, precision: str, seconds: float) -> float:
     """FLOP/s of causal attention, forward and backward together."""
     batch, heads, length, width = HEADS[device.type]
+    # Two products forward and five backward, of which the mask spares one half.
+    flops = 7 * batch * heads * length**2 * width
+    return flops / device_seconds(_attention(device, precision), device, seconds)
+
+
+def has_attention(device: torch.device, precision: str) -> bool:
+    """Return whether torch can compute attention in this precision, which some CPUs can only multiply in."""
+    try:
+        _attention(device, precision)()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _attention(device: torch.device, precision: str) -> Callable[[], None]:
     shape, dtype = HEADS[device.type], DTYPES[precision]
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=dtype)
@@ -67,9 +82,7 @@ def attention_rate(device: torch.device, precision: str, seconds: float) -> floa
         result = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(result, (query, key, value), gradient)
 
-    # Two products forward and five backward, of which the mask spares one half.
-    flops = 7 * batch * heads * length**2 * width
-    return flops / device_seconds(run, device, seconds)
+    return run
 
 
 def convolution_rate(device: torch.device, precision: str, seconds: float) -> float:
