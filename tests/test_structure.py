@@ -1,0 +1,163 @@
+"""What a change of the code inside must not change: the public names, and how much of the code one step runs through."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_threads
+from torch import nn
+
+import zeroshard
+
+SOURCES = str(Path(zeroshard.__file__).parent)
+FUNCTIONS = {
+    "checkpoint_activations": "model blocks=None partition=None offload=False policy=None",
+    "full_gradient": "model name",
+    "full_parameter": "model name",
+    "full_state": "optimizer name",
+    "gathered": "module write_rank=None",
+    "load": "path model optimizer=None extra=None weights=True strict=True random=None rename=None",
+    "no_sync": "model",
+    "offload_states": "model",
+    "plan": "model inputs=None devices machine='h100' memory=None batch=None micro_batch=None sequence=None loss=None "
+    "stage=(0, 1, 2, 3) tensor=None checkpoint=('none', 'recompute', 'host') offload='every' optimizer_states=2 "
+    "one_pass=True scratch=0.0 clip=True replicas=1 options",
+    "profile": "model",
+    "reload_states": "model",
+    "report": "model",
+    "save": "path model optimizer=None extra=None rank_extra=None weights=True frozen=True keep=None wait=True",
+    "shard": "model optimizer=None mesh=None tensor_plan=None checkpoint=None inputs=None planning=None options",
+    "unshard": "model optimizer=None",
+}
+FIELDS = {
+    "Config": "stage=3 precision=None reduce_dtype=None keep_fp32=() cast_inputs=True cast_on_gather=True units=None "
+    "bucket_size=134217728 ring=2 prefetch=True broadcast_buffers=True defragment=True offload=None elementwise=None "
+    "init_fn=None timeout=None heartbeat_timeout=8.0 loss_scale=65536.0",
+    "Loaded": "path extra rank_extra missing unexpected",
+    "Offload": "optimizer='device' gradients=None parameters='device' host_bytes=None disk_bytes=None directory=None "
+    "speculate=True threads=None",
+    "Report": "rank ranks parameters memory total collectives tensor_traffic=None activation_traffic=None chosen=''",
+}
+METHODS = {
+    "CheckpointError": "",
+    "Profile": "held device moments phases seconds waited",
+    "RanksDisagreeError": "",
+    "Report": "activation_share communicated states",
+    "Save": "done report wait",
+    "ShardedOptimizer": "add_param_group clip_grad_norm_ clip_grad_value_ eval load_state_dict loss_scale param_groups "
+    "scale state state_dict step train zero_grad",
+}
+# (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more
+BUDGETS = {
+    "forward": (18, 113, 23, 540),
+    "backward": (20, 155, 24, 712),
+    "step": (19, 115, 23, 292),
+    "zero_grad": (10, 29, 11, 76),
+}
+
+
+def shown(parameters: list[tuple[str, Any]], none: object) -> str:
+    return " ".join(name if default is none else f"{name}={default!r}" for name, default in parameters)
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(zeroshard.__all__) == FUNCTIONS.keys() | FIELDS.keys() | METHODS.keys()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_has_these_parameters(name: str) -> None:
+    parameters = inspect.signature(getattr(zeroshard, name)).parameters.values()
+    assert shown([(p.name, p.default) for p in parameters], inspect.Parameter.empty) == FUNCTIONS[name]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_public_class_has_these_fields(name: str) -> None:
+    found = [(field.name, field.default) for field in dataclasses.fields(getattr(zeroshard, name))]
+    assert shown(found, dataclasses.MISSING) == FIELDS[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_public_class_has_these_methods(name: str) -> None:
+    cls = getattr(zeroshard, name)
+    there = {*dir(cls), *inspect.get_annotations(cls)}
+    if name == "ShardedOptimizer":  # set in the constructor, or passed on to the optimizer that was given
+        there |= {"param_groups", "state", "train", "eval"}
+    assert not set(METHODS[name].split()) - there
+
+
+class Walk:
+    """The files, functions, classes and calls of zeroshard that this thread runs through."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.functions: set[Any] = set()
+        self.classes: set[str] = set()
+        self.calls = 0
+
+    def __enter__(self) -> Walk:
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _event(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(SOURCES):
+            self.calls += 1
+            self.files.add(code.co_filename)
+            self.functions.add(code)
+            if "." in code.co_qualname and "<" not in code.co_qualname:
+                self.classes.add(f"{code.co_filename}:{code.co_qualname.rsplit('.', 1)[0]}")
+
+    @property
+    def found(self) -> tuple[int, int, int, int]:
+        return len(self.files), len(self.functions), len(self.classes), self.calls
+
+
+class Net(nn.Module):
+    """Four blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def walked(rank: int) -> dict[str, tuple[int, int, int, int]]:
+    """How much each event of a step runs through, the steps before it having warmed everything up."""
+    torch.manual_seed(0)
+    net = Net()
+    adam = torch.optim.AdamW(net.parameters())
+    model, optimizer = zeroshard.shard(net, adam, precision="bf16", units=[nn.Sequential])
+    x, found = torch.ones(2, 64), {}
+    for _ in range(4):
+        walks = {event: Walk() for event in ("forward", "backward", "step", "zero_grad")}
+        with walks["forward"]:
+            loss = model(x).float().mean()
+        with walks["backward"]:
+            loss.backward()
+        with walks["step"]:
+            optimizer.step()
+        with walks["zero_grad"]:
+            optimizer.zero_grad()
+        found = {event: walk.found for event, walk in walks.items()}
+    return found
+
+
+def test_a_step_runs_through_no_more_code_than_this() -> None:
+    """Budgets of the reader's way: whoever follows one step has so many places to look at. Lower them, never raise."""
+    for found in run_threads(2, walked):
+        for event, most in BUDGETS.items():
+            assert all(number <= limit for number, limit in zip(found[event], most, strict=True)), (event, found[event])
