@@ -155,14 +155,14 @@ class Bench:
         model, optimizer = self.ours if name == "zeroshard" else self.theirs
         self.clock(f"{name} step", lambda: self.step(model, optimizer))
         self.wait()
-        waited, settle = [0.0], Snapshot.settle
+        waited, settle = [0.0], Snapshot.wait_for_copies
 
         def timed(snapshot: Snapshot) -> None:
             start = time.perf_counter()
             settle(snapshot)
             waited[0] += time.perf_counter() - start
 
-        with unittest.mock.patch.object(Snapshot, "settle", timed):
+        with unittest.mock.patch.object(Snapshot, "wait_for_copies", timed):
             start = time.perf_counter()
             finish = begin()
             call = time.perf_counter() - start

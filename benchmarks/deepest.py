@@ -19,15 +19,15 @@ from benchmarks.rank import FrugalGPT, Memory, Training, alone, shape_of, zerosh
 from benchmarks.search import Largest, largest
 from benchmarks.table import Result, gigabytes, listed, ratio, said
 from benchmarks.trial import Trials
-from zeroshard.memory.host import host_memory_left
-from zeroshard.presets import Preset
+from zeroshard.memory.host import available_host_memory
+from zeroshard.presets import GPTPreset
 from zeroshard.train.flops import flops_per_token
 
 HEADS = {4096: 32, 6144: 48}  # by width: 128 each
 SHARES = (0.97, 0.98)  # of the tiers, which a search begins with: the first is what may be filled
 LEFT_ON_DISK = 4e9  # bytes
 PRETENDED = {"device": 14e5, "host": 14e5, "disk": 6e5}  # bytes of the tiers under --tiny
-TINIEST = Preset(1, heads=2, width=32, context=8, vocabulary=64)  # many CPUs are slow at bf16
+TINIEST = GPTPreset(1, heads=2, width=32, context=8, vocabulary=64)  # many CPUs are slow at bf16
 
 
 def measure_space(device: str, directory: str | None) -> Result:
@@ -39,7 +39,7 @@ def measure_space(device: str, directory: str | None) -> Result:
     if directory is not None:
         disk = os.statvfs(directory)
         found["disk"] = max(0.0, disk.f_bavail * disk.f_frsize - LEFT_ON_DISK)
-    return {**found, "host": host_memory_left()}
+    return {**found, "host": available_host_memory()}
 
 
 def measure_depth(
@@ -52,12 +52,12 @@ def measure_depth(
     steps: int,
 ) -> Result:
     """Train one step, then ``steps`` that are measured. Nothing is begun where the host's memory would not do."""
-    needed, left = filling["held"]["host"], host_memory_left()
+    needed, left = filling["held"]["host"], available_host_memory()
     if left and needed > left:
         raise torch.OutOfMemoryError(f"{needed / 1e9:.4g} GB of host memory are needed, {left / 1e9:.4g} are left")
     tiers = {kind: filling[kind] for kind in ("optimizer", "parameters") if filling[kind]}
     offload = {**tiers, "host_bytes": host_bytes, "directory": directory, "speculate": False}
-    config = shape_of(Preset(**shape))
+    config = shape_of(GPTPreset(**shape))
     with alone(device) as mesh, Memory(device) as memory:
         trained = zeroshard_gpt(config, mesh, {}, FrugalGPT, stage=3, precision="bf16", offload=offload)
         training = Training(trained, batch, memory)
@@ -70,7 +70,7 @@ def measure_depth(
     each = flops_per_token(config.parameters - tables, 0, config.layers, config.width, config.context)
     tflops = each * batch * config.context / (then["ms"] * 1e9)
     peaks = {key: max(first[key], then[key]) for key in ("allocated", "reserved")}
-    return {**then, **peaks, **held, "first_ms": first["ms"], "tflops": tflops, "left": host_memory_left()}
+    return {**then, **peaks, **held, "first_ms": first["ms"], "tflops": tflops, "left": available_host_memory()}
 
 
 def deepest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> None:
@@ -85,7 +85,7 @@ def deepest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> None:
     if on_disk and chosen.disk is not None:
         found["disk"] = min(found["disk"], chosen.disk * 1e9)
     tiers = {tier: float(found[tier]) for tier in (("device", "host", "disk") if on_disk else ("device", "host"))}
-    shape = TINIEST if chosen.tiny else Preset(1, HEADS[chosen.width], chosen.width)
+    shape = TINIEST if chosen.tiny else GPTPreset(1, HEADS[chosen.width], chosen.width)
     batch = 1 if chosen.tiny else chosen.batch
     fillings: dict[int, Filling] = {}
 
@@ -116,7 +116,7 @@ def deepest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> None:
 
 
 def show_tried(
-    trials: Trials, search: Largest, shape: Preset, fillings: dict[int, Filling], tiers: dict[str, float]
+    trials: Trials, search: Largest, shape: GPTPreset, fillings: dict[int, Filling], tiers: dict[str, float]
 ) -> None:
     """Print every attempt, the shallowest first."""
     limit = sum(tiers.values()) / EACH / 1e9
@@ -135,12 +135,12 @@ def show_tried(
         print(f"The search ended early: {search.error.splitlines()[-1]}")
 
 
-def filled(shape: Preset, batch: int, tiers: dict[str, float], on_gpu: bool) -> Filling:
+def filled(shape: GPTPreset, batch: int, tiers: dict[str, float], on_gpu: bool) -> Filling:
     """Where the states of a GPT rest."""
     return fill(shape.parameters, tiers, taken_beside(shape, batch, on_gpu))
 
 
-def depth(shape: Preset, batch: int, tiers: dict[str, float], on_gpu: bool, share: float) -> int:
+def depth(shape: GPTPreset, batch: int, tiers: dict[str, float], on_gpu: bool, share: float) -> int:
     """The most layers that fill no more than a share of the tiers; at least 1."""
     layers = 1
     while filled(replace(shape, layers=layers + 1), batch, tiers, on_gpu).share <= share:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroshard.presets import Preset
+from zeroshard.presets import GPTPreset
 
 PARAMETER, GRADIENT, OPTIMIZER = 2, 2, 12  # bytes of each
 EACH = PARAMETER + GRADIENT + OPTIMIZER
@@ -65,7 +65,7 @@ def fill(parameters: int, space: Mapping[str, float], taken: Mapping[str, float]
     return Filling(share, optimizer, {"host": outside} if outside > 1e-9 else {}, held)
 
 
-def taken_beside(shape: Preset, batch: int, on_gpu: bool) -> dict[str, float]:
+def taken_beside(shape: GPTPreset, batch: int, on_gpu: bool) -> dict[str, float]:
     """Bytes beside the states, by tier: what computing a GPT of this shape takes, and buffers.
 
     On the device: every block's input; one block's activations as they are recomputed and their gradients, 64 bytes for

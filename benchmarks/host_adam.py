@@ -24,8 +24,8 @@ import torch
 from benchmarks.record import described, machine
 from benchmarks.table import Result, ratio
 from benchmarks.trial import Trials, options, parsed
-from zeroshard.host.native import kernels
-from zeroshard.host.options import AdamOptions
+from zeroshard.host.native import load_kernels
+from zeroshard.host.options import AdamHyperparams
 
 CHOSEN = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STATES = 3 * 4 * 2  # bytes a parameter: master and two moments, read and written
@@ -66,13 +66,13 @@ def _timed(update: Callable[[], object], numel: int, repeats: int) -> Result:
 
 
 def _ours(numel: int, threads: int, beside: bool) -> Callable[[], None]:
-    found = kernels()
+    found = load_kernels()
     if found is None:
         raise RuntimeError("no native kernels: see the warning above")
     old = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
     new = (torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)) if beside else old
     gradient, copy = torch.randn(numel).bfloat16(), torch.zeros(numel, dtype=torch.bfloat16)
-    chosen = AdamOptions(**CHOSEN)
+    chosen = AdamHyperparams(**CHOSEN)
     return lambda: found.adam(*old, gradient, chosen, out=new, step=10, copy=copy, threads=threads)
 
 

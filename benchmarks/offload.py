@@ -39,9 +39,9 @@ from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes, listed, middle, ratio, said, spread
 from benchmarks.trial import Trials, options, parsed
 from zeroshard.host.updates import default_threads
-from zeroshard.memory.host import host_memory_left
+from zeroshard.memory.host import available_host_memory
 from zeroshard.models import GPT
-from zeroshard.presets import Preset
+from zeroshard.presets import GPTPreset
 
 OURS: dict[str, tuple[Any, float | None]] = {  # name → (offload, norm that gradients are clipped to)
     "zeroshard": ("host", None),
@@ -67,7 +67,7 @@ def measure_step(row: str, variant: str, device: str, steps: int, fraction: floa
     preset, batch = ROWS[row]
     if variant == "host floor":
         return host_floor(preset)
-    before, config = host_memory_left(), shape_of(preset, checkpoint=variant not in OURS)
+    before, config = available_host_memory(), shape_of(preset, checkpoint=variant not in OURS)
     with alone(device) as mesh, Memory(device) as memory:
         training: Training
         if variant == "device floor":
@@ -85,10 +85,10 @@ def measure_step(row: str, variant: str, device: str, steps: int, fraction: floa
         if variant in OURS:
             measured |= held_by(training.model)
     adam = {"adam": training.adam} if isinstance(training, DeepSpeedTraining) else {}
-    return {**measured, **adam, "gone": before - host_memory_left()}
+    return {**measured, **adam, "gone": before - available_host_memory()}
 
 
-def host_floor(preset: Preset) -> Result:
+def host_floor(preset: GPTPreset) -> Result:
     """Ψ updates of the native kernel, with zeroshard's threads and with all."""
     numel = min(preset.parameters, 2**27)  # 2 GB of states, far more than caches hold
     found = {

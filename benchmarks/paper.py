@@ -27,21 +27,21 @@ from benchmarks.record import described, machine
 from benchmarks.search import Largest, largest
 from benchmarks.table import Result, gigabytes, ratio
 from benchmarks.trial import Trials, options, parsed
-from zeroshard.presets import CONFIGURATIONS, Preset
+from zeroshard.presets import CONFIGURATIONS, GPTPreset
 
 MESH = (25, 16)  # data × tensor: the paper's 400 GPUs
 LIMIT = 32e9  # bytes of one
 TINY_LIMIT = 6e5
 FIGURE_7 = {  # model → (shape, sequences a replica, cached GB by configuration), Table 8
-    "40B": (Preset(50, 32, 8192), 16, {"C1": 29.7, "C2": 24.1, "C3": 25.4, "C4": 19.8, "C5": 19.8}),
-    "100B": (Preset(125, 64, 8192), 32, {"C4": 29.6, "C5": 26.6}),
+    "40B": (GPTPreset(50, 32, 8192), 16, {"C1": 29.7, "C2": 24.1, "C3": 25.4, "C4": 19.8, "C5": 19.8}),
+    "100B": (GPTPreset(125, 64, 8192), 32, {"C4": 29.6, "C5": 26.6}),
 }
 FIGURE_6 = {  # configuration → (shape of the paper's largest model, its parameters in B), Table 7
-    "C1": (Preset(50, 32, 8192), 40),
-    "C2": (Preset(132, 64, 6144), 60),
-    "C3": (Preset(62, 32, 8192), 50),
-    "C4": (Preset(175, 64, 8192), 140),
-    "C5": (Preset(187, 64, 8192), 150),
+    "C1": (GPTPreset(50, 32, 8192), 40),
+    "C2": (GPTPreset(132, 64, 6144), 60),
+    "C3": (GPTPreset(62, 32, 8192), 50),
+    "C4": (GPTPreset(175, 64, 8192), 140),
+    "C5": (GPTPreset(187, 64, 8192), 150),
 }
 BATCH_6 = 16  # sequences a replica in Figure 6
 
@@ -51,14 +51,16 @@ def measure(configuration: str, shape: dict[str, int], batch: int, device: str, 
     torch.manual_seed(0)
     chosen = CONFIGURATIONS[configuration]
     with one_rank(device, MESH, ("shard", "tensor")) as mesh, Memory(device, limit) as memory:
-        trained = zeroshard_gpt(shape_of(Preset(**shape)), mesh, chosen.activations, FrugalGPT, **chosen.sharding)
+        trained = zeroshard_gpt(
+            shape_of(GPTPreset(**shape)), mesh, chosen.checkpoint_options, FrugalGPT, **chosen.shard_options
+        )
         measured = Training(trained, batch, memory).steady(warmup=0, steps=2)
         report = zeroshard.report(trained[0])
     held = {f"{kind}, {tier}": nbytes.peak for (kind, tier), nbytes in report.memory.items()}
     return {**measured, "parameters_here": report.parameters, "held": held}
 
 
-def run(name: str, shape: Preset, batch: int, trials: Trials, chosen: argparse.Namespace) -> Result:
+def run(name: str, shape: GPTPreset, batch: int, trials: Trials, chosen: argparse.Namespace) -> Result:
     """Measure in a process of its own."""
     limit = TINY_LIMIT if chosen.tiny else LIMIT
     return trials.run(configuration=name, shape=asdict(shape), batch=batch, device=chosen.device, limit=limit)
@@ -80,7 +82,7 @@ def figure_7(trials: Trials, chosen: argparse.Namespace) -> None:
         ours = gigabytes(result.get("reserved"))
         failed = "out of memory" if "out_of_memory" in result else result.get("error", "").partition("\n")[0]
         cells = [paper[name], ours, ratio(ours, paper[name]), gigabytes(result.get("allocated")), failed]
-        table.append([model, batch, name, CONFIGURATIONS[name].letters, *cells])
+        table.append([model, batch, name, CONFIGURATIONS[name].notation, *cells])
     print("\nFigure 7: memory cached at peak, GB")
     trials.show("figure 7", ("model", "batch", "", "", "paper", "zeroshard", "of the paper's", "allocated", ""), table)
 
@@ -103,17 +105,17 @@ def figure_6(trials: Trials, chosen: argparse.Namespace) -> None:
         fits, fails = (_billions(shapes[name], layers) for layers in (result.fits, result.fails))
         peak = gigabytes(result.tried.get(result.fits, {}).get("reserved"))
         cells = [fits, ratio(fits, paper), result.fits, peak, fails, result.fails]
-        table.append([name, CONFIGURATIONS[name].letters, paper, *cells, (result.error or "").partition("\n")[0]])
+        table.append([name, CONFIGURATIONS[name].notation, paper, *cells, (result.error or "").partition("\n")[0]])
     print(f"\nFigure 6: the largest model in {limit / 1e9:g} GB, B of parameters; batch {batch}")
     heads = ("", "", "paper", "zeroshard", "of the paper's", "layers", "cached GB", "does not fit", "layers", "")
     trials.show("figure 6", heads, table)
 
 
-def _reduced(shape: Preset) -> Preset:
+def _reduced(shape: GPTPreset) -> GPTPreset:
     return replace(TINY, layers=max(2, shape.layers // 10))
 
 
-def _billions(shape: Preset, layers: int | None) -> float | None:
+def _billions(shape: GPTPreset, layers: int | None) -> float | None:
     return replace(shape, layers=layers).parameters / 1e9 if layers else None
 
 

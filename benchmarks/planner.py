@@ -33,10 +33,10 @@ from benchmarks.trial import Trials, options, parsed
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
 from zeroshard.planner.calibration.calibrate import calibrate
-from zeroshard.planner.choice import Choice
+from zeroshard.planner.choice import Strategy
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import consider
-from zeroshard.planner.subject import Subject
+from zeroshard.planner.plan import evaluate_strategy
+from zeroshard.planner.subject import TracedModel
 
 WARMUP, STEPS = 4, 6  # steps: with states outside the device, work ahead begins with the third
 
@@ -65,10 +65,10 @@ class Case:
         return replace(self, **shape, precision="fp32" if self.precision == "bf16" else self.precision)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Strategy:
         """As the planner has it."""
-        offload = Offload.of(self.offload)
-        return Choice(stage=self.stage, checkpoint=self.checkpoint, offload=offload, micro_batch=self.batch)  # type: ignore[arg-type]
+        offload = Offload.from_option(self.offload)
+        return Strategy(stage=self.stage, checkpoint=self.checkpoint, offload=offload, micro_batch=self.batch)  # type: ignore[arg-type]
 
 
 CASES = {
@@ -161,15 +161,15 @@ def predict(case: Case, machine: Machine) -> Result:
     make, inputs = build(case)
     with torch.device("meta"):
         model = make()
-    subject = Subject(model, _meta(inputs), clipped=case.clip, precision=case.precision)
-    plan = consider(subject, case.choice, case.ranks, machine)
-    states = sum(plan.footprint.states.values()), sum(plan.footprint.far.values())
-    at_peak = {kind: round(nbytes / 1e9, 3) for kind, nbytes in plan.footprint.peak.held.items() if nbytes}
-    parts = {name: round(1e3 * value, 1) for name, value in asdict(plan.pace).items() if isinstance(value, float)}
+    subject = TracedModel(model, _meta(inputs), clipped=case.clip, precision=case.precision)
+    plan = evaluate_strategy(subject, case.choice, case.ranks, machine)
+    states = sum(plan.footprint.states.values()), sum(plan.footprint.offloaded.values())
+    at_peak = {kind: round(nbytes / 1e9, 3) for kind, nbytes in plan.footprint.peak.by_kind.items() if nbytes}
+    parts = {name: round(1e3 * value, 1) for name, value in asdict(plan.step_time).items() if isinstance(value, float)}
     return {
         "predicted_peak": plan.footprint.peak.total,
         "predicted_states": sum(states),
-        "predicted_ms": 1e3 * plan.pace.step,
+        "predicted_ms": 1e3 * plan.step_time.step,
         "at_peak": at_peak,
         "parts": parts,
     }
@@ -188,7 +188,7 @@ def measure(case: dict[str, Any], machine: str, device: str, name: str = "") -> 
     if not case:
         return {"rates": calibrate(device=device, directory=tempfile.gettempdir()).to_json()}
     chosen = Case(**case)
-    predicted = predict(chosen, Machine.of(Path(machine)))
+    predicted = predict(chosen, Machine.resolve(Path(machine)))
     torch.manual_seed(0)
     place = alone(device) if chosen.ranks == 1 else one_rank(device, (chosen.ranks,))
     with place as mesh, Memory(device) as memory:
@@ -198,8 +198,8 @@ def measure(case: dict[str, Any], machine: str, device: str, name: str = "") -> 
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         given = {"stage": chosen.stage, "offload": chosen.offload, "precision": chosen.precision}
         model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **given)
-        if chosen.choice.activations is not None:
-            zeroshard.checkpoint_activations(model, **chosen.choice.activations)
+        if chosen.choice.checkpoint_options is not None:
+            zeroshard.checkpoint_activations(model, **chosen.choice.checkpoint_options)
         batch = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to(device), inputs(chosen.batch))
         return {**predicted, **_train(model, optimizer, batch, memory, chosen.clip)}
 

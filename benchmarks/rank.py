@@ -23,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from benchmarks import echo
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.presets import PRESETS, Preset
+from zeroshard.presets import PRESETS, GPTPreset
 
-TINY = Preset(layers=2, heads=16, width=64, context=16, vocabulary=64)  # heads for the paper's tensor axis of 16
-ROWS: dict[str, tuple[Preset, int]] = {  # name → (shape, batch)
+TINY = GPTPreset(layers=2, heads=16, width=64, context=16, vocabulary=64)  # heads for the paper's tensor axis of 16
+ROWS: dict[str, tuple[GPTPreset, int]] = {  # name → (shape, batch)
     "1.4B, batch 16": (PRESETS["1.4b"], 16),
     "1.4B, batch 2": (PRESETS["1.4b"], 2),
-    "0.2B (48×512), batch 2": (Preset(layers=48, heads=8, width=512), 2),
+    "0.2B (48×512), batch 2": (GPTPreset(layers=48, heads=8, width=512), 2),
     "7.6B, batch 4": (PRESETS["7.6b"], 4),
     "tiny": (TINY, 2),
 }
@@ -68,7 +68,7 @@ def precision(device: str) -> str:
     return "bf16" if device == "cuda" else "fp32"
 
 
-def shape_of(preset: Preset, **changes: Any) -> GPTConfig:
+def shape_of(preset: GPTPreset, **changes: Any) -> GPTConfig:
     """The reference GPT of a preset."""
     shape = {"layers": preset.layers, "heads": preset.heads, "width": preset.width, "context": preset.context}
     return GPTConfig(**{"vocab_size": preset.vocabulary, **shape, **changes})

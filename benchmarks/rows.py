@@ -11,7 +11,7 @@ from benchmarks.models import ConvNet, ExpertsModel, adapted, divided
 from benchmarks.rank import ROWS as GPTS
 from benchmarks.rank import TINY
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.presets import PRESETS, Preset
+from zeroshard.presets import PRESETS, GPTPreset
 
 SHARDED = ("floor", "FSDP2", "DeepSpeed 3", "zeroshard 3")
 STAGES = tuple(f"zeroshard {stage}" for stage in range(4))
@@ -41,7 +41,7 @@ class Row:
     variants: tuple[str, ...] = SHARDED
 
     @classmethod
-    def of(cls, shape: Preset, batch: int, **changes: object) -> Row:
+    def of(cls, shape: GPTPreset, batch: int, **changes: object) -> Row:
         """A GPT of a preset."""
         given = {"layers": shape.layers, "heads": shape.heads, "width": shape.width, "sequence": shape.context}
         return cls(**{**given, "vocabulary": shape.vocabulary, "batch": batch, **changes})  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ ROWS = {
         "convolutions", layers=100, width=64, batch=32, sequence=56, recomputed=False, variants=(*SHARDED, KEPT)
     ),
     "LoRA on 1.4B, batch 8": Row.of(LARGE, 8, model="lora"),
-    "32×64, batch 2": Row.of(Preset(32, 4, 64, context=16, vocabulary=256), 2, recomputed=False),  # for a CPU
+    "32×64, batch 2": Row.of(GPTPreset(32, 4, 64, context=16, vocabulary=256), 2, recomputed=False),  # for a CPU
     "tiny": Row.of(TINY, 2, ranks=8),
 }
 ON_CPU = ("32×64, batch 2",)

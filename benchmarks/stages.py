@@ -21,7 +21,7 @@ from benchmarks.table import Result, gigabytes
 from benchmarks.trial import Trials, options, parsed
 from zeroshard.models import GPT
 from zeroshard.planner.memory import predict_memory
-from zeroshard.presets import PRESETS, Preset
+from zeroshard.presets import PRESETS, GPTPreset
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4  # after two that make the optimizer's states and record the order
@@ -29,9 +29,9 @@ STEPS = 4  # after two that make the optimizer's states and record the order
 
 def measure(stage: int, shape: dict[str, int], batch: int, world: int, device: str) -> Result:
     """Run one stage in this process."""
-    config = shape_of(Preset(**shape), checkpoint=True)
+    config = shape_of(GPTPreset(**shape), checkpoint=True)
     with torch.device("meta"):
-        predicted = predict_memory(GPT(config), ranks=world, stage=stage, precision=precision(device)).at_rest
+        predicted = predict_memory(GPT(config), ranks=world, stage=stage, precision=precision(device)).state_bytes
     with one_rank(device, (world,)) as mesh, Memory(device) as memory:
         model, optimizer = zeroshard_gpt(config, mesh, stage=stage)
         gradients = []  # bytes before each step
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape, trials = asdict(TINY if chosen.tiny else PRESETS[chosen.model]), Trials(__name__, chosen)
     fixed = {"shape": shape, "batch": chosen.batch, "world": chosen.world, "device": chosen.device}
     rows = [run for stage in STAGES if "states" in (run := trials.run(stage=stage, **fixed))]
-    psi, element = Preset(**shape).parameters, 2 if precision(chosen.device) == "bf16" else 4
+    psi, element = GPTPreset(**shape).parameters, 2 if precision(chosen.device) == "bf16" else 4
     print(f"{psi:,} parameters, 1 of {chosen.world} ranks, batch {chosen.batch}, {described(machine(chosen.device))}")
     table = []
     for row in rows:

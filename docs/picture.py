@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from zeroshard.train.metrics import Metrics
-from zeroshard.train.view.live import picture
+from zeroshard.train.metrics import StepMetrics
+from zeroshard.train.view.live import save_live_view_svg
 
 
 def main() -> None:
@@ -13,12 +13,12 @@ def main() -> None:
     run, target = map(Path, sys.argv[1:])
     record = json.loads((run / "run.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [Metrics(**line) for line in lines if "loss" in line]
+    steps = [StepMetrics(**line) for line in lines if "loss" in line]
     shares = [step.communication for step in steps if step.communication is not None]
-    last = Metrics(**{**vars(steps[-1]), "communication": shares[-1]})
+    last = StepMetrics(**{**vars(steps[-1]), "communication": shares[-1]})
     evaluation = next(line for line in reversed(lines) if "validation_loss" in line)
     held = {kind: record["memory"][0][kind]["peak"] for kind, plain in record["plain"].items() if plain}
-    picture(
+    save_live_view_svg(
         [*steps[:-1], last],
         path=target,
         header=[
@@ -26,8 +26,8 @@ def main() -> None:
             ("ranks", f"{record['ranks']} on {record['versions']['device']} over {record['backend']}"),
             ("ZeRO", f"stage {record['stage']}, {record['precision']}"),
         ],
-        memory=held,
-        plain={kind: plain for kind, plain in record["plain"].items() if plain},
+        held_bytes=held,
+        ddp_bytes={kind: plain for kind, plain in record["plain"].items() if plain},
         evaluation=(evaluation["step"], evaluation["validation_loss"]),
     )
 

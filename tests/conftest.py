@@ -55,7 +55,7 @@ def traced_once() -> Iterator[None]:
     from zeroshard.models import GPT
     from zeroshard.planner import subject
 
-    trace = subject.trace
+    trace = subject.trace_model
 
     def remembered(model: Any, inputs: Any = None, **options: Any) -> Any:
         touched = any("forward" in vars(module) for module in model.modules())  # one that recomputes, say
@@ -68,16 +68,16 @@ def traced_once() -> Iterator[None]:
         return _traces[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "trace", remembered)
+        patch.setattr(subject, "trace_model", remembered)
         yield
 
 
 @pytest.fixture(scope="module")
 def native_kernels() -> Any:
     """The host's native update."""
-    from zeroshard.host.native import kernels  # late: most tests have no use for it
+    from zeroshard.host.native import load_kernels  # late: most tests have no use for it
 
-    found = kernels()
+    found = load_kernels()
     if found is None:
         pytest.skip("no C compiler here: only the fall-back can be tested")
     return found

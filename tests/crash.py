@@ -1,6 +1,6 @@
 """Ranks that are killed, or run out of disk, while they save.
 
-One process imports torch once and forks the ranks of every run: `Forks` is its face in a test, `_serve` its inside. It
+One process imports torch once and forks the ranks of every run: `Forks` is its face in a test, `_worker_loop` its inside. It
 computes nothing itself, so it has no threads that a fork could cut off. A rank is a normal process after that: it ends
 as Python ends, with its threads waited for and its exit functions called, and what it prints is kept.
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import watch
-from zeroshard.checkpoint.meeting import Meeting
+from zeroshard.checkpoint.meeting import CheckpointGroup
 
 AT, STEPS = 3, 6  # the step in which a rank does it, of how many
 
@@ -51,7 +51,7 @@ def _do(what: str, model: Net, optimizer: Any, directory: Path) -> None:
     if what == "killed":
         _kill()
     elif what == "killed in save":
-        Meeting.together = _kill  # type: ignore[method-assign,assignment]
+        CheckpointGroup.run_on_all = _kill  # type: ignore[method-assign,assignment]
         zeroshard.save(directory / "step", model, optimizer)
     elif what == "skips a block":
         model.skipped = 1
@@ -80,7 +80,7 @@ def fault(
     Returns what this rank was told, how long after the fault, and how long its own call had taken by then.
     """
     if apart:
-        watch._machine = lambda: f"machine-{rank}"
+        watch._machine_id = lambda: f"machine-{rank}"
     torch.manual_seed(0)
     model = Net()
     model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=stage, **options)
@@ -108,9 +108,9 @@ def fault(
             optimizer.step()
             if what != "full_gradient":
                 optimizer.zero_grad()
-        watching = sum(thread.name == watch.NAME for thread in threading.enumerate())
+        watching = sum(thread.name == watch.THREAD_NAME for thread in threading.enumerate())
         zeroshard.unshard(model)
-        left = sum(thread.name == watch.NAME for thread in threading.enumerate())
+        left = sum(thread.name == watch.THREAD_NAME for thread in threading.enumerate())
         return {"told": "", "watching": watching, "left": left}
     except zeroshard.RanksDisagreeError as error:
         now = time.time()

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.checkpoint.chunks import Chunks
+from zeroshard.checkpoint.chunks import FlatShards
 from zeroshard.engine.sharded_gradient import ShardedGradient
 
 PROBE = 12_347  # bytes that nobody else asks for
 # tensors around others, which are found by themselves
-WITHOUT_MEMORY = (Chunks, DTensor, AsyncCollectiveTensor, ShardedGradient)
+WITHOUT_MEMORY = (FlatShards, DTensor, AsyncCollectiveTensor, ShardedGradient)
 
 
 def live_storages() -> dict[int, int]:

@@ -163,7 +163,7 @@ def loop(model: Any, optimizer: Any, case: Case, rank: int = 0, world: int = 1, 
 def everything(model: Any, optimizer: Any) -> Outcome:
     """Every parameter, every state of every parameter, and the loss scale."""
     names = [name for name, _ in model.named_parameters()]
-    trained = [name for group in optimizer.names for name in group]
+    trained = [name for group in optimizer.group_param_names for name in group]
     return {
         "parameters": {name: zeroshard.full_parameter(model, name) for name in names},
         "states": {name: copy.deepcopy(zeroshard.full_state(optimizer, name)) for name in trained},

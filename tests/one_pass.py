@@ -9,26 +9,28 @@ import pytest
 import torch
 
 from zeroshard import update
-from zeroshard.device.strip import Factors, Numbers, Strip
+from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
 
 
 class TorchKernel:
     """Updates strip by strip by torch's fused kernel, with a copy of the gradient; what it was asked for is noted."""
 
     def __init__(self) -> None:
-        self.laid: list[list[Strip]] = []
+        self.laid: list[list[SliceTensors]] = []
         self.runs = 0  # how often it was run
 
-    def lay(self, strips: Sequence[Strip], runs: int) -> list[Strip]:
-        assert {strip.run for strip in strips} <= set(range(runs))
+    def prepare(self, strips: Sequence[SliceTensors], runs: int) -> list[SliceTensors]:
+        assert {strip.slice_index for strip in strips} <= set(range(runs))
         self.laid.append(list(strips))
         return list(strips)
 
-    def run(self, laid: list[Strip], steps: Sequence[torch.Tensor], numbers: Numbers, factors: Factors) -> None:
+    def run(
+        self, laid: list[SliceTensors], steps: Sequence[torch.Tensor], numbers: FusedAdamHyperparams, factors: GradScale
+    ) -> None:
         self.runs += 1
         for strip in laid:
             gradient = strip.gradient.to(torch.float32, copy=True)
-            for factor in (factors.inverse, factors.coefficient):
+            for factor in (factors.inv_scale, factors.clip_coef):
                 gradient = gradient if factor is None else gradient * factor
             torch._fused_adamw_(
                 [strip.master],
@@ -36,7 +38,7 @@ class TorchKernel:
                 [strip.exp_avg],
                 [strip.exp_avg_sq],
                 [],
-                [steps[strip.run]],
+                [steps[strip.slice_index]],
                 lr=numbers.lr,
                 beta1=numbers.betas[0],
                 beta2=numbers.betas[1],
@@ -46,8 +48,8 @@ class TorchKernel:
                 maximize=numbers.maximize,
                 found_inf=factors.overflow,
             )
-            if strip.copy is not None and not (factors.overflow is not None and bool(factors.overflow)):
-                strip.copy.copy_(strip.master)
+            if strip.compute_param is not None and not (factors.overflow is not None and bool(factors.overflow)):
+                strip.compute_param.copy_(strip.master)
 
 
 @contextmanager

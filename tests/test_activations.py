@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from zeroshard.activations.stack import ALIGN
+from zeroshard.activations.stack import ALIGN_BYTES
 from zeroshard.layout import round_up
 from zeroshard.models.gpt import GPT, GPTConfig
 
@@ -59,8 +59,8 @@ def expected(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any =
 def used(model: nn.Module) -> tuple[int, int]:
     """Bytes in use for activations, near and far."""
     wrapped = next(m.__dict__["forward"] for m in model.modules() if "forward" in m.__dict__)
-    stores = wrapped._keeper._stores.values()
-    return sum(store.near.used for store in stores), sum(store.far.used for store in stores)
+    stores = wrapped._context._stores.values()
+    return sum(store.device_stack.used_bytes for store in stores), sum(store.host_stack.used_bytes for store in stores)
 
 
 def counted(modules: Any) -> list[int]:
@@ -206,7 +206,7 @@ def test_a_rank_keeps_its_part_of_each_input_and_gathers_each_once(
     world: int, rows: int, length: int, offload: bool
 ) -> None:
     part = -(-rows * length * 7 // world) * 4  # bytes, rounded up
-    slot = round_up(part, ALIGN)
+    slot = round_up(part, ALIGN_BYTES)
     for reports in run_threads(world, keep, world, rows, length, offload):
         for report, profile in reports:  # in the first step, in pieces, and later, in one
             on_device = {kind: held.now for (kind, tier), held in report.memory.items() if tier == "device"}
@@ -246,7 +246,7 @@ def test_device_memory_of_offloaded_activations_is_that_of_two_blocks_whatever_t
 def test_what_runs_next_is_on_its_way_while_a_block_runs_again_and_what_is_over_is_gone() -> None:
     model, batch = make_net(blocks=5), batches(1)[0]
     zeroshard.checkpoint_activations(model, offload=True)
-    slot = round_up(batch.numel() * 7 * 4, ALIGN)
+    slot = round_up(batch.numel() * 7 * 4, ALIGN_BYTES)
     loss = net_loss(model, batch)
     near: list[int] = []
     for block in model.blocks:
@@ -292,7 +292,7 @@ def test_what_blocks_share_is_kept_once_and_what_has_no_gradient_not_at_all(offl
     for _ in range(2):
         assert_equal(gradients(model, x, sum_loss), plain)
     loss = sum_loss(model, x)
-    slot = round_up(x.nbytes, ALIGN)
+    slot = round_up(x.nbytes, ALIGN_BYTES)
     near, far = used(model)
     # The encoder's output once, and the inputs of three blocks: x itself, the first block's, has no gradient.
     assert (far if offload else near) == 4 * slot
@@ -404,7 +404,7 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     model.requires_grad_(False)
     net_loss(model, batches(1)[0])
     assert runs == [3, 3, 3]
-    assert model.blocks[0].forward._keeper._stores == {}
+    assert model.blocks[0].forward._context._stores == {}
 
 
 @pytest.mark.parametrize("mode", ["kept", "offloaded"])
@@ -415,7 +415,7 @@ def test_deleting_the_model_frees_it_without_the_cycle_collector_once_its_graph_
     gc.collect()
     gc.disable()
     try:
-        watched = [weakref.ref(model.blocks[0]), weakref.ref(model.blocks[0].forward._keeper)]
+        watched = [weakref.ref(model.blocks[0]), weakref.ref(model.blocks[0].forward._context)]
         weight = model.blocks[1].up.weight
         del model
         loss.backward()
@@ -481,7 +481,7 @@ def test_blocks_inside_blocks_drop_what_the_outer_one_computes_again() -> None:
     zeroshard.checkpoint_activations(model, ["blocks.?", "blocks.?.?"])
     runs = counted([block.up for stage in model.blocks for block in stage])
     loss = net_loss(model, batch)
-    assert used(model)[0] == 2 * round_up(batch.numel() * 7 * 4, ALIGN)  # the inputs of the two stages alone
+    assert used(model)[0] == 2 * round_up(batch.numel() * 7 * 4, ALIGN_BYTES)  # the inputs of the two stages alone
     loss.backward()
     assert runs == [3, 2, 3, 2]  # the last one's input is all that the outer one needs of it
     assert_equal({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, wanted)
@@ -545,10 +545,10 @@ def test_a_model_goes_on_after_unshard_and_is_counted_only_while_it_is_sharded()
         net_loss(model, batches(1)[0]).backward()
         assert zeroshard.report(model).memory["activations", "device"].now > 0
         assert_equal({name: zeroshard.full_gradient(model, name) for name in wanted}, wanted)
-        ledger = model._zeroshard.engine.ledger
+        ledger = model._zeroshard.engine.tracker
         zeroshard.unshard(model)
         assert_equal(gradients(model), wanted)
-        assert ledger.kinds["activations", "device"].now == 0
+        assert ledger.by_kind["activations", "device"].now == 0
 
     run_threads(2, body)
 
@@ -590,7 +590,7 @@ def test_llama_keeps_its_hidden_states_and_nothing_of_what_layers_share(mode: st
     zeroshard.checkpoint_activations(model.train(), **MODES[mode])
     assert_equal(gradients(model, ids, hf_loss), wanted)  # though it makes a cache by default
     loss = hf_loss(model, ids)
-    assert max(used(model)) == 3 * round_up(ids.numel() * 16 * 4, ALIGN)
+    assert max(used(model)) == 3 * round_up(ids.numel() * 16 * 4, ALIGN_BYTES)
     del loss
     output = model(input_ids=ids, output_hidden_states=True)
     assert len(output.hidden_states) == 4
@@ -631,5 +631,5 @@ def test_t5_keeps_the_encoders_output_once() -> None:
     rows, length = ids.shape
     stream, bias = rows * length * 16 * 4, 2 * length * length * 4
     # Two and four blocks' inputs, the encoder's output, and two position biases, however many blocks use them.
-    assert used(model)[0] == 7 * round_up(stream, ALIGN) + 2 * round_up(bias, ALIGN)
+    assert used(model)[0] == 7 * round_up(stream, ALIGN_BYTES) + 2 * round_up(bias, ALIGN_BYTES)
     loss.backward()

@@ -63,8 +63,10 @@ def compiled(rank: int, plain: Any) -> list[tuple[str, Any, list[str], int]]:
             gradients(model)
             found = gradients(model)
             held = net_loss(model, batches(1)[0])
-            wrapped = next(m.__dict__["forward"] for m in model.modules() if hasattr(m.__dict__.get("forward"), "undo"))
-            far = sum(store.far.used for store in wrapped._keeper._stores.values())
+            wrapped = next(
+                m.__dict__["forward"] for m in model.modules() if hasattr(m.__dict__.get("forward"), "restore")
+            )
+            far = sum(store.host_stack.used_bytes for store in wrapped._context._stores.values())
             del held
             results.append((f"{way.__name__} {first}", found, targets, far))
     return results

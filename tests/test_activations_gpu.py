@@ -13,7 +13,7 @@ from ranks import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.activations.store import Store
+from zeroshard.activations.store import ActivationStore
 from zeroshard.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,8 +38,8 @@ def gradients(model: GPT, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def store_of(model: GPT) -> Store:
-    (store,) = model.blocks[0].forward._keeper._stores.values()
+def store_of(model: GPT) -> ActivationStore:
+    (store,) = model.blocks[0].forward._context._stores.values()
     return store  # type: ignore[no-any-return]
 
 
@@ -63,7 +63,7 @@ def test_gradients_are_bit_equal_whichever_stream_is_late(offload: bool, late: s
         if late == "compute":
             torch.cuda._sleep(2_000_000)  # about a millisecond
         elif late == "lane":
-            with store_of(model)._lane:
+            with store_of(model)._copy_stream:
                 torch.cuda._sleep(2_000_000)
 
     for block in model.blocks:
@@ -79,10 +79,10 @@ def test_host_memory_is_pinned_one_piece_and_given_back() -> None:
         gradients(model, tokens)
     store = store_of(model)
     loss = model(tokens, tokens)
-    (chunk,) = store.far._chunks
+    (chunk,) = store.host_stack._chunks
     assert chunk.nbytes == 4 * EACH
-    assert chunk.room.tensor.is_pinned()
-    address = chunk.room.tensor
+    assert chunk.buffer.tensor.is_pinned()
+    address = chunk.buffer.tensor
     loss.backward()
     del loss, chunk, store
     zeroshard.checkpoint_activations(model, ())
@@ -96,7 +96,7 @@ def held_after_forward(layers: int, options: dict[str, Any]) -> int:
     for _ in range(2):
         model(tokens, tokens).backward()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated() - store_of(model).near.held
+    before = torch.cuda.memory_allocated() - store_of(model).device_stack.allocated_bytes
     loss = model(tokens, tokens)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.activations.form import Form
+from zeroshard.activations.form import TensorLayout
 from zeroshard.activations.replicas import checksum
-from zeroshard.activations.stack import ALIGN, Slot, Stack
-from zeroshard.activations.store import Store
+from zeroshard.activations.stack import ALIGN_BYTES, ActivationStack, StackSlot
+from zeroshard.activations.store import ActivationStore
 from zeroshard.layout import round_up
-from zeroshard.memory.ledger import Bytes, Ledger
-from zeroshard.memory.room import Room
+from zeroshard.memory.ledger import MemoryTracker, NowAndPeak
+from zeroshard.memory.room import PoolBuffer
 
 CPU = torch.device("cpu")
 
@@ -48,24 +48,24 @@ def tensors(draw: Any) -> torch.Tensor:
 @settings(deadline=None, max_examples=150)
 @given(tensors(), st.integers(1, 4))
 def test_parts_of_a_line_make_the_tensor_again_with_its_strides(tensor: torch.Tensor, ranks: int) -> None:
-    form = Form.of(tensor)
-    line = form.line(tensor)
-    assert line.shape == (form.numel,)
-    length = -(-form.numel // ranks)
+    form = TensorLayout.from_tensor(tensor)
+    line = form.flatten(tensor)
+    assert line.shape == (form.unexpanded_numel,)
+    length = -(-form.unexpanded_numel // ranks)
     parts = [line[length * rank : length * (rank + 1)].clone() for rank in range(ranks)]
-    again = form.shaped(torch.cat(parts))
+    again = form.unflatten(torch.cat(parts))
     assert torch.equal(again, tensor)
-    if form._extent is not None:
+    if form._storage_extent is not None:
         assert again.stride() == tensor.stride()
 
 
 def test_a_line_copies_nothing_where_the_tensor_fills_its_memory_and_repeats_nothing_where_it_was_expanded() -> None:
     tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    assert Form.of(tensor).line(tensor).data_ptr() == tensor.data_ptr()
+    assert TensorLayout.from_tensor(tensor).flatten(tensor).data_ptr() == tensor.data_ptr()
     expanded = torch.randn(1, 3).expand(100, 3)
-    form = Form.of(expanded)
-    assert form.line(expanded).numel() == 3
-    assert form.shaped(form.line(expanded).clone()).stride() == (0, 1)
+    form = TensorLayout.from_tensor(expanded)
+    assert form.flatten(expanded).numel() == 3
+    assert form.unflatten(form.flatten(expanded).clone()).stride() == (0, 1)
 
 
 # --------------------------------------------------------------------------------------------------- checksum
@@ -99,12 +99,12 @@ class Allocations:
         self.made: list[int] = []
         self.most = 0
         self._limit = limit
-        self._alive: list[tuple[weakref.ref[Room], int]] = []
+        self._alive: list[tuple[weakref.ref[PoolBuffer], int]] = []
 
-    def __call__(self, nbytes: int) -> Room:
+    def __call__(self, nbytes: int) -> PoolBuffer:
         if self._limit is not None and self.alive + nbytes > self._limit:
             raise torch.OutOfMemoryError
-        room = Room(nbytes, CPU)
+        room = PoolBuffer(nbytes, CPU)
         self.made.append(nbytes)
         self._alive.append((weakref.ref(room), nbytes))
         self.most = max(self.most, self.alive)
@@ -115,19 +115,19 @@ class Allocations:
         return sum(nbytes for room, nbytes in self._alive if room() is not None)
 
 
-def make_stack(allocations: Allocations) -> Stack:
-    return Stack("device", allocations, join=lambda event: None)
+def make_stack(allocations: Allocations) -> ActivationStack:
+    return ActivationStack("device", allocations, wait_event=lambda event: None)
 
 
-def step(stack: Stack, sizes: list[int]) -> None:
+def step(stack: ActivationStack, sizes: list[int]) -> None:
     """Push in forward, pop in backward."""
     slots = [stack.push(size) for size in sizes]
     while slots:
         slots.pop()
 
 
-def spans(slots: list[Slot]) -> list[tuple[int, int]]:
-    return sorted((slot.bytes.data_ptr(), slot.bytes.data_ptr() + slot.bytes.numel()) for slot in slots)
+def spans(slots: list[StackSlot]) -> list[tuple[int, int]]:
+    return sorted((slot.data.data_ptr(), slot.data.data_ptr() + slot.data.numel()) for slot in slots)
 
 
 def test_from_the_second_step_on_all_lies_side_by_side_in_one_allocation_that_stays() -> None:
@@ -136,11 +136,11 @@ def test_from_the_second_step_on_all_lies_side_by_side_in_one_allocation_that_st
     sizes = [100, 64, 33, 100]
     for _ in range(4):
         step(stack, sizes)
-    total = sum(round_up(size, ALIGN) for size in sizes)
+    total = sum(round_up(size, ALIGN_BYTES) for size in sizes)
     assert allocations.made == [112, 64, 48, 112, total]
     assert allocations.most == total  # also while the one took the place of the four
     slots = [stack.push(size) for size in sizes]
-    starts = [slot.bytes.data_ptr() for slot in slots]
+    starts = [slot.data.data_ptr() for slot in slots]
     assert [b - a for a, b in pairwise(starts)] == [112, 64, 48]
 
 
@@ -151,12 +151,14 @@ def test_varying_lengths_settle_at_the_largest_and_never_hold_old_and_new_at_onc
     most = 0
     for _ in range(200):
         sizes = [numbers.randrange(1, 1000)] * 8
-        most = max(most, sum(round_up(size, ALIGN) for size in sizes))
+        most = max(most, sum(round_up(size, ALIGN_BYTES) for size in sizes))
         step(stack, sizes)
     step(stack, [1])
     made = len(allocations.made)
-    assert stack.held == most
-    assert allocations.most <= most + 8 * ALIGN + 1000  # what a longer sequence could not use is less than one slot
+    assert stack.allocated_bytes == most
+    assert (
+        allocations.most <= most + 8 * ALIGN_BYTES + 1000
+    )  # what a longer sequence could not use is less than one slot
     for _ in range(20):
         step(stack, [numbers.randrange(1, 1000)] * 8)
     assert len(allocations.made) == made
@@ -169,7 +171,7 @@ def test_memory_that_is_free_but_too_small_goes_before_more_is_allocated() -> No
     step(stack, [100])
     above = stack.push(200)
     assert allocations.most == 112 + 208  # not the second 112 as well
-    assert below.bytes.numel() + above.bytes.numel() == 300
+    assert below.data.numel() + above.data.numel() == 300
 
 
 @settings(deadline=None, max_examples=100)
@@ -177,7 +179,7 @@ def test_memory_that_is_free_but_too_small_goes_before_more_is_allocated() -> No
 def test_slots_never_overlap_whatever_the_order_they_go_in(actions: list[tuple[int, int]]) -> None:
     allocations = Allocations()
     stack = make_stack(allocations)
-    slots: list[Slot] = []
+    slots: list[StackSlot] = []
     for size, choice in actions:
         if slots and choice > 4:
             del slots[choice % len(slots)]
@@ -185,28 +187,28 @@ def test_slots_never_overlap_whatever_the_order_they_go_in(actions: list[tuple[i
             slots.append(stack.push(size))
         found = spans(slots)
         assert all(a[1] <= b[0] for a, b in pairwise(found))
-        assert stack.used == sum(round_up(slot.bytes.numel(), ALIGN) for slot in slots)
+        assert stack.used_bytes == sum(round_up(slot.data.numel(), ALIGN_BYTES) for slot in slots)
     slots.clear()
-    assert stack.used == 0
-    assert allocations.alive == stack.held
+    assert stack.used_bytes == 0
+    assert allocations.alive == stack.allocated_bytes
 
 
 def test_graphs_that_always_overlap_take_no_more_than_two_of_them() -> None:
     allocations = Allocations()
     stack = make_stack(allocations)
-    older: list[Slot] = []
+    older: list[StackSlot] = []
     for _ in range(50):  # the next forward always before the last backward
         newer = [stack.push(100) for _ in range(4)]
         older.clear()
         older = newer
-    assert stack.held <= 2 * 4 * 112
+    assert stack.allocated_bytes <= 2 * 4 * 112
 
 
 def test_a_stack_that_no_memory_is_left_for_in_one_piece_goes_on_in_pieces() -> None:
     allocations = Allocations(limit=400)
     stack = make_stack(allocations)
     step(stack, [100] * 3)
-    assert stack.held == 0  # the pieces are gone, the whole is not there yet
+    assert stack.allocated_bytes == 0  # the pieces are gone, the whole is not there yet
     blocker = allocations(100)  # 336 bytes do not fit any more, three times 96 do
     step(stack, [96] * 3)
     assert allocations.made[-3:] == [96] * 3
@@ -225,9 +227,9 @@ def test_what_a_side_stream_still_uses_is_waited_for_before_it_is_placed_again_o
     event: Any = Event()
     joined: list[Any] = []
     allocations = Allocations()
-    stack = Stack("device", allocations, joined.append)
+    stack = ActivationStack("device", allocations, joined.append)
     slot = stack.push(16)
-    slot.used_until(event)
+    slot.set_last_use(event)
     del slot
     assert joined == []
     slot = stack.push(16)
@@ -241,37 +243,37 @@ def test_what_a_side_stream_still_uses_is_waited_for_before_it_is_placed_again_o
 
 
 def test_allocations_are_counted_in_the_ledger_of_the_moment() -> None:
-    first, second = Ledger(), Ledger()
+    first, second = MemoryTracker(), MemoryTracker()
     stack = make_stack(Allocations())
     slot = stack.push(100)
-    stack.charge(first)
-    assert first.kinds["activations", "device"] == Bytes(112, 112)
-    stack.charge(second)
-    assert first.kinds["activations", "device"].now == 0
+    stack.set_tracker(first)
+    assert first.by_kind["activations", "device"] == NowAndPeak(112, 112)
+    stack.set_tracker(second)
+    assert first.by_kind["activations", "device"].now == 0
     other = stack.push(8)
-    assert second.kinds["activations", "device"] == Bytes(128, 128)
+    assert second.by_kind["activations", "device"] == NowAndPeak(128, 128)
     del slot, other, stack
-    assert second.kinds["activations", "device"].now == 0
+    assert second.by_kind["activations", "device"].now == 0
 
 
 # ------------------------------------------------------------------------------------------------------ store
 
 
 def test_what_is_far_comes_back_and_takes_no_device_memory_meanwhile() -> None:
-    store = Store(CPU, offload=True)
+    store = ActivationStore(CPU, offload=True)
     values = [torch.randn(8) for _ in range(5)]
     kept = []
     for value in values:
-        store.only(kept[-1:])
-        kept.append(store.keep(value, 32))
-        assert store.near.used <= 2 * 32
-    assert store.far.used == 5 * 32
+        store.evict_except(kept[-1:])
+        kept.append(store.save(value, 32))
+        assert store.device_stack.used_bytes <= 2 * 32
+    assert store.host_stack.used_bytes == 5 * 32
     for index in reversed(range(5)):
-        store.only(kept[max(0, index - 1) : index + 1])
+        store.evict_except(kept[max(0, index - 1) : index + 1])
         for one in reversed(kept[max(0, index - 1) : index + 1]):
-            store.bring(one)
-        assert store.near.used <= 2 * 32
-        assert torch.equal(store.read(kept[index]).view(torch.float32), values[index])
+            store.prefetch(one)
+        assert store.device_stack.used_bytes <= 2 * 32
+        assert torch.equal(store.load(kept[index]).view(torch.float32), values[index])
     kept.clear()
     del one
-    assert store.near.used == store.far.used == 0
+    assert store.device_stack.used_bytes == store.host_stack.used_bytes == 0

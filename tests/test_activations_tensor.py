@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zeroshard
-from zeroshard.activations.traffic import TensorTraffic
-from zeroshard.comm import Axis
+from zeroshard.activations.traffic import TPTrafficMode
+from zeroshard.comm import MeshAxis
 from zeroshard.models.gpt import GPT, GPTConfig
 
 LAYERS = 3
@@ -77,14 +77,14 @@ def test_inputs_are_divided_over_the_tensor_axis_and_the_report_compares_the_tra
 
 def count_traffic(rank: int) -> list[tuple[int, int]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    axis = Axis.of(mesh.get_group("tensor"))
+    axis = MeshAxis.from_group(mesh.get_group("tensor"))
     x = DTensor.from_local(torch.ones(4, 6), mesh, [Replicate(), Shard(0)], run_check=False).requires_grad_()
     found = []
 
     def counted(body: Callable[[], Any]) -> None:
-        with TensorTraffic(axis) as traffic:
+        with TPTrafficMode(axis) as traffic:
             body()
-        found.append((traffic.counted.count, traffic.counted.bytes))
+        found.append((traffic.traffic.count, traffic.traffic.bytes))
 
     counted(lambda: x.redistribute(placements=[Replicate(), Replicate()]).to_local() * 1)
     counted(lambda: x.sum().redistribute(placements=[Replicate(), Replicate()]).backward())

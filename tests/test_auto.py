@@ -22,21 +22,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.activations.checkpoint import Recomputed
-from zeroshard.engine.alike import open_agreement
+from zeroshard.activations.checkpoint import CheckpointedForward
+from zeroshard.engine.alike import open_consistency_checker
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import auto, subject
-from zeroshard.planner.auto import NothingFitsError, Planning, Site, choose, decided
+from zeroshard.planner.auto import (
+    JobTopology,
+    NothingFitsError,
+    PlanningOptions,
+    choose_for_shard,
+    choose_plan_for_machine,
+)
 from zeroshard.planner.machines import kept
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import Plans, plan
-from zeroshard.planner.space import Space, machine_of
-from zeroshard.planner.traces.recomputed import as_planned
-from zeroshard.planner.traces.tracing import UntraceableError, trace
+from zeroshard.planner.space import FreeMemory, machine_from_free_memory
+from zeroshard.planner.traces.recomputed import strip_checkpointing
+from zeroshard.planner.traces.tracing import UntraceableError, trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
-CPU = Machine.of("cpu", context=0)  # the bytes that tensors take, and nothing else
+CPU = Machine.resolve("cpu", context=0)  # the bytes that tensors take, and nothing else
 WORLD = 4
 RANDOM_STATE = 5056  # bytes that torch keeps for each recomputed block: only small models notice
 TOKENS = torch.zeros(4, 16, dtype=torch.int64)
@@ -91,9 +97,9 @@ def plans_of(name: str, precision: str | None) -> Plans:
     auto.plan = spied
     try:
         told = {"loss": loss, "machine": replace(CPU, memory=2**40)}
-        site, control = Site(torch.device("cpu"), WORLD), open_agreement(None, 60.0)
+        site, control = JobTopology(torch.device("cpu"), WORLD), open_consistency_checker(None, 60.0)
         options = {"stage": "auto", "checkpoint": "auto", "precision": precision}
-        choose(model, adam(model, **fused), inputs, told, site, control, **options)
+        choose_for_shard(model, adam(model, **fused), inputs, told, site, control, **options)
     finally:
         auto.plan = real
     return found[0]
@@ -112,11 +118,11 @@ def one_model_at_many_limits() -> Iterator[None]:
     def remembered(model: nn.Module, inputs: Any, **options: Any) -> Any:
         key = (options["checkpoint"], options["micro_batch"])
         if key not in known:
-            known[key] = trace(model, inputs, **options)
+            known[key] = trace_model(model, inputs, **options)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "trace", remembered)
+        patch.setattr(subject, "trace_model", remembered)
         yield
 
 
@@ -133,7 +139,7 @@ def measured(name: str, precision: str | None) -> list[tuple[int, int, str, list
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())  # moves and allocates nothing
     make, inputs, loss, fused = CASES[name]
     plans = plans_of(name, precision)
-    needs = sorted({int(found.memory) + 1 for found in plans.every})
+    needs = sorted({int(found.memory) + 1 for found in plans.candidates})
     outcomes = []
     for limit in needs[:: max(1, len(needs) // 4)]:
         kept_alive: list[Any] = []
@@ -159,14 +165,14 @@ def measured(name: str, precision: str | None) -> list[tuple[int, int, str, list
 
         most, _ = allocated_bytes(train)
         most -= RANDOM_STATE * sum("forward" in module.__dict__ for module in kept_alive[0].modules())
-        fitting = [found for found in plans.every if found.memory <= limit]
-        fast = max(found.samples for found in fitting)
+        fitting = [found for found in plans.candidates if found.memory <= limit]
+        fast = max(found.samples_per_second for found in fitting)
         outcomes.append(
             (
                 limit,
                 most,
                 zeroshard.report(kept_alive[0]).chosen,
-                [found.choice.words for found in fitting if found.samples >= 0.99 * fast],
+                [found.strategy.description for found in fitting if found.samples_per_second >= 0.99 * fast],
             )
         )
     model = on_meta(make)
@@ -245,19 +251,19 @@ def test_one_rank_plans_and_says_why_once(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_the_rank_with_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, real = make_net(width=24, blocks=6), Space.of
-    example, loss = torch.zeros(3, 5, dtype=torch.int64), auto._Loop(loss_of_net)
+    net, real = make_net(width=24, blocks=6), FreeMemory.measure
+    example, loss = torch.zeros(3, 5, dtype=torch.int64), auto._OutputHoldingLoss(loss_of_net)
     question: dict[str, Any] = {"micro_batch": 3, "checkpoint": "none", "precision": None, "offload": None}
     free = plan(net, example, devices=3, machine=CPU, loss=loss, **question)
-    needs = {found.choice.stage: int(found.memory) for found in free.every}
+    needs = {found.strategy.stage: int(found.memory) for found in free.candidates}
     most, least = max(needs.values()), min(needs.values())
 
-    def narrow(*args: Any) -> Space:
+    def narrow(*args: Any) -> FreeMemory:
         space = real(*args)
         left = least + 100 if dist.get_rank() == 1 else 10 * most
-        return replace(space, node=f"node {dist.get_rank()}", memory=left - space.taken)
+        return replace(space, node=f"node {dist.get_rank()}", device_bytes=left - space.model_bytes)
 
-    monkeypatch.setattr(Space, "of", narrow)
+    monkeypatch.setattr(FreeMemory, "measure", narrow)
     stages = run_threads(3, lambda rank: zeroshard.report(sharded(net, stage="auto")[0]).chosen)
     assert needs[int(stages[0].removeprefix("stage ")[0])] == least
     assert len(set(stages)) == 1
@@ -307,15 +313,18 @@ def test_a_model_that_cannot_be_traced_is_refused_on_every_rank() -> None:
 
 def test_the_error_says_when_recomputing_would_do() -> None:
     model = on_meta(lambda: gpt(layers=3))
-    site = Site(torch.device("cpu"), 1)
+    site = JobTopology(torch.device("cpu"), 1)
     question = {"stage": "auto", "micro_batch": 4, "precision": "fp32"}
-    recomputing = decided(model, None, site, CPU, checkpoint="auto", **question)
+    recomputing = choose_plan_for_machine(model, None, site, CPU, checkpoint="auto", **question)
     plans = plan(model, devices=1, machine=CPU, micro_batch=4, checkpoint="recompute", stage=3, precision="fp32")
-    tight = replace(CPU, memory=int(plans.every[0].memory) + 1)
-    assert recomputing.choice.checkpoint == "none"
-    assert decided(model, None, site, tight, checkpoint="auto", **question).choice.checkpoint == "recompute"
+    tight = replace(CPU, memory=int(plans.candidates[0].memory) + 1)
+    assert recomputing.strategy.checkpoint == "none"
+    assert (
+        choose_plan_for_machine(model, None, site, tight, checkpoint="auto", **question).strategy.checkpoint
+        == "recompute"
+    )
     with pytest.raises(NothingFitsError, match="With activations recomputed, this fits: stage 3, recomputing"):
-        decided(model, None, site, tight, **question)
+        choose_plan_for_machine(model, None, site, tight, **question)
 
 
 def told_of_different_loops(rank: int, inputs: list[Any], planning: list[dict[str, Any]]) -> tuple[type, str]:
@@ -367,7 +376,7 @@ def test_a_disk_that_is_given_is_looked_at_and_each_rank_keeps_its_own(
         offload: Any = {"optimizer": "disk", "directory": directory, "threads": rank + 1}
         offload = zeroshard.Offload(**offload) if form == "Offload" else offload
         model, _ = sharded(net, stage="auto", offload=offload)
-        return zeroshard.Offload.of(offload), model._zeroshard.engine.config.offload
+        return zeroshard.Offload.from_option(offload), model._zeroshard.engine.config.offload
 
     for given, kept_ in run_threads(2, body):
         assert given == kept_
@@ -377,10 +386,10 @@ def test_a_chosen_disk_is_in_each_ranks_own_directory(tmp_path: Path, monkeypatc
     net = make_net()
     offload = zeroshard.Offload(optimizer="disk", directory=".")
 
-    def on_disk(*args: Any, directory: Any, **question: Any) -> auto.Decision:
-        return auto.Decision(auto.Choice(stage=3, offload=offload), "because").resting_in(directory)
+    def on_disk(*args: Any, directory: Any, **question: Any) -> auto.PlanDecision:
+        return auto.PlanDecision(auto.Strategy(stage=3, offload=offload), "because").with_directory(directory)
 
-    monkeypatch.setattr(auto, "decided", on_disk)
+    monkeypatch.setattr(auto, "choose_plan_for_machine", on_disk)
 
     def body(rank: int) -> Any:
         mine = tmp_path / f"rank {rank}"
@@ -397,10 +406,12 @@ def test_a_chosen_disk_is_in_each_ranks_own_directory(tmp_path: Path, monkeypatc
 # -------------------------------------------------------------------------------------- what is left open
 
 
-def choice_on_paper(model: nn.Module, machine: Machine, **question: Any) -> auto.Choice:
+def choice_on_paper(model: nn.Module, machine: Machine, **question: Any) -> auto.Strategy:
     ranks, tensor = question.pop("ranks", 8), question.pop("tensor", 1)
     asked = {"stage": "auto", "offload": None, "micro_batch": 2, "precision": "bf16", **question}
-    return decided(model, None, Site(torch.device("cuda"), ranks, tensor), machine, **asked).choice
+    return choose_plan_for_machine(
+        model, None, JobTopology(torch.device("cuda"), ranks, tensor), machine, **asked
+    ).strategy
 
 
 @pytest.fixture(scope="module")
@@ -409,37 +420,39 @@ def large() -> nn.Module:
 
 
 def test_what_is_given_is_kept(large: nn.Module) -> None:
-    h100 = Machine.of("h100")
+    h100 = Machine.resolve("h100")
     assert [choice_on_paper(large, h100, stage=stage).stage for stage in (0, 2)] == [0, 2]
     for given, stages in (({"parameters": "host"}, {3}), ({"gradients": "host"}, {2, 3}), ("host", {0, 1, 2, 3})):
         choice = choice_on_paper(large, h100, offload=given)
-        assert choice.stage in stages and choice.offload == zeroshard.Offload.of(given)
+        assert choice.stage in stages and choice.offload == zeroshard.Offload.from_option(given)
     assert choice_on_paper(large, h100, tensor=4).tensor == 4
     assert choice_on_paper(large, h100, stage=2, offload="auto").stage == 2
 
 
 def test_states_leave_the_device_only_where_they_must(large: nn.Module) -> None:
-    assert choice_on_paper(large, Machine.of("h100"), offload="auto", ranks=1).offload is None
-    tight = choice_on_paper(large, Machine.of("h100", memory="3GB"), offload="auto", ranks=1)
+    assert choice_on_paper(large, Machine.resolve("h100"), offload="auto", ranks=1).offload is None
+    tight = choice_on_paper(large, Machine.resolve("h100", memory="3GB"), offload="auto", ranks=1)
     assert tight.offload is not None and "host" in tight.offload.optimizer
 
 
 def test_states_rest_on_disk_only_where_a_directory_is_named(large: nn.Module, tmp_path: Path) -> None:
-    poor = Machine.of("h100", memory="3GB", host_memory="5GB")
+    poor = Machine.resolve("h100", memory="3GB", host_memory="5GB")
     with pytest.raises(NothingFitsError, match="host memory"):
         choice_on_paper(large, poor, offload="auto", ranks=1)
     choice = choice_on_paper(large, poor, offload="auto", ranks=1, directory=tmp_path)
-    assert choice.offload is not None and choice.offload.uses_disk and choice.offload.directory == tmp_path
+    assert choice.offload is not None and choice.offload.needs_disk and choice.offload.directory == tmp_path
 
 
 def test_on_a_cpu_what_is_offloaded_takes_the_same_memory() -> None:
-    model, site = on_meta(gpt), Site(torch.device("cpu"), 2)
+    model, site = on_meta(gpt), JobTopology(torch.device("cpu"), 2)
     question = {"stage": 3, "offload": "host", "micro_batch": 2, "precision": "fp32"}
-    found = plan(model, devices=2, machine=CPU, **{**question, "offload": ["host"]}, checkpoint="none").every[0]
+    found = plan(model, devices=2, machine=CPU, **{**question, "offload": ["host"]}, checkpoint="none").candidates[0]
     both = int(found.memory + found.footprint.host) + 1
-    assert decided(model, None, site, replace(CPU, memory=both), **question).choice.offload is not None
+    assert (
+        choose_plan_for_machine(model, None, site, replace(CPU, memory=both), **question).strategy.offload is not None
+    )
     with pytest.raises(NothingFitsError):
-        decided(model, None, site, replace(CPU, memory=both - 1000), **question)
+        choose_plan_for_machine(model, None, site, replace(CPU, memory=both - 1000), **question)
 
 
 def test_accumulation_and_clipping_are_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,17 +511,17 @@ def test_an_example_is_taken_as_it_is() -> None:
 
 def test_blocks_that_are_recomputed_are_planned_as_such() -> None:
     model = gpt()
-    plain = trace(model, micro_batch=2, checkpoint="recompute", kind="cpu")
+    plain = trace_model(model, micro_batch=2, checkpoint="recompute", device_kind="cpu")
     zeroshard.checkpoint_activations(model)
     before = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
-    paper, word = as_planned(model)
+    paper, word = strip_checkpointing(model)
     assert word == "recompute" and paper is not model
-    assert trace(paper, micro_batch=2, checkpoint="recompute", kind="cpu") == plain
+    assert trace_model(paper, micro_batch=2, checkpoint="recompute", device_kind="cpu") == plain
     assert not any("forward" in module.__dict__ for module in paper.modules())  # so that not to recompute can be chosen
     assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == before  # the user's own
     assert all(parameter.is_meta for parameter in paper.parameters())
-    assert as_planned(zeroshard.checkpoint_activations(model, offload=True))[1] == "host"
-    assert as_planned(zeroshard.checkpoint_activations(model, partition=False), tensor=1)[1] == "recompute"
+    assert strip_checkpointing(zeroshard.checkpoint_activations(model, offload=True))[1] == "host"
+    assert strip_checkpointing(zeroshard.checkpoint_activations(model, partition=False), tensor=1)[1] == "recompute"
 
 
 @pytest.mark.parametrize(
@@ -518,13 +531,15 @@ def test_blocks_that_are_recomputed_are_planned_as_such() -> None:
 )
 def test_blocks_that_keep_something_else_stay_as_they_are(options: dict[str, Any], tensor: int) -> None:
     model = gpt(layers=4)
-    whole, least = (_kept(trace(model, micro_batch=2, checkpoint=word, kind="cpu")) for word in ("none", "recompute"))
+    whole, least = (
+        _kept(trace_model(model, micro_batch=2, checkpoint=word, device_kind="cpu")) for word in ("none", "recompute")
+    )
     zeroshard.checkpoint_activations(model, **options)
-    paper, word = as_planned(model, tensor)
+    paper, word = strip_checkpointing(model, tensor)
     assert word == "none"
-    found = _kept(trace(paper, micro_batch=2, kind="cpu"))
+    found = _kept(trace_model(paper, micro_batch=2, device_kind="cpu"))
     assert least * 0.8 < found < whole
-    wrapped = [module for module in paper.modules() if isinstance(module.__dict__.get("forward"), Recomputed)]
+    wrapped = [module for module in paper.modules() if isinstance(module.__dict__.get("forward"), CheckpointedForward)]
     assert len(wrapped) == (2 if "blocks" in options else 4)
 
 
@@ -532,9 +547,9 @@ def _kept(traced: Any) -> float:
     """The most that is held at once."""
     held = most = 0.0
     for op in traced.ops:
-        held += op.made - op.freed
+        held += op.allocated_bytes - op.freed_bytes
         most = max(most, held)
-    return most + sum(traced.kept)
+    return most + sum(traced.kept_input_bytes)
 
 
 def test_checkpointing_is_chosen_and_done() -> None:
@@ -554,8 +569,8 @@ def test_checkpointing_is_chosen_and_done() -> None:
     needs = plan(
         gpt(layers=4), devices=1, machine=CPU, micro_batch=4, checkpoint="recompute", stage=3, precision="fp32"
     )
-    model = shard(int(needs.every[0].memory) + 1)
-    assert all(isinstance(block.__dict__["forward"], Recomputed) for block in model.blocks)
+    model = shard(int(needs.candidates[0].memory) + 1)
+    assert all(isinstance(block.__dict__["forward"], CheckpointedForward) for block in model.blocks)
     model(TOKENS, TOKENS).backward()
 
 
@@ -626,30 +641,51 @@ def test_a_rank_that_leaves_nothing_open_is_missed() -> None:
 
 # ------------------------------------------------------------------------------------------ what is there
 
-SPACE = Space("a", "cpu", "cpu", "cpu", memory=8 * 10**9, taken=10**8, host=8 * 10**9, disk=0)
+SPACE = FreeMemory(
+    "a", "cpu", "cpu", "cpu", device_bytes=8 * 10**9, model_bytes=10**8, host_bytes=8 * 10**9, disk_bytes=0
+)
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:
-    context = Machine.of("cpu").context
-    found = machine_of([SPACE, SPACE, replace(SPACE, node="b")], 3)
+    context = Machine.resolve("cpu").context
+    found = machine_from_free_memory([SPACE, SPACE, replace(SPACE, node="b")], 3)
     assert (found.devices, found.memory) == (2, 4 * 10**9 + 10**8 + context)
-    assert machine_of([SPACE], 4).memory == 2 * 10**9 + 10**8 + context  # one rank's word for all
-    assert machine_of([replace(SPACE, memory=0, host=0)], 4).memory == Machine.of("cpu").memory  # nobody tells
-    assert machine_of([SPACE], 2, memory="2GB").memory == 2 * 10**9
-    assert machine_of([SPACE], 1, memory="20GB").memory == 8 * 10**9 + 10**8 + context  # no more than there is
-    assert machine_of([SPACE], 1, given=Machine.of("cpu", memory="1GB", host_memory="3GB")).memory == 10**9
-    assert machine_of([SPACE], 1, given=Machine.of("cpu", memory="1GB", host_memory="3GB")).host_memory == 3 * 10**9
+    assert machine_from_free_memory([SPACE], 4).memory == 2 * 10**9 + 10**8 + context  # one rank's word for all
+    assert (
+        machine_from_free_memory([replace(SPACE, device_bytes=0, host_bytes=0)], 4).memory
+        == Machine.resolve("cpu").memory
+    )  # nobody tells
+    assert machine_from_free_memory([SPACE], 2, memory="2GB").memory == 2 * 10**9
+    assert (
+        machine_from_free_memory([SPACE], 1, memory="20GB").memory == 8 * 10**9 + 10**8 + context
+    )  # no more than there is
+    assert (
+        machine_from_free_memory(
+            [SPACE], 1, requested_machine=Machine.resolve("cpu", memory="1GB", host_memory="3GB")
+        ).memory
+        == 10**9
+    )
+    assert (
+        machine_from_free_memory(
+            [SPACE], 1, requested_machine=Machine.resolve("cpu", memory="1GB", host_memory="3GB")
+        ).host_memory
+        == 3 * 10**9
+    )
 
 
 def test_gpus_have_their_own_memory_and_share_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    gpu = Space("a", "first", "cuda", "h100", memory=50 * 10**9, taken=0, host=10**12, disk=7 * 10**11)
-    found = machine_of([gpu, replace(gpu, device="second", memory=40 * 10**9, disk=5 * 10**11)], 2)
-    context = Machine.of("h100").context
+    gpu = FreeMemory(
+        "a", "first", "cuda", "h100", device_bytes=50 * 10**9, model_bytes=0, host_bytes=10**12, disk_bytes=7 * 10**11
+    )
+    found = machine_from_free_memory(
+        [gpu, replace(gpu, device_id="second", device_bytes=40 * 10**9, disk_bytes=5 * 10**11)], 2
+    )
+    context = Machine.resolve("h100").context
     assert (found.devices, found.memory, found.disk) == (2, 40 * 10**9 + context, 5 * 10**11)
-    assert found.host_memory == 10**12 and found.flops == Machine.of("h100").flops
-    assert machine_of([gpu], 64).devices == 4
-    assert machine_of([gpu, gpu], 2).memory == 25 * 10**9 + context  # two ranks on one
+    assert found.host_memory == 10**12 and found.flops == Machine.resolve("h100").flops
+    assert machine_from_free_memory([gpu], 64).devices == 4
+    assert machine_from_free_memory([gpu, gpu], 2).memory == 25 * 10**9 + context  # two ranks on one
 
 
 def test_a_gpu_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -664,37 +700,42 @@ def test_a_gpu_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     ):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     device, model = torch.device("cuda", 0), on_meta(gpt)
-    found = Space.of(device, model, tmp_path / "not there yet")
-    assert (found.device, found.kind, found.machine) == ("GPU-7", "cuda", "h200")
-    assert (found.memory, found.taken) == (75 * 10**9, 0)
-    assert found.disk > 0
+    found = FreeMemory.measure(device, model, tmp_path / "not there yet")
+    assert (found.device_id, found.device_kind, found.machine_spec) == ("GPU-7", "cuda", "h200")
+    assert (found.device_bytes, found.model_bytes) == (75 * 10**9, 0)
+    assert found.disk_bytes > 0
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some other GPU")
-    assert (Space.of(device, model).memory, Space.of(device, model).machine) == (45 * 10**9, "a100")
+    assert (FreeMemory.measure(device, model).device_bytes, FreeMemory.measure(device, model).machine_spec) == (
+        45 * 10**9,
+        "a100",
+    )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 * 10**9)
-    assert machine_of([Space.of(device, model)], 1).memory == Machine.of("a100").context + 1  # others have it all
+    assert (
+        machine_from_free_memory([FreeMemory.measure(device, model)], 1).memory == Machine.resolve("a100").context + 1
+    )  # others have it all
 
 
 def test_measured_rates_count_more_than_a_preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = torch.device("cpu")
-    assert Space.of(cpu, gpt()).machine == "cpu"
-    kept.keep(kept.name_here("cpu"), Machine.of("cpu", bandwidth=123e9).to_json())
-    found = machine_of([Space.of(cpu, gpt())], 1)
+    assert FreeMemory.measure(cpu, gpt()).machine_spec == "cpu"
+    kept.write_machine(kept.local_machine_name("cpu"), Machine.resolve("cpu", bandwidth=123e9).to_json())
+    found = machine_from_free_memory([FreeMemory.measure(cpu, gpt())], 1)
     assert found.bandwidth == 123e9
 
 
 def test_a_decision_survives_being_told() -> None:
     offload = zeroshard.Offload(optimizer={"host": 0.5, "disk": 0.5}, parameters="host", directory=Path("x"))
-    said = auto.Decision(auto.Choice(stage=3, offload=offload, checkpoint="host"), "because")
-    found = auto.Decision.read(said.told)
-    assert found.choice.offload == replace(offload, directory="x") and json.loads(said.told)["why"] == "because"
+    said = auto.PlanDecision(auto.Strategy(stage=3, offload=offload, checkpoint="host"), "because")
+    found = auto.PlanDecision.from_json(said.as_json)
+    assert found.strategy.offload == replace(offload, directory="x") and json.loads(said.as_json)["why"] == "because"
     with pytest.raises(RuntimeError, match="something odd"):
-        auto.Decision.read(json.dumps({"kind": "OddError", "error": "something odd"}))
+        auto.PlanDecision.from_json(json.dumps({"kind": "OddError", "error": "something odd"}))
 
 
 def test_planning_has_defaults() -> None:
-    assert Planning.of(None) == Planning.of({}) == Planning()
+    assert PlanningOptions.from_mapping(None) == PlanningOptions.from_mapping({}) == PlanningOptions()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

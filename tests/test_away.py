@@ -13,10 +13,10 @@ from plain import batches, net_loss, split
 from ranks import run_threads
 
 import zeroshard
-from zeroshard.host.craft import Craft
-from zeroshard.memory.ledger import STATES
+from zeroshard.host.craft import ChunkUpdater
+from zeroshard.memory.ledger import MODEL_STATE_KINDS
 
-NEAR = [(kind, "device") for kind in STATES]
+NEAR = [(kind, "device") for kind in MODEL_STATE_KINDS]
 USES = {
     "forward": lambda model, optimizer: net_loss(model, batches(1)[0]),
     "step": lambda model, optimizer: optimizer.step(),
@@ -124,7 +124,7 @@ def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch
     case = Case(steps=3, options={"stage": 2})
     model, optimizer = case.make({"optimizer": "host", "gradients": "device"})
     loop(model, optimizer, case)
-    began, ended, ahead = threading.Event(), threading.Event(), Craft.ahead
+    began, ended, ahead = threading.Event(), threading.Event(), ChunkUpdater.speculate
 
     def slow(*arguments: Any) -> Generator[None, None, None]:
         began.set()
@@ -132,7 +132,7 @@ def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch
         yield from ahead(*arguments)
         ended.set()
 
-    monkeypatch.setattr(Craft, "ahead", slow)
+    monkeypatch.setattr(ChunkUpdater, "speculate", slow)
     net_loss(model, batches(1)[0]).backward()
     assert began.wait(5)
     zeroshard.offload_states(model)

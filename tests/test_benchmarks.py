@@ -290,7 +290,7 @@ def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_one_rank_of_the_papers_mesh(name: str, parts: int) -> None:
     shape = {"layers": 2, "heads": 16, "width": 64, "context": 16, "vocabulary": 64}
     result = paper.measure(name, shape, 1, "cpu", 1e9)
-    whole = rank.shape_of(rank.Preset(**shape)).parameters
+    whole = rank.shape_of(rank.GPTPreset(**shape)).parameters
     assert whole / 16 < result["parameters_here"] < whole / 8  # its part of matrices, norms and positions whole
     assert result["steps"] == 2 and result["allocated"] > 4 * result["parameters_here"]
     here = 4 * result["parameters_here"] / parts  # bytes of fp32 gradients
@@ -358,14 +358,14 @@ def test_the_largest_model_over_three_tiers(
     assert [row[-1].partition(":")[0] for row in shown] == [""] * len(trained) + ["not begun"]
     assert int(shown[-1][0]) - int(shown[-2][0]) == 1
     last = trained[-1]
-    taken = filling.taken_beside(rank.Preset(**last["shape"]), last["batch"], on_gpu=False)
+    taken = filling.taken_beside(rank.GPTPreset(**last["shape"]), last["batch"], on_gpu=False)
     held = last["filling"]["held"]
     assert held["disk"] == pytest.approx(last["disk"], rel=0.03)  # to vectors
     assert held["host"] - taken["host"] <= last["host"] <= held["host"]  # buffers are smaller on a CPU
 
 
 def test_no_run_begins_for_which_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("benchmarks.deepest"), "host_memory_left", lambda: 10**9)
+    monkeypatch.setattr(import_module("benchmarks.deepest"), "available_host_memory", lambda: 10**9)
     needs = {"optimizer": {"host": 1.0}, "parameters": {}, "held": {"host": 2e9}}
     with pytest.raises(torch.OutOfMemoryError, match="2 GB of host memory are needed, 1 are left"):
         offload.measure("depth", shape={}, batch=1, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
-from zeroshard.engine.flat_gradient import FlatGradient
-from zeroshard.planner.footprint import OpenRings
-from zeroshard.planner.memory import Holdings, holdings, predict_memory
+from zeroshard.engine.flat_gradient import FlatGrad
+from zeroshard.planner.footprint import SimulatedRings
+from zeroshard.planner.memory import StateSizes, predict_memory, state_sizes
 
 WIDTH, LAYERS = 48, 3
 LARGE = 64 * WIDTH  # elements of each large weight: a multiple of 64 elements a rank, for 1, 2, 3 and 4 of them
@@ -154,9 +154,9 @@ class Reduced:
         self.every: dict[int, int] = {}
         self.as_they_lay: dict[int, int] = {}
         made: dict[int, set[int]] = {}  # addresses, by rank
-        take, reduce_scatter = FlatGradient.take, Communicator.reduce_scatter
+        take, reduce_scatter = FlatGrad.pop_autograd_grads, Communicator.reduce_scatter
 
-        def taking(gradient: FlatGradient) -> list[torch.Tensor | None]:
+        def taking(gradient: FlatGrad) -> list[torch.Tensor | None]:
             taken = take(gradient)
             made[dist.get_rank()] = {g.data_ptr() for g in taken if g is not None}
             return taken
@@ -167,7 +167,7 @@ class Reduced:
             self.as_they_lay[rank] = self.as_they_lay.get(rank, 0) + packed.numel() * (packed.data_ptr() in made[rank])
             return reduce_scatter(comm, shard, packed, what)
 
-        monkeypatch.setattr(FlatGradient, "take", taking)
+        monkeypatch.setattr(FlatGrad, "pop_autograd_grads", taking)
         monkeypatch.setattr(Communicator, "reduce_scatter", reducing)
 
 
@@ -188,16 +188,16 @@ def test_large_gradients_are_reduced_where_autograd_has_made_them(world: int, mo
         assert reduced.as_they_lay[rank] == LAYERS * 2 * LARGE
         assert 0 < reduced.every[rank] - reduced.as_they_lay[rank] <= LAYERS * ALIGNED
         assert 0 < ring <= 2 * 4 * ALIGNED
-    planned = holdings(stack(), Config(stage=3, units=(Layer,), bucket_size=LARGE), ranks=world)
-    assert sum(unit.unpacked for unit in planned.units) == LAYERS * 2 * LARGE * 4
+    planned = state_sizes(stack(), Config(stage=3, units=(Layer,), bucket_size=LARGE), ranks=world)
+    assert sum(unit.in_place_grad_bytes for unit in planned.units) == LAYERS * 2 * LARGE * 4
     assert opened(planned) == rings[0]
 
 
-def opened(planned: Holdings) -> int:
+def opened(planned: StateSizes) -> int:
     """Bytes of the buffers that the last of the planner's reductions leaves open."""
-    rings = OpenRings(planned.slots)
+    rings = SimulatedRings(planned.ring_slots)
     for unit in reversed(planned.units):
-        rings.take(unit.buckets, adds=False)
+        rings.add_buckets(unit.buckets, is_accumulating=False)
     return rings.nbytes
 
 
@@ -222,7 +222,7 @@ def test_the_ring_has_no_buffers_for_large_gradients_even_where_one_is_missing()
     """Zeros take its place, where it would lie."""
     usual, missing = (run_threads(2, one_backward, stack(), skip) for skip in (False, True))
     assert usual == missing
-    assert usual[0] <= predict_memory(stack(), ranks=2, units=(Layer,), bucket_size=LARGE).working["buckets"]
+    assert usual[0] <= predict_memory(stack(), ranks=2, units=(Layer,), bucket_size=LARGE).transient["buckets"]
 
 
 def summed_before(rank: int, stage: int, bucket_size: int) -> tuple[dict[str, torch.Tensor], int]:

@@ -19,12 +19,12 @@ from ranks import RanksFailed, run_processes
 from zeroshard.memory.disk import Disk, DiskError
 from zeroshard.planner.calibration import calibrate as module
 from zeroshard.planner.calibration import device_rates, node_rates
-from zeroshard.planner.calibration.calibrate import calibrate, products
-from zeroshard.planner.calibration.device_rates import Launches, product_times
-from zeroshard.planner.calibration.link_rates import Ranks, link_of
+from zeroshard.planner.calibration.calibrate import calibrate, fit_matmul_rates
+from zeroshard.planner.calibration.device_rates import LaunchCounter, time_matmuls
+from zeroshard.planner.calibration.link_rates import CalibrationRanks, fit_link
 from zeroshard.planner.calibration.timing import host_seconds
 from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import Curve
+from zeroshard.planner.machines.curve import EfficiencyCurve
 from zeroshard.planner.machines.links import collective_seconds
 from zeroshard.planner.machines.machine import Machine
 
@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(Disk, "direct", True)  # whatever file system the tests run on
+    monkeypatch.setattr(Disk, "is_direct_io", True)  # whatever file system the tests run on
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"
 
@@ -65,13 +65,13 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
     before, state = torch.backends.mkldnn.enabled, torch.get_rng_state()
     machine = calibrate("cpu", directory=directory, seconds=BRIEF)
     whole(machine, "cpu")
-    assert machine.name == kept.name_here("cpu")
-    assert Machine.of("here") == machine
+    assert machine.name == kept.local_machine_name("cpu")
+    assert Machine.resolve("here") == machine
     assert [path.name for path in cache.iterdir()] == [f"{machine.name}.json"]
     assert list(directory.iterdir()) == []  # the file that was measured with is gone
     assert torch.backends.mkldnn.enabled == before
     assert torch.equal(torch.get_rng_state(), state)
-    preset = Machine.of("cpu")
+    preset = Machine.resolve("cpu")
     assert (machine.inside, machine.outside) == (preset.inside, preset.outside)  # one rank sees no links
     same = {name for name in NUMBERS if getattr(machine, name) == getattr(preset, name)}
     # kernels in a row may be no slower than alone: then ``sustained`` is 1, as in the preset
@@ -79,9 +79,9 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
 
 
 def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) -> None:
-    kept.keep(kept.name_here("cpu"), "{damaged")
+    kept.write_machine(kept.local_machine_name("cpu"), "{damaged")
     machine = calibrate(CPU, directory=directory, seconds=BRIEF)
-    assert Machine.of("here") == machine
+    assert Machine.resolve("here") == machine
     assert len(list(cache.iterdir())) == 1
 
 
@@ -121,7 +121,7 @@ def test_a_gpu_is_measured(directory: Path) -> None:
     whole(machine, "cuda")
     assert machine.devices == torch.cuda.device_count()
     assert machine.memory == torch.cuda.mem_get_info()[1]
-    assert Machine.of("here") == machine
+    assert Machine.resolve("here") == machine
     assert torch.cuda.memory_allocated() - held < 2.5 * machine.workspace  # tensors are gone, two threads' are not
 
 
@@ -134,34 +134,34 @@ def times(rate: float, lost: float, sizes: tuple[int, ...] = (512, 1024, 4096)) 
 
 def test_published_peaks_stay_and_what_was_seen_is_what_is_predicted() -> None:
     seen = {"fp32": times(40e12, 3e-6), "bf16": times(700e12, 3e-6), "fp16": times(650e12, 3e-6)}
-    flops, curve = products(seen, Machine.of("h100").flops)
-    assert flops["bf16"] == Machine.of("h100").flops["bf16"]
-    machine = Machine.of("h100", flops=flops, efficiency=curve)
+    flops, curve = fit_matmul_rates(seen, Machine.resolve("h100").flops)
+    assert flops["bf16"] == Machine.resolve("h100").flops["bf16"]
+    machine = Machine.resolve("h100", flops=flops, efficiency=curve)
     for precision, found in seen.items():
         for x, seconds in found:
-            assert machine.product_seconds(x, precision) == pytest.approx(seconds, rel=1e-3), precision
+            assert machine.matmul_seconds(x, precision) == pytest.approx(seconds, rel=1e-3), precision
 
 
 def test_without_a_published_peak_the_peak_is_what_large_products_reach() -> None:
     seen = {"fp32": times(5e10, 1e-5), "bf16": times(1e9, 1e-5, sizes=(64, 128))}
-    flops, curve = products(seen, {})
+    flops, curve = fit_matmul_rates(seen, {})
     assert flops["fp32"] == pytest.approx(5e10, rel=1e-4)
     assert curve.share == pytest.approx(1, rel=1e-4)
-    machine = Machine.of("cpu", flops=flops, efficiency=curve)
+    machine = Machine.resolve("cpu", flops=flops, efficiency=curve)
     for precision, found in seen.items():
-        assert machine.product_seconds(found[-1][0], precision) == pytest.approx(found[-1][1], rel=1e-3)
+        assert machine.matmul_seconds(found[-1][0], precision) == pytest.approx(found[-1][1], rel=1e-3)
     assert set(flops) == {"fp32", "bf16"}  # no fp16 was seen: it is refused
 
 
 def test_of_two_equal_peaks_bf16_keeps_its_own() -> None:
     seen = {"bf16": times(600e12, 3e-6), "fp16": times(700e12, 3e-6)}
-    flops, curve = products(seen, Machine.of("h100").flops)
-    assert flops == Machine.of("h100").flops  # fp16 is no faster than its peak
+    flops, curve = fit_matmul_rates(seen, Machine.resolve("h100").flops)
+    assert flops == Machine.resolve("h100").flops  # fp16 is no faster than its peak
     assert curve.share == pytest.approx(600 / 989.4, rel=1e-3)
 
 
 def test_one_product_of_one_precision_is_enough() -> None:
-    assert products({"fp32": [(1e9, 1e-3)]}, {}) == ({"fp32": 1e12}, Curve(share=1.0, half=0.0))
+    assert fit_matmul_rates({"fp32": [(1e9, 1e-3)]}, {}) == ({"fp32": 1e12}, EfficiencyCurve(share=1.0, half=0.0))
 
 
 def test_a_slow_precision_is_measured_on_small_products_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_slow_precision_is_measured_on_small_products_alone(monkeypatch: pytes
         return 100.0
 
     monkeypatch.setattr(device_rates, "device_seconds", slow)
-    assert [x for x, _ in product_times(CPU, "bf16", 1.0)] == [2.0 * 64**3, 2.0 * 128**3]
+    assert [x for x, _ in time_matmuls(CPU, "bf16", 1.0)] == [2.0 * 64**3, 2.0 * 128**3]
     assert sum(asked) <= 1.0
 
 
@@ -181,7 +181,7 @@ def test_a_precision_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("not implemented for 'Half'")
 
     monkeypatch.setattr(torch, "mm", missing)
-    assert product_times(CPU, "fp16", 1.0) == []
+    assert time_matmuls(CPU, "fp16", 1.0) == []
     with pytest.raises(RuntimeError, match="no matrix product ran on cpu: see whether another process"):
         calibrate("cpu", seconds=BRIEF)
 
@@ -208,7 +208,7 @@ def test_a_product_that_makes_torch_change_its_library_changes_it_for_itself_alo
 
     torch.backends.mkldnn.set_flags(before)
     monkeypatch.setattr(torch, "mm", changing)
-    product_times(CPU, "bf16", BRIEF / 10)
+    time_matmuls(CPU, "bf16", BRIEF / 10)
     assert torch.backends.mkldnn.enabled == before
 
 
@@ -227,13 +227,13 @@ def test_a_run_that_takes_longer_than_there_is_time_is_not_repeated(monkeypatch:
     assert host_seconds(run, seconds=30.0) == 7.0
     assert clock[0] == 7.0 + 7.0 + 5 * 7.0  # a first one, and those begun within 30 seconds
     clock[0] = 0.0
-    assert host_seconds(run, seconds=1e9, most=3) == 7.0
+    assert host_seconds(run, seconds=1e9, max_runs=3) == 7.0
     assert clock[0] == 4 * 7.0
 
 
 def test_operations_that_launch_nothing_do_not_count() -> None:
     x, weight = torch.ones(4, 6), torch.ones(6, 6, requires_grad=True)
-    launches = Launches()
+    launches = LaunchCounter()
     with launches:
         y = x.view(2, 2, 6)[0].t().detach()  # views
         torch.empty(3)
@@ -261,7 +261,7 @@ def test_without_a_directory_a_disk_that_cannot_be_used_is_left_out(monkeypatch:
     monkeypatch.setattr(module, "disk_rates", full)
     with pytest.warns(RuntimeWarning, match=r"the disk was not measured: no space is left\. Name a directory"):
         machine = calibrate("cpu", seconds=BRIEF)
-    preset = Machine.of("cpu")
+    preset = Machine.resolve("cpu")
     assert (machine.disk, machine.disk_read, machine.disk_write) == (preset.disk, preset.disk_read, preset.disk_write)
 
 
@@ -280,9 +280,9 @@ def test_without_a_directory_the_current_one_is_measured(directory: Path, monkey
 
 
 def test_a_full_disk_and_one_in_the_page_cache_say_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Disk, "direct", False)
+    monkeypatch.setattr(Disk, "is_direct_io", False)
     with pytest.warns(RuntimeWarning, match="go through the page cache.*choose a directory on a local disk"):
-        assert list(node_rates.disk_rates(directory, BRIEF, most=2**20)) == ["disk"]
+        assert list(node_rates.disk_rates(directory, BRIEF, max_bytes=2**20)) == ["disk"]
     monkeypatch.setattr(node_rates.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(DiskError, match=r"1000 bytes are free in .*: choose a directory on a disk with more space"):
         node_rates.disk_rates(directory, BRIEF)
@@ -293,10 +293,10 @@ def test_without_native_kernels_torchs_update_is_measured(monkeypatch: pytest.Mo
     stepped = []
     plain = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: stepped.append(plain(self)))
-    assert node_rates.update_rate(BRIEF / 10, most=1000) > 0
-    assert not stepped or node_rates.kernels() is None
-    monkeypatch.setattr(node_rates, "kernels", lambda: None)
-    assert node_rates.update_rate(BRIEF / 10, most=1000) > 0
+    assert node_rates.update_rate(BRIEF / 10, max_numel=1000) > 0
+    assert not stepped or node_rates.load_kernels() is None
+    monkeypatch.setattr(node_rates, "load_kernels", lambda: None)
+    assert node_rates.update_rate(BRIEF / 10, max_numel=1000) > 0
     assert stepped
 
 
@@ -309,25 +309,27 @@ def test_a_link_is_found_again_from_the_times_of_its_ring(ranks: int, bandwidth:
     def ring(nbytes: float) -> tuple[float, float]:
         return nbytes, nbytes * (ranks - 1) / ranks / bandwidth + (ranks - 1) * latency
 
-    link = link_of(ranks, ring(4096), ring(2**28))
-    machine = Machine.of("h100", devices=16, inside=link)
+    link = fit_link(ranks, ring(4096), ring(2**28))
+    machine = Machine.resolve("h100", devices=16, inside=link)
     assert link.bandwidth == pytest.approx(bandwidth, rel=1e-4)
     assert link.latency == pytest.approx(latency, rel=1e-3)
     assert collective_seconds(machine, "all-gather", 1e15, ranks) == pytest.approx(ring(1e15)[1], rel=1e-4)
 
 
 def test_noise_makes_no_link_that_is_none() -> None:
-    assert link_of(2, small=(4096, 2e-3), large=(2**22, 1e-3)).bandwidth == pytest.approx(2**22 / 2 / 1e-3)
-    assert link_of(4, (0, 1e-4), (1e9, 1.0), hops=1, near=1.0).latency == 0  # the way inside took longer than all
+    assert fit_link(2, small=(4096, 2e-3), large=(2**22, 1e-3)).bandwidth == pytest.approx(2**22 / 2 / 1e-3)
+    assert (
+        fit_link(4, (0, 1e-4), (1e9, 1.0), hops=1, local_seconds=1.0).latency == 0
+    )  # the way inside took longer than all
 
 
-def measured(rank: int, directory: str, nodes: int) -> tuple[Machine, Ranks, bool]:
+def measured(rank: int, directory: str, nodes: int) -> tuple[Machine, CalibrationRanks, bool]:
     if nodes > 1:
         world = torch.distributed.get_world_size()
         platform.node = lambda: f"node{rank * nodes // world}"
     try:
         machine = calibrate("cpu", directory=directory, seconds=BRIEF)
-        return machine, Ranks.now(), kept.path_of(kept.name_here("cpu")).exists()
+        return machine, CalibrationRanks.current(), kept.machine_path(kept.local_machine_name("cpu")).exists()
     finally:
         platform.node = NODE
 
@@ -335,7 +337,7 @@ def measured(rank: int, directory: str, nodes: int) -> tuple[Machine, Ranks, boo
 NODE = platform.node
 
 
-def together(tmp_path: Path, world: int, nodes: int) -> list[tuple[Machine, Ranks, bool]]:
+def together(tmp_path: Path, world: int, nodes: int) -> list[tuple[Machine, CalibrationRanks, bool]]:
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     return run_processes(world, measured, str(tmp_path), nodes, env=env)
 
@@ -346,10 +348,10 @@ def test_ranks_of_a_node_measure_their_links_and_agree(tmp_path: Path, cache: Pa
     assert all(found == machine for found, _, _ in results)
     assert machine.devices == 2
     assert machine.memory == machine.host_memory // 2
-    assert machine.inside != Machine.of("cpu").inside
-    assert machine.outside == Machine.of("cpu").outside
-    assert Machine.of("here") == machine
-    assert [ranks for _, ranks, _ in results] == [Ranks(2, 0, (0, 1)), Ranks(2, 1, (0, 1))]
+    assert machine.inside != Machine.resolve("cpu").inside
+    assert machine.outside == Machine.resolve("cpu").outside
+    assert Machine.resolve("here") == machine
+    assert [ranks for _, ranks, _ in results] == [CalibrationRanks(2, 0, (0, 1)), CalibrationRanks(2, 1, (0, 1))]
 
 
 def test_nodes_measure_the_link_between_them_and_each_keeps_a_file(tmp_path: Path, cache: Path) -> None:
@@ -357,10 +359,10 @@ def test_nodes_measure_the_link_between_them_and_each_keeps_a_file(tmp_path: Pat
     machine = results[0][0]
     assert all(found == machine for found, _, _ in results)
     assert machine.devices == 2
-    assert machine.inside != Machine.of("cpu").inside
-    assert machine.outside != Machine.of("cpu").outside
+    assert machine.inside != Machine.resolve("cpu").inside
+    assert machine.outside != Machine.resolve("cpu").outside
     assert sorted(path.name for path in cache.iterdir()) == ["node0-cpu.json", "node1-cpu.json"]
-    assert [ranks.here for _, ranks, _ in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [ranks.local_ranks for _, ranks, _ in results] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
 def lost(rank: int, directory: str) -> None:

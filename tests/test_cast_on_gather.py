@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.config import Config
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.auto import AUTO, NothingFitsError, Site, decided
+from zeroshard.planner.auto import AUTO, JobTopology, NothingFitsError, choose_plan_for_machine
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.memory import holdings, predict_memory
+from zeroshard.planner.memory import predict_memory, state_sizes
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
 
@@ -121,7 +121,7 @@ def test_one_pass_writes_no_copy_and_the_same_numbers(options: dict[str, Any], w
     with in_one_pass() as kernels:
         found = run_threads(world, numbers, world, with_it(case))
     assert_same(found, wanted)
-    assert all(strip.copy is None for kernel in kernels for strips in kernel.laid for strip in strips)
+    assert all(strip.compute_param is None for kernel in kernels for strips in kernel.laid for strip in strips)
     assert any(kernel.runs for kernel in kernels)
 
 
@@ -196,7 +196,7 @@ def test_a_rank_holds_fourteen_bytes_a_parameter_as_predicted(world: int) -> Non
     with torch.device("meta"):
         predicted = predict_memory(GPT(GPT_CONFIG), ranks=world, **options)
     wanted = 14 * PSI / world
-    assert wanted <= predicted.at_rest < wanted * (1 + ALIGNMENT)
+    assert wanted <= predicted.state_bytes < wanted * (1 + ALIGNMENT)
     assert predicted.states["parameters"] == 0
     for report, live in run_processes(world, measured, options):
         assert wanted <= report.states < wanted * (1 + ALIGNMENT)
@@ -204,7 +204,7 @@ def test_a_rank_holds_fourteen_bytes_a_parameter_as_predicted(world: int) -> Non
             held = report.memory[kind, "device"].now if (kind, "device") in report.memory else 0
             assert nbytes <= held <= nbytes + (COUNTERS if kind == "optimizer states" else 0), kind
         peak = {kind: nbytes.peak for (kind, _), nbytes in report.memory.items()}
-        for kind, nbytes in predicted.working.items():
+        for kind, nbytes in predicted.transient.items():
             assert peak.get(kind, 0) <= nbytes, kind
         buckets = report.memory["buckets", "device"].now if ("buckets", "device") in report.memory else 0
         assert wanted <= live - buckets < wanted * (1 + 2 * ALIGNMENT)
@@ -216,7 +216,7 @@ def test_only_what_is_trained_in_sixteen_bits_has_no_copy() -> None:
         model, optimizer = case.make()
         loop(model, optimizer, case, rank, 2)
         assert_no_copy_of(model)
-        kinds = {(flat.trainable, flat.dtype, flat.shard is None) for flat in flats_of(model)}
+        kinds = {(flat.is_trainable, flat.dtype, flat.shard is None) for flat in flats_of(model)}
         assert kinds == {
             (True, torch.bfloat16, True),
             (False, torch.bfloat16, False),
@@ -427,10 +427,10 @@ def test_ranks_that_do_not_agree_on_it_are_told() -> None:
 @pytest.mark.parametrize(("one_pass", "updated"), [(True, 26), (False, 34)])
 def test_an_update_moves_less(one_pass: bool, updated: int) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    found = partial(holdings, model, ranks=2, one_pass=one_pass)
-    assert found(Config(precision="bf16", cast_on_gather=True)).updated == updated
-    assert found(Config(precision="bf16", cast_on_gather=True, stage=2)).updated > updated
-    assert found(Config(precision="bf16", cast_on_gather=False)).updated > updated
+    found = partial(state_sizes, model, ranks=2, has_fused_adam=one_pass)
+    assert found(Config(precision="bf16", cast_on_gather=True)).update_bytes_per_element == updated
+    assert found(Config(precision="bf16", cast_on_gather=True, stage=2)).update_bytes_per_element > updated
+    assert found(Config(precision="bf16", cast_on_gather=False)).update_bytes_per_element > updated
 
 
 def test_a_plan_counts_with_it() -> None:
@@ -454,16 +454,16 @@ def test_a_stage_left_to_a_plan_fits_where_only_it_does() -> None:
     asked = {"batch": ranks, "sequence": 16, "precision": "bf16", "micro_batch": 1}
     told = {"devices": ranks, "offload": None, "tensor": 1, "checkpoint": "none"}
     plain, cast = (
-        min(plan.memory for plan in zeroshard.plan(model, **told, cast_on_gather=on, **asked).every)
+        min(plan.memory for plan in zeroshard.plan(model, **told, cast_on_gather=on, **asked).candidates)
         for on in (False, True)
     )
     assert cast < plain
-    machine = Machine.of("h100", memory=int(plain + cast) // 2)
+    machine = Machine.resolve("h100", memory=int(plain + cast) // 2)
     asked |= {"stage": AUTO, "offload": None, "checkpoint": None}
-    site = Site(torch.device("cuda"), ranks)
-    assert decided(model, None, site, machine, **asked).choice.stage == 3
+    site = JobTopology(torch.device("cuda"), ranks)
+    assert choose_plan_for_machine(model, None, site, machine, **asked).strategy.stage == 3
     with pytest.raises(NothingFitsError):
-        decided(model, None, site, machine, cast_on_gather=False, **asked)
+        choose_plan_for_machine(model, None, site, machine, cast_on_gather=False, **asked)
 
 
 def test_a_stage_is_left_to_a_plan_with_it() -> None:

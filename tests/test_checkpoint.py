@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.checkpoint.blocks import AHEAD, BLOCK
+from zeroshard.checkpoint.blocks import BLOCK_BYTES, BLOCKS_IN_FLIGHT
 from zeroshard.checkpoint.plain import decode, encode
-from zeroshard.checkpoint.reader import LoadPlans
+from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
 
 Everything = dict[str, torch.Tensor]
 PLAIN = None
@@ -72,7 +72,9 @@ def everything(model: Any, optimizer: Any) -> Everything:
     """Every parameter and every state, in a form that a plain and a sharded run share."""
     found = parameters(model)
     if isinstance(optimizer, zeroshard.ShardedOptimizer):
-        states = {name: zeroshard.full_state(optimizer, name) for group in optimizer.names for name in group}
+        states = {
+            name: zeroshard.full_state(optimizer, name) for group in optimizer.group_param_names for name in group
+        }
     else:
         states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
     for name, state in states.items():
@@ -668,9 +670,9 @@ def bounded(rank: int, path: Path) -> list[int]:
 
 def test_saving_and_loading_take_one_bounded_buffer_beside_the_shards(tmp_path: Path) -> None:
     for saving, loading, left in run_processes(2, bounded, tmp_path):  # shards of 48 MiB each
-        assert saving <= (AHEAD + 1) * BLOCK
+        assert saving <= (BLOCKS_IN_FLIGHT + 1) * BLOCK_BYTES
         assert 0 <= left - 2 * 48 * 2**20 <= 2**16  # the optimizer's states, which are there now
-        assert loading <= left + (AHEAD + 1) * BLOCK
+        assert loading <= left + (BLOCKS_IN_FLIGHT + 1) * BLOCK_BYTES
 
 
 # ------------------------------------------------------------------------------------------------ weights of others
@@ -730,12 +732,12 @@ def imported(rank: int, path: Path) -> tuple[int, int]:
     before = resident("RssFile"), resident("RssAnon")
     most = list(before)
 
-    class Watched(LoadPlans):
+    class Watched(SafetensorsLoadPlanner):
         def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
             super().commit_tensor(read_item, tensor)
             most[:] = max(most[0], resident("RssFile")), max(most[1], resident("RssAnon"))
 
-    with unittest.mock.patch("zeroshard.checkpoint.load.LoadPlans", Watched):
+    with unittest.mock.patch("zeroshard.checkpoint.load.SafetensorsLoadPlanner", Watched):
         zeroshard.load(path, model)
     return most[0] - before[0], most[1] - before[1]
 
@@ -815,7 +817,9 @@ def copied_late(rank: int, path: Path) -> tuple[bool, Everything, Everything]:
 def test_a_step_does_not_wait_for_a_save_that_failed_before_the_copy(tmp_path: Path) -> None:
     model, optimizer = made(3)
     steps(model, optimizer, 0, 1, range(1))
-    with unittest.mock.patch("zeroshard.checkpoint.writer.SavePlans.set_up_planner", side_effect=OSError("early")):
+    with unittest.mock.patch(
+        "zeroshard.checkpoint.writer.SafetensorsSavePlanner.set_up_planner", side_effect=OSError("early")
+    ):
         handle = zeroshard.save(tmp_path, model, optimizer, wait=False)
         steps(model, optimizer, 0, 1, range(1))
         with pytest.raises(zeroshard.CheckpointError, match="early"):

@@ -22,7 +22,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.history import SaveLock, checkpoints
+from zeroshard.checkpoint.history import SaveLock, list_checkpoints
 from zeroshard.cli import main
 
 INDEX = "index.json"
@@ -346,7 +346,7 @@ def test_checkpoints_go_by_step_whatever_the_clock_says(tmp_path: Path) -> None:
         os.utime(tmp_path / f"step-{step}" / INDEX, (4e9 + step, 4e9 + step))
     for step in (300, 400):
         zeroshard.save(tmp_path / f"step-{step}", model, extra={"k": step}, keep=2)
-    assert {path.name for path in checkpoints(tmp_path)} == {"step-300", "step-400"}
+    assert {path.name for path in list_checkpoints(tmp_path)} == {"step-300", "step-400"}
     zeroshard.save(tmp_path / "last", model, extra={"k": 350, "step": 350})
     os.remove(tmp_path / "latest")
     assert zeroshard.load(tmp_path, model).extra == {"k": 400}
@@ -368,7 +368,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path: Path, m
     monkeypatch.setattr(Path, "unlink", refusing)
     with pytest.warns(UserWarning, match=r"step-1, of an earlier save, cannot be removed: Permission denied"):
         zeroshard.save(tmp_path / "step-2", model, keep=1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-1", "step-2"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-1", "step-2"]
     assert (tmp_path / "latest").read_text() == "step-2\n"
 
 
@@ -380,7 +380,7 @@ def test_a_save_under_way_is_not_pruned_by_another(tmp_path: Path, monkeypatch: 
     zeroshard.save(tmp_path / "step-3", model, keep=1)
     assert (tmp_path / "step-2" / "model-00000-00000000.safetensors").exists()
     assert not (tmp_path / "step-1").exists()
-    monkeypatch.setattr("zeroshard.checkpoint.history.PATIENCE", 0.1)
+    monkeypatch.setattr("zeroshard.checkpoint.history.LOCK_TIMEOUT_SECONDS", 0.1)
     with pytest.raises(CheckpointError, match=r"another process is saving into .*step-2"):
         zeroshard.save(tmp_path / "step-2", model)
     under_way.release()
@@ -404,6 +404,6 @@ def test_saves_of_two_runs_into_one_directory_are_whole(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert checkpoints(tmp_path)[-1].name in ("step-38", "step-39")
-    for path in checkpoints(tmp_path):
+    assert list_checkpoints(tmp_path)[-1].name in ("step-38", "step-39")
+    for path in list_checkpoints(tmp_path):
         zeroshard.load(path, nn.Linear(20, 20))

@@ -24,16 +24,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import zeroshard
-from zeroshard.checkpoint.chunks import Turned
+from zeroshard.checkpoint.chunks import ReorderedTensor
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.index import Index
-from zeroshard.checkpoint.order import Order
-from zeroshard.checkpoint.states import ShardedStates, persistent_buffers
+from zeroshard.checkpoint.index import CheckpointIndex
+from zeroshard.checkpoint.order import ElementOrder
+from zeroshard.checkpoint.states import ShardedTrainState, persistent_buffers
 from zeroshard.cli import main
 from zeroshard.layout import Range
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.tensor.share import Share
+from zeroshard.tensor.share import TPShard
 
 Everything = dict[str, torch.Tensor]
 Place = tuple[tuple[int, ...], int | None]  # the mesh, tensor degree last, and the stage; None: not sharded
@@ -43,15 +43,15 @@ Written = dict[Place, tuple[Path, Everything, list[float]]]
 
 
 @st.composite
-def divided(draw: st.DrawFn) -> tuple[torch.Tensor, Order, Share]:
+def divided(draw: st.DrawFn) -> tuple[torch.Tensor, ElementOrder, TPShard]:
     """A whole tensor, the order of a line of it, and the share that the order came from."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dim, pieces = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3))
     shape[dim] *= pieces
-    share = Share.even(shape, dim, draw(st.integers(1, 5)), 0, pieces)
+    share = TPShard.split_evenly(shape, dim, draw(st.integers(1, 5)), 0, pieces)
     dims = draw(st.permutations(range(len(shape))))
     whole = torch.arange(prod(shape)).view(shape)
-    return whole, Order.of(in_order(share.take(whole), dims), share), share
+    return whole, ElementOrder.from_tensor(in_order(share.slice(whole), dims), share), share
 
 
 def in_order(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -63,58 +63,69 @@ def in_order(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
 @settings(max_examples=200, deadline=None)
 @given(divided())
 def test_a_line_is_the_ranks_parts_one_behind_the_other_and_gives_the_tensor_back(
-    case: tuple[torch.Tensor, Order, Share],
+    case: tuple[torch.Tensor, ElementOrder, TPShard],
 ) -> None:
     whole, order, share = case
-    parts = [share.take(whole, rank).permute(order.dims).flatten() for rank in range(len(share.spans))]
-    line = order.line(whole)
+    parts = [share.slice(whole, rank).permute(order.dim_order).flatten() for rank in range(len(share.rank_ranges))]
+    line = order.flatten(whole)
     assert line.tolist() == torch.cat(parts).tolist()
-    assert torch.equal(order.whole(line, whole.shape), whole)
+    assert torch.equal(order.unflatten(line, whole.shape), whole)
     for rank, part in enumerate(parts):
-        start = share.start_of(rank)
-        assert order.line(whole, Range(start, start + part.numel())).tolist() == part.tolist()
-    same = line.tolist() == whole.permute(order.dims).flatten().tolist()
-    assert order.divided is None if same else order.spans
+        start = share.offset_of_rank(rank)
+        assert order.flatten(whole, Range(start, start + part.numel())).tolist() == part.tolist()
+    same = line.tolist() == whole.permute(order.dim_order).flatten().tolist()
+    assert order.tp_dim is None if same else order.tp_ranges
 
 
 @settings(max_examples=100, deadline=None)
 @given(divided())
-def test_an_order_goes_through_the_index(case: tuple[torch.Tensor, Order, Share]) -> None:
+def test_an_order_goes_through_the_index(case: tuple[torch.Tensor, ElementOrder, TPShard]) -> None:
     whole, order, _ = case
-    assert Order.of_json(json.loads(json.dumps(order.as_json())), whole.shape) == order
+    assert ElementOrder.from_json(json.loads(json.dumps(order.to_json())), whole.shape) == order
 
 
 @settings(max_examples=100, deadline=None)
 @given(divided(), st.data())
 def test_a_tensor_is_turned_from_any_order_into_any_other(
-    case: tuple[torch.Tensor, Order, Share], data: st.DataObject
+    case: tuple[torch.Tensor, ElementOrder, TPShard], data: st.DataObject
 ) -> None:
     whole, saved, _ = case
     dim = data.draw(st.integers(0, whole.dim() - 1))
-    share = Share.even(whole.shape, dim, data.draw(st.integers(1, 4)), 0)
-    rank = data.draw(st.integers(0, len(share.spans) - 1))
-    part, start = share.take(whole, rank).flatten(), share.start_of(rank)
+    share = TPShard.split_evenly(whole.shape, dim, data.draw(st.integers(1, 4)), 0)
+    rank = data.draw(st.integers(0, len(share.rank_ranges) - 1))
+    part, start = share.slice(whole, rank).flatten(), share.offset_of_rank(rank)
     cut = data.draw(st.integers(0, part.numel()))  # what the rank holds is two stretches of its part
     ends = [(0, cut), (cut, part.numel())]
     parts = [(Range(start + a, start + b), torch.zeros(b - a)) for a, b in ends if a < b]
-    turned = Turned.make(tuple(whole.shape), whole.dtype, saved, Order.of(share.take(whole), share), parts)
+    turned = ReorderedTensor.make(
+        tuple(whole.shape), whole.dtype, saved, ElementOrder.from_tensor(share.slice(whole), share), parts
+    )
     assert len(turned.__create_chunk_list__()) == (1 if parts else 0)  # else nothing is read
     if parts:
-        turned.__get_tensor_shard__(None).copy_(saved.line(whole))  # type: ignore[arg-type]
-        turned.arrived(whole.numel())
+        turned.__get_tensor_shard__(None).copy_(saved.flatten(whole))  # type: ignore[arg-type]
+        turned.on_elements_read(whole.numel())
         assert torch.cat([values for _, values in parts]).tolist() == part.tolist()
 
 
 def test_the_division_that_leaves_the_line_as_it_is_is_not_recorded() -> None:
     rows, columns = torch.empty(2, 8), torch.empty(4, 4)
-    assert Order.of(rows, Share.even((4, 8), 0, 2, 1)) == Order((0, 1))
-    assert Order.of(columns, Share.even((4, 8), 1, 2, 1)) == Order((0, 1), 1, ((Range(0, 4),), (Range(4, 8),)))
-    fused = Share.even((12, 8), 0, 2, 1, pieces=3)
-    assert Order.of(torch.empty(6, 8), fused).spans[0] == (Range(0, 2), Range(4, 6), Range(8, 10))
-    assert Order.of(torch.empty(12, 8), Share.even((12, 8), 0, 1, 0, pieces=3)).plain  # one rank has all of it
-    assert Order.of(torch.empty(2, 2, 2, 3).permute(0, 3, 1, 2), Share.even((4, 3, 2, 2), 0, 2, 0)).divided is None
-    three = Share.even((1, 3), 1, 4, 0)  # and a fourth rank that has nothing
-    assert Order.of(torch.empty(1, 1), three).plain
+    assert ElementOrder.from_tensor(rows, TPShard.split_evenly((4, 8), 0, 2, 1)) == ElementOrder((0, 1))
+    assert ElementOrder.from_tensor(columns, TPShard.split_evenly((4, 8), 1, 2, 1)) == ElementOrder(
+        (0, 1), 1, ((Range(0, 4),), (Range(4, 8),))
+    )
+    fused = TPShard.split_evenly((12, 8), 0, 2, 1, num_fused=3)
+    assert ElementOrder.from_tensor(torch.empty(6, 8), fused).tp_ranges[0] == (Range(0, 2), Range(4, 6), Range(8, 10))
+    assert ElementOrder.from_tensor(
+        torch.empty(12, 8), TPShard.split_evenly((12, 8), 0, 1, 0, num_fused=3)
+    ).is_row_major  # one rank has all of it
+    assert (
+        ElementOrder.from_tensor(
+            torch.empty(2, 2, 2, 3).permute(0, 3, 1, 2), TPShard.split_evenly((4, 3, 2, 2), 0, 2, 0)
+        ).tp_dim
+        is None
+    )
+    three = TPShard.split_evenly((1, 3), 1, 4, 0)  # and a fourth rank that has nothing
+    assert ElementOrder.from_tensor(torch.empty(1, 1), three).is_row_major
 
 
 NONSENSE: dict[str, Any] = {
@@ -141,7 +152,7 @@ NONSENSE: dict[str, Any] = {
 @pytest.mark.parametrize("what", NONSENSE)
 def test_an_order_that_cannot_be_is_refused(what: str) -> None:
     with pytest.raises(ValueError, match=r"order that is not|division along|parts that are not"):
-        Order.of_json(NONSENSE[what], (2, 4))
+        ElementOrder.from_json(NONSENSE[what], (2, 4))
 
 
 # ------------------------------------------------------------------------------------------------ any to any
@@ -264,7 +275,7 @@ def test_a_checkpoint_loads_exactly_at_any_tensor_degree_and_training_goes_on(pl
 def test_the_same_tensor_degree_loads_stretch_by_stretch(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the data-parallel ranks: nothing is read whole and turned."""
     path, saved, _ = written[(2, 2), 1]
-    monkeypatch.setattr(Turned, "make", None)
+    monkeypatch.setattr(ReorderedTensor, "make", None)
     for loaded in run_threads(2, loaded_parameters, ((1, 2), 3), path):
         assert_same(loaded, {name: value for name, value in saved.items() if "/" not in name})
     with pytest.raises(RuntimeError, match="'NoneType' object is not callable"):
@@ -406,11 +417,11 @@ def test_saves_beside_training_without_what_is_frozen_from_masters(tmp_path: Pat
 
 def test_every_element_is_written_once(written: Written) -> None:
     for path, saved, _ in written.values():
-        index = Index.read(path)
-        names = [*index.names("model"), *index.names("optimizer")]
+        index = CheckpointIndex.read(path)
+        names = [*index.tensors_of_kind("model"), *index.tensors_of_kind("optimizer")]
         assert sorted(names) == sorted(name for name in saved if not name.endswith("/step"))
         for fqn, tensor in index.tensors.items():
-            assert sum(stretch.numel for stretch in tensor.stretches) == tensor.numel, fqn
+            assert sum(stretch.numel for stretch in tensor.shards) == tensor.numel, fqn
         assert index.optimizer is not None and len(index.optimizer["counters"]) == len(index.parameters)
 
 
@@ -432,20 +443,20 @@ def write_wide(rank: int, stage: int, path: Path) -> tuple[Everything, list[Rang
         model, mesh=mesh, stage=stage, tensor_plan={"layers.0": ColwiseParallel()}, units=("layers",)
     )
     zeroshard.save(path, model)
-    held = ShardedStates(model._zeroshard.engine, None).parameters()["layers.2.weight"]
-    return parameters(model), [stretch for stretch, _ in held.parts]
+    held = ShardedTrainState(model._zeroshard.engine, None).parameters()["layers.2.weight"]
+    return parameters(model), [stretch for stretch, _ in held.shards]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_not_divided_is_shared_out_over_tensor_ranks_and_replicas(stage: int, tmp_path: Path) -> None:
     (saved, held), (_, others), *_ = run_threads(4, write_wide, stage, tmp_path)
     assert stage == 0 or held != others  # two ranks of one tensor axis
-    index = Index.read(tmp_path)
+    index = CheckpointIndex.read(tmp_path)
     by_rank: Counter[int] = Counter()  # elements of all parameters
     by_tensor_rank: Counter[int] = Counter()  # of the trained layers that are not divided
-    for tensor in index.names("model").values():
-        for stretch in tensor.stretches:
-            writer = int(index.files[stretch.file].name.split("-")[1])
+    for tensor in index.tensors_of_kind("model").values():
+        for stretch in tensor.shards:
+            writer = int(index.files[stretch.file_number].name.split("-")[1])
             by_rank[writer] += stretch.numel
             by_tensor_rank[writer % 2] += stretch.numel if tensor.shape == (64, 64) else 0
     assert len(by_rank) == 4 and max(by_rank.values()) <= 2.5 * min(by_rank.values())

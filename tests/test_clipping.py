@@ -171,13 +171,13 @@ def test_the_norm_takes_at_most_one_all_reduce_per_mesh_axis(
         model, optimizer = after_backward(rank, world, mesh_shape, stage=stage)
         zeroshard.full_gradient(model, "head.weight")  # all gradients are reduced
         counters = model._zeroshard.engine.comm.counters
-        before = copy.deepcopy(counters.now)
+        before = copy.deepcopy(counters.current_step)
         optimizer.clip_grad_norm_(1.0, norm_type)
         new = {
             kind: (traffic.count - (before[kind].count if kind in before else 0))
-            for kind, traffic in counters.now.items()
+            for kind, traffic in counters.current_step.items()
         }
-        nbytes = sum(t.bytes for t in counters.now.values()) - sum(t.bytes for t in before.values())
+        nbytes = sum(t.bytes for t in counters.current_step.values()) - sum(t.bytes for t in before.values())
         assert not any(count for kind, count in new.items() if kind != "all-reduce")
         return new.get("all-reduce", 0), nbytes
 

@@ -26,11 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zeroshard
 from zeroshard import update
-from zeroshard.engine.buffers import PACKED, Buffers
-from zeroshard.engine.gradient_memory import MOST
+from zeroshard.engine.buffers import MAX_PACKED_ELEMENTS, BufferBroadcaster
+from zeroshard.engine.gradient_memory import MAX_SEGMENTS
 from zeroshard.planner.memory import predict_memory
-from zeroshard.runs import Run, longest_run
-from zeroshard.update import COUNT_BY_PARAMETER
+from zeroshard.runs import OptimizerSlice, max_slice_numel
+from zeroshard.update import ELEMENTWISE_OPTIMIZERS
 
 BUCKET = 1024  # elements
 WORLD = 4
@@ -89,7 +89,7 @@ def measured_once(layers: int, width: int, **options: Any) -> Found:
         opened = gradients_of(model) - before  # by backward, until zero_grad(): a state, no buffer
         assert abs(left - opened) <= 8  # the clip's coefficient
         most[name] = taken - opened
-    return zeroshard.report(model), most, predicted.working["step"]
+    return zeroshard.report(model), most, predicted.transient["step"]
 
 
 def gradients_of(model: nn.Module) -> int:
@@ -194,7 +194,7 @@ NET = make_net(blocks=1)  # not in a rank: threads draw from one generator
 def held(optimizer: Any) -> dict[str, torch.Tensor]:
     """What this rank holds: the values of its runs and their states."""
     found = {}
-    for number, run in enumerate(optimizer._all_runs()):
+    for number, run in enumerate(optimizer._all_slices()):
         found[str(number)] = run.parameter.detach().clone()
         for key, value in optimizer.state.get(run.parameter, {}).items():
             found[f"{number} {key}"] = torch.as_tensor(value).clone()
@@ -235,7 +235,7 @@ def train(rank: int, world: int, kind: str, max_norm: float | None = None, **opt
 def uncut() -> Iterator[None]:
     """Inside, every optimizer is taken for somebody's own: runs are as long as they get and are updated by one call."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(update, "COUNT_BY_PARAMETER", ())
+        patched.setattr(update, "ELEMENTWISE_OPTIMIZERS", ())
         yield
 
 
@@ -252,9 +252,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
         return counted
 
-    for kind in COUNT_BY_PARAMETER:
+    for kind in ELEMENTWISE_OPTIMIZERS:
         kind([nn.Parameter(torch.zeros(1))])  # torch wraps step() when it first makes one
-    for kind in COUNT_BY_PARAMETER:
+    for kind in ELEMENTWISE_OPTIMIZERS:
         if "step" in vars(kind):  # not that of its parent
             monkeypatch.setattr(kind, "step", counting(vars(kind)["step"]))
     return seen
@@ -262,7 +262,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
 def test_every_class_that_is_stepped_in_batches_is_compared() -> None:
     made = {type(make([nn.Parameter(torch.zeros(1))])) for make in OPTIMIZERS.values()}
-    assert made == set(COUNT_BY_PARAMETER)
+    assert made == set(ELEMENTWISE_OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(number % 4, kind) for number, kind in enumerate(OPTIMIZERS)])
@@ -327,19 +327,21 @@ def test_unused_parameters_and_groups_are_updated_alike(stage: int, precision: s
 
 
 def test_runs_are_no_longer_than_a_bucket_cut_between_vectors_and_hold_every_element_once() -> None:
-    def body(rank: int) -> list[Run]:
+    def body(rank: int) -> list[OptimizerSlice]:
         model = make_net(width=13)
         _, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), precision="bf16", bucket_size=200)
-        return optimizer._all_runs()
+        return optimizer._all_slices()
 
     held: dict[str, int] = {}
     for runs in run_threads(3, body):
         lengths = [run.parameter.numel() for run in runs]
-        assert max(lengths) == longest_run(200) == 192 and len(lengths) > 2
-        assert sum(length < 192 for length in lengths) <= MOST + 1  # what is left of each, and an empty parameter
+        assert max(lengths) == max_slice_numel(200) == 192 and len(lengths) > 2
+        assert (
+            sum(length < 192 for length in lengths) <= MAX_SEGMENTS + 1
+        )  # what is left of each, and an empty parameter
         for run in runs:
             assert run.parameter.storage_offset() % 64 == 0
-            for flat, parameter, within, at in run.places():
+            for flat, parameter, within, at in run.param_ranges():
                 assert 0 <= at <= at + within.numel <= run.parameter.numel()
                 held[flat.names[parameter]] = held.get(flat.names[parameter], 0) + within.numel
     assert held == {name: parameter.numel() for name, parameter in make_net(width=13).named_parameters()}
@@ -500,7 +502,7 @@ def test_after_an_error_inside_a_batch_no_gradient_is_left(monkeypatch: pytest.M
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of luck"):
         patched.setattr(torch.optim.AdamW, "step", fails_in_the_middle)
         steps(model, optimizer, 1)
-    assert all(run.parameter._grad is None for run in optimizer._all_runs())
+    assert all(run.parameter._grad is None for run in optimizer._all_slices())
     assert zeroshard.report(model).memory["step", "device"].now == 0
     optimizer.zero_grad()
     steps(model, optimizer, 1)
@@ -527,18 +529,18 @@ def test_rank_0s_buffers_reach_all_ranks_in_packs_of_one_size(bucket_size: int) 
         for buffer in model.buffers():
             buffer.add_(rank)
         engine = model._zeroshard.engine
-        engine.order.begin("a test")
+        engine.order.begin_pass("a test")
         sent: list[int] = []
         send = engine.comm.broadcast
         engine.comm.broadcast = lambda tensor, *args: (sent.append(tensor.nbytes), send(tensor, *args))
-        Buffers(model, engine.comm, engine.order, True, bucket_size).synchronise()
+        BufferBroadcaster(model, engine.comm, engine.order, True, bucket_size).sync_buffers()
         return sent, dict(model.named_buffers())
 
     for copies in (2, 8, 32):
         for sent, buffers in run_threads(2, body, copies):
             assert_equal(buffers, dict(Normed(copies).named_buffers()))
             assert sum(sent) == sum(buffer.nbytes for buffer in buffers.values())
-            if bucket_size > PACKED:
+            if bucket_size > MAX_PACKED_ELEMENTS:
                 assert len(sent) == 2  # one a dtype
             else:  # means and variances by the six, counts by the 64
                 assert sorted(sent)[-2:] == [4 * 300, 4 * 500] and max(sorted(sent)[:-2]) <= 8 * 64
@@ -551,9 +553,9 @@ def test_a_large_buffer_is_sent_where_it_lies() -> None:
         model.register_buffer("table", torch.zeros(10_000))
         model, _ = zeroshard.shard(model)
         engine = model._zeroshard.engine
-        buffers = Buffers(model, engine.comm, engine.order, True, bucket_size=64)
-        engine.order.begin("a test")
-        return allocated_bytes(buffers.synchronise)[0] if rank == 0 else buffers.synchronise() or 0
+        buffers = BufferBroadcaster(model, engine.comm, engine.order, True, bucket_size=64)
+        engine.order.begin_pass("a test")
+        return allocated_bytes(buffers.sync_buffers)[0] if rank == 0 else buffers.sync_buffers() or 0
 
     assert run_threads(2, body)[0] < 10_000
 
@@ -620,7 +622,7 @@ def on_a_gpu(rank: int, precision: str, whole: bool) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
     taken = zeroshard.report(model).memory["step", "device"].peak
-    assert taken == (0 if optimizer._update._one_pass is not None else 4 * 1024) or whole
+    assert taken == (0 if optimizer._step_runner._fused_adam is not None else 4 * 1024) or whole
     return {name: value.cpu() for name, value in held(optimizer).items()}
 
 

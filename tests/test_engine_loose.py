@@ -25,8 +25,8 @@ from ranks import run_processes
 from torch import nn
 from torch.nn import functional as F
 
-from zeroshard.engine.frames import Trace
-from zeroshard.engine.pins import Pins
+from zeroshard.engine.frames import ForwardRecord
+from zeroshard.engine.pins import RetainedUnits
 from zeroshard.engine.unit import Unit
 
 VOCABULARY = 11  # of plain.Net
@@ -194,12 +194,12 @@ def test_a_parameters_memory_may_be_an_output(step: Step) -> None:
 
 
 def test_pins_of_forwards_whose_hooks_are_gone_are_held_as_one_until_some_backward() -> None:
-    pins, unit = Pins(), cast(Unit, object())
+    pins, unit = RetainedUnits(), cast(Unit, object())
     for _ in range(3):
-        pins.add(Trace(), [unit])
-    pins.disown()
+        pins.retain(ForwardRecord(), [unit])
+    pins.adopt_orphans()
     assert unit in pins
-    pins.close([], [])
+    pins.finish([], [])
     assert unit not in pins
 
 

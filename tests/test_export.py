@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.blocks import BLOCK, BlockReader
-from zeroshard.checkpoint.contents import Contents
+from zeroshard.checkpoint.blocks import BLOCK_BYTES, BlockReader
+from zeroshard.checkpoint.contents import CheckpointReader
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.history import checkpoints
+from zeroshard.checkpoint.history import list_checkpoints
 from zeroshard.checkpoint.states import persistent_buffers
 from zeroshard.cli import main
 
@@ -187,9 +187,11 @@ def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, dtype: torch.dtype
     model = nn.Sequential(nn.Linear(1024, 2048, bias=False), *(nn.Linear(1024, 1024, bias=False) for _ in range(7)))
     path = zeroshard.save(tmp_path / "saved", model).path
     largest = 1024 * 2048 * (dtype or torch.float32).itemsize
-    assert sum(parameter.nbytes for parameter in model.parameters()) > largest + 5 * BLOCK  # else nothing is shown
+    assert (
+        sum(parameter.nbytes for parameter in model.parameters()) > largest + 5 * BLOCK_BYTES
+    )  # else nothing is shown
     most, left = allocated_bytes(lambda: export(path, tmp_path / "out", dtype=dtype))
-    assert largest <= most <= largest + 4 * BLOCK + 10_000
+    assert largest <= most <= largest + 4 * BLOCK_BYTES + 10_000
     assert left == 0
 
 
@@ -197,24 +199,24 @@ def test_every_block_is_read_once_however_small_the_tensors(
     tmp_path: Path, saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: Counter[tuple[str, int]] = Counter()
-    fetch = BlockReader._fetch
+    fetch = BlockReader._read_block
 
     def counted(reader: BlockReader, number: int, buffer: torch.Tensor) -> int:
         fetched[reader._path.name, number] += 1
         return fetch(reader, number, buffer)
 
-    monkeypatch.setattr(BlockReader, "_fetch", counted)
+    monkeypatch.setattr(BlockReader, "_read_block", counted)
     export(saved[0], tmp_path / "out")
     assert fetched == Counter({(file.name, 0): 1 for file in saved[0].glob("model-*")})
 
 
 def test_no_more_files_are_open_than_said(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.contents.OPEN", 1)
+    monkeypatch.setattr("zeroshard.checkpoint.contents.MAX_OPEN_FILES", 1)
     path, whole = saved
-    with Contents(path) as contents:
+    with CheckpointReader(path) as contents:
         for name, tensor in whole.items():
-            assert torch.equal(contents.tensor(f"model/{name}"), tensor)
-            assert len(contents._files) <= 1
+            assert torch.equal(contents.read_tensor(f"model/{name}"), tensor)
+            assert len(contents._open_files) <= 1
 
 
 # ------------------------------------------------------------------------------------- exports that are refused
@@ -239,8 +241,8 @@ def test_damage_of_optimizer_states_does_not_matter(copied: Path, saved: Any, tm
 
 
 def test_values_that_no_rank_has_written_are_missed(copied: Path, tmp_path: Path) -> None:
-    with Contents(copied) as contents:
-        contents.index.tensors["model/frozen.weight"].stretches.pop()
+    with CheckpointReader(copied) as contents:
+        contents.index.tensors["model/frozen.weight"].shards.pop()
         contents.index.write(copied)
     with pytest.raises(CheckpointError, match=r"has no values for model/frozen\.weight from element \d+ on, of 36"):
         export(copied, tmp_path / "out")
@@ -425,7 +427,7 @@ def test_verify_reads_everything(copied: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not checkpoints(tmp_path)
+    assert not list_checkpoints(tmp_path)
     for command in (["inspect", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
         assert main(command) == 1
         told = capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_a_rank_that_saves_while_others_wait_in_a_barrier_is_told(outcomes: dict
 
 def watches() -> set[threading.Thread]:
     """The threads that look after other ranks. Tests before may have left some."""
-    return {thread for thread in threading.enumerate() if thread.name == watch.NAME}
+    return {thread for thread in threading.enumerate() if thread.name == watch.THREAD_NAME}
 
 
 def test_a_model_that_is_gone_leaves_no_thread() -> None:

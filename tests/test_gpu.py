@@ -17,9 +17,9 @@ from ranks import run_processes
 
 import zeroshard
 from benchmarks.echo import Echo
-from zeroshard.memory.workspace import give_back_workspaces, take_workspace
+from zeroshard.memory.workspace import allocate_cublas_workspace, clear_cublas_workspaces
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.train.pulse import Pulse
+from zeroshard.train.pulse import StepStatsReducer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -190,7 +190,7 @@ def held_after_training(group: type[Echo], stage: int, bucket_size: int, backwar
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
-    return [run.parameter.detach().clone() for run in optimizer._all_runs()]
+    return [run.parameter.detach().clone() for run in optimizer._all_slices()]
 
 
 def late_reductions(rank: int, stage: int, bucket_size: int, backwards: int) -> None:
@@ -221,9 +221,9 @@ def workspaces(rank: int) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
     held = torch.cuda.memory_allocated()
-    give_back_workspaces()
+    clear_cublas_workspaces()
     taken, held = held - torch.cuda.memory_allocated(), torch.cuda.memory_allocated()
-    take_workspace()
+    allocate_cublas_workspace()
     return taken, torch.cuda.memory_allocated() - held
 
 
@@ -297,13 +297,13 @@ def peak_of_backward(rank: int, classes: int, forced: bool) -> tuple[bool, int]:
     memory = model._zeroshard.engine.gradients.memory
     for _ in range(3):
         loss = model(torch.ones(4096, 1024, device="cuda"))
-        memory._high = 2**40 if forced else memory._high
+        memory._peak_allocated_bytes = 2**40 if forced else memory._peak_allocated_bytes
         torch.cuda.reset_peak_memory_stats()
         loss.backward()
         peak = torch.cuda.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad()
-    return memory._at_once, peak
+    return memory._is_single_allocation, peak
 
 
 def test_whole_gradients_come_in_pieces_unless_a_large_loss_was_there_before() -> None:
@@ -351,15 +351,15 @@ def test_a_profile_on_the_gpu_times_the_stream_and_sees_all_that_is_allocated() 
 def beats(rank: int) -> list[list[int]]:
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    pulse = Pulse(torch.device("cuda", 0))
+    pulse = StepStatsReducer(torch.device("cuda", 0))
     loss, norm = torch.ones((), device="cuda"), torch.ones((), device="cuda")
     seen = []
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step else "default")
-        pulse.send(step, loss, norm, stop=False)
+        pulse.start_reduce(step, loss, norm, stop_requested=False)
         torch.cuda.set_sync_debug_mode("default")
-        seen.append([beat.step for beat in pulse.read()])
-    return [*seen, [beat.step for beat in pulse.read(all_of_them=True)]]
+        seen.append([beat.step for beat in pulse.read_ready()])
+    return [*seen, [beat.step for beat in pulse.read_ready(flush=True)]]
 
 
 def test_what_ranks_share_after_a_step_is_read_one_step_late_and_never_waited_for() -> None:

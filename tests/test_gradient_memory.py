@@ -16,7 +16,7 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.engine.gradient_memory import piece_numbers
+from zeroshard.engine.gradient_memory import assign_segments
 
 NET = make_net()  # here: threads would draw from one generator
 MODES = [(0, 1), (3, 1), *((stage, world) for world in (2, 3) for stage in (0, 1, 2, 3))]
@@ -95,7 +95,7 @@ def test_gradients_take_it_piece_by_piece(stage: int, world: int, pieces: int) -
 
 def test_of_many_layers_a_piece_is_no_larger_than_one_has_whole_but_for_some_number_of_pieces() -> None:
     for layer, ranks, pieces in [(5, 64, 4), (24, 8, 4), (48, 8, 6), (96, 8, 12), (192, 8, 16), (3, 1, 3)]:
-        assert len(set(piece_numbers([7] * layer, parts=ranks))) == pieces
+        assert len(set(assign_segments([7] * layer, shard_count=ranks))) == pieces
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -106,7 +106,7 @@ def test_whole_gradients_take_it_at_once_where_the_loss_has_left_room(stage: int
         found, values = [], []
         for loss in (10**6, 0, 0, 10**6, 10**6):  # bytes that it gives back
             allocated = [10**7] * 2 + [10**7 - loss]  # when forward ends, backward begins, and the first gradient comes
-            memory._allocated = iter(allocated).__next__
+            memory._allocated_bytes = iter(allocated).__next__
             found.append(taken(model))
             values.append(zeroshard.full_gradient(model, "0.0.weight").clone())
             optimizer.zero_grad()
@@ -124,10 +124,10 @@ def test_a_backward_whose_gradients_get_no_memory_leaves_no_buffers() -> None:
         model, optimizer = sharded(3)
         loss = net_loss(model, split(batches(1)[0], rank, 2))
         memory = model._zeroshard.engine.gradients.memory
-        memory.open = no_memory
+        memory.allocate = no_memory
         with pytest.raises(torch.OutOfMemoryError, match="made up"):
             loss.backward()
-        del memory.open
+        del memory.allocate
         optimizer.zero_grad()
         assert zeroshard.report(model).memory["buckets", "device"].peak > 0
         return zeroshard.report(model).memory["buckets", "device"].now

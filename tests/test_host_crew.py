@@ -16,15 +16,15 @@ from offloaded import Case, assert_same, everything, train
 from plain import batches, net_loss
 
 from zeroshard.host import library, native
-from zeroshard.host.craft import Craft
-from zeroshard.host.crew import Crew, Running
-from zeroshard.host.native import Kernels
-from zeroshard.host.options import AdamOptions, SGDOptions
-from zeroshard.host.recipe import Recipe
-from zeroshard.host.updates import HostUpdates
-from zeroshard.host.worker import Job
+from zeroshard.host.craft import ChunkUpdater
+from zeroshard.host.crew import KernelHandle, KernelThreads
+from zeroshard.host.native import CpuKernels
+from zeroshard.host.options import AdamHyperparams, SGDHyperparams
+from zeroshard.host.recipe import UpdateSpec
+from zeroshard.host.updates import CpuUpdates
+from zeroshard.host.worker import UpdateJob
 
-ADAM = AdamOptions(lr=0.1, weight_decay=0.1)
+ADAM = AdamHyperparams(lr=0.1, weight_decay=0.1)
 LENGTHS = (1, 0, 70_001, 8192, 8191, 300_000, 1, 40_003, 9000, 0)  # less than a thread is worth, one, several chunks
 MANY = 300  # updates in line: the last is not begun, let alone over, when it has just been put there
 
@@ -32,7 +32,7 @@ MANY = 300  # updates in line: the last is not begun, let alone over, when it ha
 class Update:
     """One Adam update beside its old values, and what is to come of it."""
 
-    def __init__(self, kernels: Kernels, numel: int, seed: int = 0) -> None:
+    def __init__(self, kernels: CpuKernels, numel: int, seed: int = 0) -> None:
         chance = torch.Generator().manual_seed(seed)
         self._kernels = kernels
         self._old = tuple(torch.rand(numel, generator=chance) for _ in range(3))
@@ -43,12 +43,12 @@ class Update:
     def _outputs(self, numel: int) -> list[torch.Tensor]:
         return [*(torch.full((numel,), 7.0) for _ in range(3)), torch.full((numel,), 7.0).bfloat16()]
 
-    def _run(self, new: list[torch.Tensor], **chosen: Any) -> Running:
+    def _run(self, new: list[torch.Tensor], **chosen: Any) -> KernelHandle:
         out = new[0], new[1], new[2]
         return self._kernels.adam(*self._old, self._gradient, ADAM, out=out, step=3, copy=new[3], **chosen)
 
-    def begin(self, crew: Crew, threads: int) -> Running:
-        return self._run(self.made, crew=crew, threads=threads)
+    def begin(self, crew: KernelThreads, threads: int) -> KernelHandle:
+        return self._run(self.made, kernel_threads=crew, threads=threads)
 
     @property
     def over(self) -> bool:
@@ -58,42 +58,48 @@ class Update:
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 5, 1000])
 def test_updates_that_are_begun_before_others_end_give_the_same_bits(
-    native_kernels: Kernels, threads: int, backwards: bool
+    native_kernels: CpuKernels, threads: int, backwards: bool
 ) -> None:
     updates = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)]
-    crew = native_kernels.crew()
+    crew = native_kernels.make_threads()
     begun = [update.begin(crew, threads) for update in updates]
     for number in range(len(begun))[:: -1 if backwards else 1]:
-        begun[number].end()
-        begun[number].end()  # nothing more happens
+        begun[number].wait()
+        begun[number].wait()  # nothing more happens
         assert updates[number].over
 
 
-def test_sgd_is_begun_too(native_kernels: Kernels) -> None:
+def test_sgd_is_begun_too(native_kernels: CpuKernels) -> None:
     parameter, gradient = torch.randn(100_000), torch.randn(100_000)
     wanted, new = torch.empty(100_000), torch.empty(100_000)
-    native_kernels.sgd(parameter, None, gradient, SGDOptions(lr=0.1), out=(wanted, None))
+    native_kernels.sgd(parameter, None, gradient, SGDHyperparams(lr=0.1), out=(wanted, None))
     begun = native_kernels.sgd(
-        parameter, None, gradient, SGDOptions(lr=0.1), out=(new, None), threads=2, crew=native_kernels.crew()
+        parameter,
+        None,
+        gradient,
+        SGDHyperparams(lr=0.1),
+        out=(new, None),
+        threads=2,
+        kernel_threads=native_kernels.make_threads(),
     )
-    begun.end()
+    begun.wait()
     assert torch.equal(new, wanted)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_several_threads_may_begin_and_end(native_kernels: Kernels, shared: bool) -> None:
-    common, together = native_kernels.crew(), threading.Barrier(4)
+def test_several_threads_may_begin_and_end(native_kernels: CpuKernels, shared: bool) -> None:
+    common, together = native_kernels.make_threads(), threading.Barrier(4)
 
     def one(rank: int) -> bool:
-        crew = common if shared else native_kernels.crew()
+        crew = common if shared else native_kernels.make_threads()
         together.wait()
         for turn in range(5):
             updates = [Update(native_kernels, numel, rank + 4 * turn) for numel in LENGTHS]
-            before: tuple[Running, Update] | None = None
+            before: tuple[KernelHandle, Update] | None = None
             for update in updates:
                 begun = update.begin(crew, 1 + rank)
                 if before is not None:
-                    before[0].end()
+                    before[0].wait()
                     if not before[1].over:
                         return False
                 before = begun, update
@@ -103,13 +109,16 @@ def test_several_threads_may_begin_and_end(native_kernels: Kernels, shared: bool
         assert all(ranks.map(one, range(4)))
 
 
-def in_line(kernels: Kernels) -> tuple[Crew, list[Running]]:
+def in_line(kernels: CpuKernels) -> tuple[KernelThreads, list[KernelHandle]]:
     """A crew of one that has a while to work, and what it works on."""
-    line, crew = torch.zeros(1_000_000), kernels.crew()
-    return crew, [kernels.sgd(line, None, line, SGDOptions(lr=0.0), out=(line, None), crew=crew) for _ in range(MANY)]
+    line, crew = torch.zeros(1_000_000), kernels.make_threads()
+    return crew, [
+        kernels.sgd(line, None, line, SGDHyperparams(lr=0.0), out=(line, None), kernel_threads=crew)
+        for _ in range(MANY)
+    ]
 
 
-def test_one_that_is_dropped_is_ended(native_kernels: Kernels) -> None:
+def test_one_that_is_dropped_is_ended(native_kernels: CpuKernels) -> None:
     update = Update(native_kernels, 70_001)
     crew, others = in_line(native_kernels)
     begun = update.begin(crew, 1)
@@ -118,14 +127,14 @@ def test_one_that_is_dropped_is_ended(native_kernels: Kernels) -> None:
     del others
 
 
-def test_tensors_stay_until_the_end(native_kernels: Kernels) -> None:
+def test_tensors_stay_until_the_end(native_kernels: CpuKernels) -> None:
     crew, _others = in_line(native_kernels)
     old, gradient = tuple(torch.zeros(9000) for _ in range(3)), torch.zeros(9000)
-    begun = native_kernels.adam(*old, gradient, ADAM, out=old, step=1, copy=torch.zeros(9000), crew=crew)
+    begun = native_kernels.adam(*old, gradient, ADAM, out=old, step=1, copy=torch.zeros(9000), kernel_threads=crew)
     told = [weakref.ref(tensor) for tensor in (*old, gradient)]
     del old, gradient
     assert all(reference() is not None for reference in told)
-    begun.end()
+    begun.wait()
     assert all(reference() is None for reference in told)
 
 
@@ -139,46 +148,46 @@ def test_tensors_stay_until_the_end(native_kernels: Kernels) -> None:
     ids=["no thread", "few threads", "no memory"],
 )
 def test_what_cannot_be_started_is_done_all_the_same(
-    native_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, instead: str
+    native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, instead: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = native.SOURCE.read_text()
+    source = native.KERNELS_SOURCE.read_text()
     assert source.count(there) == 1
     (tmp_path / "kernels.c").write_text(source.replace(there, instead))
-    poor = Kernels(library.load_library(tmp_path / "kernels.c"))
-    updates, crew = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)], poor.crew()
+    poor = CpuKernels(library.load_library(tmp_path / "kernels.c"))
+    updates, crew = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)], poor.make_threads()
     for update in updates:
         update._kernels = poor
     begun = [update.begin(crew, 4) for update in updates]
-    begun[-2].end()
+    begun[-2].wait()
     for running in begun:
-        running.end()
+        running.wait()
     assert all(update.over for update in updates)
 
 
-def test_a_crew_wants_memory(native_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crew_wants_memory(native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "kernels.c").write_text(native.SOURCE.read_text().replace("malloc(sizeof *crew)", "NULL"))
+    (tmp_path / "kernels.c").write_text(native.KERNELS_SOURCE.read_text().replace("malloc(sizeof *crew)", "NULL"))
     with pytest.raises(MemoryError, match="no memory for the threads"):
-        Kernels(library.load_library(tmp_path / "kernels.c")).crew()
+        CpuKernels(library.load_library(tmp_path / "kernels.c")).make_threads()
 
 
 FORK = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_host_crew import in_line
-from zeroshard.host.native import kernels
-crew, begun = in_line(kernels())
+from zeroshard.host.native import load_kernels
+crew, begun = in_line(load_kernels())
 child = os.fork()
 if not child:
-    begun[-1].end()
+    begun[-1].wait()
     del begun, crew  # none of them may wait for threads that are not here
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_fork_does_not_wait_for_what_is_not_there(native_kernels: Kernels) -> None:
+def test_a_fork_does_not_wait_for_what_is_not_there(native_kernels: CpuKernels) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(Path(__file__).parent)]
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split() == ["7"]
 
@@ -192,23 +201,23 @@ class Record:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[tuple[str, int]] = []
         self.crews: list[Any] = []
-        cook, record = Recipe.cook, self
+        cook, record = UpdateSpec.apply, self
 
         class Noted:
-            def __init__(self, inner: Running) -> None:
+            def __init__(self, inner: KernelHandle) -> None:
                 self._inner, self._number = inner, len(record.crews)
                 record.lines.append(("begin", self._number))
 
-            def end(self) -> None:
-                self._inner.end()
+            def wait(self) -> None:
+                self._inner.wait()
                 record.lines.append(("end", self._number))
 
-        def noted(recipe: Recipe, *arguments: Any) -> Noted:
+        def noted(recipe: UpdateSpec, *arguments: Any) -> Noted:
             found = Noted(cook(recipe, *arguments))
             self.crews.append(arguments[7])
             return found
 
-        monkeypatch.setattr(Recipe, "cook", noted)
+        monkeypatch.setattr(UpdateSpec, "apply", noted)
 
 
 def stepped(offload: dict[str, Any]) -> Any:
@@ -216,13 +225,13 @@ def stepped(offload: dict[str, Any]) -> Any:
     model, optimizer = Case(net="wide", options={"stage": 2}).make(offload)
     net_loss(model, batches(1)[0]).backward()
     gate = threading.Event()
-    optimizer._host._worker.do(Job((-1, 0), [], lambda: gate.wait(10)))
+    optimizer._cpu_updates._worker.submit(UpdateJob((-1, 0), [], lambda: gate.wait(10)))
     optimizer.step()
     gate.set()
     return everything(model, optimizer)
 
 
-def test_a_kernel_runs_while_the_next_is_begun(native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_runs_while_the_next_is_begun(native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(monkeypatch)
     stepped({"optimizer": "host", "speculate": False})
     last = len(record.crews) - 1
@@ -232,7 +241,7 @@ def test_a_kernel_runs_while_the_next_is_begun(native_kernels: Kernels, monkeypa
 
 
 def test_what_rests_on_disk_is_updated_alone(
-    native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = Record(monkeypatch)
     stepped({"optimizer": "disk", "directory": tmp_path})
@@ -241,21 +250,21 @@ def test_what_rests_on_disk_is_updated_alone(
 
 
 def test_kernels_that_run_are_ended_where_the_next_cannot_be_begun(
-    native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One granule with several runs, of which only the first is begun."""
     record = Record(monkeypatch)
-    noted = Recipe.cook
+    noted = UpdateSpec.apply
 
-    def second_fails(recipe: Recipe, *arguments: Any) -> Any:
+    def second_fails(recipe: UpdateSpec, *arguments: Any) -> Any:
         if record.crews:
             raise MemoryError("no room")
         return noted(recipe, *arguments)
 
-    monkeypatch.setattr(Recipe, "cook", second_fails)
+    monkeypatch.setattr(UpdateSpec, "apply", second_fails)
     case = Case(groups=True, options={"stage": 2})
     model, optimizer = case.make({"optimizer": "host", "speculate": False})
-    assert any(len(granule.runs) > 1 for granule in optimizer._host._granules.values())
+    assert any(len(granule.slices) > 1 for granule in optimizer._cpu_updates._chunk_by_segment.values())
     net_loss(model, batches(1)[0]).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
@@ -265,25 +274,25 @@ def test_kernels_that_run_are_ended_where_the_next_cannot_be_begun(
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_updates_ahead_that_are_dropped_and_begun_anew_change_no_bit(
-    native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, groups: bool
+    native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, groups: bool
 ) -> None:
     """The next backward finds updates of the last one in the line: of the same granules, and of no use."""
     case = Case(net="wide", groups=groups, steps=9, accumulate=(1, 1, 1, 1, 3, 1, 2, 1, 1), options={"stage": 2})
     begun = threading.Event()
-    ahead, landed = Craft.ahead, HostUpdates.landed
+    ahead, landed = ChunkUpdater.speculate, CpuUpdates.on_shard_ready
 
     def noted(*arguments: Any) -> Any:
         begun.set()
         return ahead(*arguments)
 
-    def awaited(updates: HostUpdates, flat: Any) -> None:
+    def awaited(updates: CpuUpdates, flat: Any) -> None:
         """Let the worker begin with the first before the step can drop them all."""
         landed(updates, flat)
-        if updates._ahead:
+        if updates._speculations:
             assert begun.wait(60)
 
-    monkeypatch.setattr(Craft, "ahead", noted)
-    monkeypatch.setattr(HostUpdates, "landed", awaited)
+    monkeypatch.setattr(ChunkUpdater, "speculate", noted)
+    monkeypatch.setattr(CpuUpdates, "on_shard_ready", awaited)
     ours = train(0, 1, case, {"optimizer": "host", "threads": 2})
     assert begun.is_set()
     assert_same(ours, train(0, 1, case))

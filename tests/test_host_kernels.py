@@ -27,10 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zeroshard.host import library, native
 from zeroshard.host import rounding as rounding_module
-from zeroshard.host.native import Kernels, kernels
-from zeroshard.host.options import AdamOptions, SGDOptions, options_for
-from zeroshard.host.recipe import recipe_for
-from zeroshard.host.rounding import rounding_of_torch
+from zeroshard.host.native import CpuKernels, load_kernels
+from zeroshard.host.options import AdamHyperparams, SGDHyperparams, hyperparams_from_group
+from zeroshard.host.recipe import make_update_spec
+from zeroshard.host.rounding import detect_torch_rounding
 
 LENGTHS = (1, 7, 37, 64, 1025, 40_003)  # within a vector, a block, several blocks, several threads
 ADAMS = (
@@ -67,16 +67,16 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way), "for-loop"))
 @pytest.mark.parametrize(("kind", "chosen"), ADAMS)
 def test_adam_gives_torchs_bits(
-    native_kernels: Kernels, kind: Any, chosen: dict[str, Any], way: dict[str, Any]
+    native_kernels: CpuKernels, kind: Any, chosen: dict[str, Any], way: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     for values in (torch.randn, wild):
         for numel in LENGTHS:
             parameter = torch.nn.Parameter(values(numel))
             optimizer = kind([parameter], lr=1e-2, **chosen, **way)
-            options = options_for(optimizer, optimizer.param_groups[0])
-            assert isinstance(options, AdamOptions)
-            rounding = rounding_of_torch("adam", options.fused)
+            options = hyperparams_from_group(optimizer, optimizer.param_groups[0])
+            assert isinstance(options, AdamHyperparams)
+            rounding = detect_torch_rounding("adam", options.fused)
             assert rounding is not None
             ours = parameter.detach().clone(), torch.zeros(numel), torch.zeros(numel)
             for step in (1, 2, 3):
@@ -94,15 +94,15 @@ def test_adam_gives_torchs_bits(
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way), "for-loop"))
 @pytest.mark.parametrize("chosen", SGDS)
-def test_sgd_gives_torchs_bits(native_kernels: Kernels, chosen: dict[str, Any], way: dict[str, Any]) -> None:
+def test_sgd_gives_torchs_bits(native_kernels: CpuKernels, chosen: dict[str, Any], way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     for values in (torch.randn, wild):
         for numel in LENGTHS:
             parameter = torch.nn.Parameter(values(numel))
             optimizer = torch.optim.SGD([parameter], lr=1e-2, **chosen, **way)
-            options = options_for(optimizer, optimizer.param_groups[0])
-            assert isinstance(options, SGDOptions)
-            rounding = rounding_of_torch("sgd", options.fused)
+            options = hyperparams_from_group(optimizer, optimizer.param_groups[0])
+            assert isinstance(options, SGDHyperparams)
+            rounding = detect_torch_rounding("sgd", options.fused)
             assert rounding is not None
             ours, momentum = parameter.detach().clone(), None
             for step in (1, 2, 3):
@@ -144,17 +144,17 @@ def test_torchs_own_bits_do_not_depend_on_where_an_element_is(kind: Any, way: di
 @pytest.fixture
 def tried_again() -> Iterator[None]:
     """A test tries the roundings itself, and so does what runs after it."""
-    rounding_of_torch.cache_clear()
+    detect_torch_rounding.cache_clear()
     yield
-    rounding_of_torch.cache_clear()
+    detect_torch_rounding.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
-    native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tried_again: None, kind: Any
+    native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, tried_again: None, kind: Any
 ) -> None:
-    assert rounding_of_torch(kind, fused=False) is not None
-    right = rounding_module._by_torch
+    assert detect_torch_rounding(kind, fused=False) is not None
+    right = rounding_module._run_torch
 
     def other(*arguments: Any) -> list[torch.Tensor]:
         """A torch whose last bit is one that nobody else has."""
@@ -162,24 +162,24 @@ def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
         lines[0].view(torch.int32)[100] ^= 1
         return lines
 
-    monkeypatch.setattr(rounding_module, "_by_torch", other)
-    rounding_of_torch.cache_clear()
-    assert rounding_of_torch(kind, fused=False) is None
+    monkeypatch.setattr(rounding_module, "_run_torch", other)
+    detect_torch_rounding.cache_clear()
+    assert detect_torch_rounding(kind, fused=False) is None
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = (torch.optim.AdamW if kind == "adam" else torch.optim.SGD)([parameter], lr=0.1)
     dtypes = torch.float32, torch.bfloat16, torch.bfloat16
-    assert recipe_for(optimizer, optimizer.param_groups[0], {}, dtypes) is None
+    assert make_update_spec(optimizer, optimizer.param_groups[0], {}, dtypes) is None
 
 
-def test_the_trial_of_roundings_disturbs_nothing(native_kernels: Kernels, tried_again: None) -> None:
+def test_the_trial_of_roundings_disturbs_nothing(native_kernels: CpuKernels, tried_again: None) -> None:
     seen: list[Any] = []
     hook = register_optimizer_step_pre_hook(lambda *arguments: seen.append(arguments))
-    wanted, before = rounding_of_torch("adam", fused=False), torch.get_rng_state()
-    rounding_of_torch.cache_clear()
+    wanted, before = detect_torch_rounding("adam", fused=False), torch.get_rng_state()
+    detect_torch_rounding.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.inference_mode():
-            assert rounding_of_torch("adam", fused=False) == wanted
+            assert detect_torch_rounding("adam", fused=False) == wanted
     finally:
         torch.set_default_dtype(torch.float32)
         hook.remove()
@@ -192,20 +192,20 @@ def test_the_trial_of_roundings_disturbs_nothing(native_kernels: Kernels, tried_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_gradient_of_16_bits_is_read_and_multiplied_as_torch_does(
-    native_kernels: Kernels, dtype: torch.dtype
+    native_kernels: CpuKernels, dtype: torch.dtype
 ) -> None:
     gradient = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype if dtype.itemsize == 2 else torch.float16)
     gradient = gradient.to(dtype)
     factors = 1 / 3, 0.7
     # Without momentum and at rate -1, SGD adds the gradient to the parameter, which is zero.
     zero, out = torch.zeros(2**16), torch.empty(2**16)
-    native_kernels.sgd(zero, None, gradient, SGDOptions(lr=-1.0), out=(out, None), factors=factors)
+    native_kernels.sgd(zero, None, gradient, SGDHyperparams(lr=-1.0), out=(out, None), grad_factors=factors)
     scaled = gradient.float().mul_(torch.tensor(factors[0])).mul_(torch.tensor(factors[1]))
     assert not differing(scaled + 0.0, out)  # + 0.0: zero plus negative zero is positive
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_copy_is_rounded_as_torch_rounds(native_kernels: Kernels, dtype: torch.dtype) -> None:
+def test_the_copy_is_rounded_as_torch_rounds(native_kernels: CpuKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     halves = (
         torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype if dtype.itemsize == 2 else torch.bfloat16).float()
@@ -217,7 +217,7 @@ def test_the_copy_is_rounded_as_torch_rounds(native_kernels: Kernels, dtype: tor
     parameter = torch.cat([halves, *near, tiny, wild(100_001)])
     out, copy = torch.empty_like(parameter), torch.empty(parameter.numel(), dtype=dtype)
     still = torch.zeros_like(parameter)
-    native_kernels.sgd(parameter, None, still, SGDOptions(lr=0.0), out=(out, None), copy=copy)
+    native_kernels.sgd(parameter, None, still, SGDHyperparams(lr=0.0), out=(out, None), copy=copy)
     assert not differing(out, parameter)
     assert not differing(copy, parameter.to(dtype))
 
@@ -233,13 +233,13 @@ def test_the_copy_is_rounded_as_torch_rounds(native_kernels: Kernels, dtype: tor
 def test_threads_alignment_and_place_change_no_bit(
     numel: int, threads: int, shift: int, fused: bool, seed: int
 ) -> None:
-    found = kernels()
+    found = load_kernels()
     if found is None:
         pytest.skip("no C compiler here: only the fall-back can be tested")
     torch.manual_seed(seed)
     old = [torch.randn(numel), torch.randn(numel), torch.rand(numel)]
     gradient = torch.randn(numel).bfloat16()
-    options = AdamOptions(lr=0.1, weight_decay=0.1, fused=fused)
+    options = AdamHyperparams(lr=0.1, weight_decay=0.1, fused=fused)
     expected, first = [tensor.clone() for tensor in old], torch.empty(numel, dtype=torch.bfloat16)
     found.adam(*expected, gradient, options, out=tuple(expected), step=3, copy=first)
     beside = [torch.full((numel + shift + 1,), 7.0) for _ in old]
@@ -253,9 +253,9 @@ def test_threads_alignment_and_place_change_no_bit(
     assert all((part[:shift] == 7).all() and part[shift + numel] == 7 for part in [*beside, copy])  # nothing else
 
 
-def test_a_stretch_cut_in_two_is_the_whole(native_kernels: Kernels) -> None:
+def test_a_stretch_cut_in_two_is_the_whole(native_kernels: CpuKernels) -> None:
     torch.manual_seed(0)
-    old, options = (torch.randn(999), torch.randn(999), torch.rand(999)), AdamOptions(lr=0.1, fused=True)
+    old, options = (torch.randn(999), torch.randn(999), torch.rand(999)), AdamHyperparams(lr=0.1, fused=True)
     gradient, whole, halves = torch.randn(999), [torch.empty(999) for _ in old], [torch.empty(999) for _ in old]
     native_kernels.adam(*old, gradient, options, out=tuple(whole), step=1)
     for part in (slice(0, 496), slice(496, 999)):
@@ -267,9 +267,9 @@ def test_a_stretch_cut_in_two_is_the_whole(native_kernels: Kernels) -> None:
 # ------------------------------------------------------------------------------------------------ refused
 
 
-def test_what_does_not_fit_is_refused(native_kernels: Kernels) -> None:
+def test_what_does_not_fit_is_refused(native_kernels: CpuKernels) -> None:
     good, half = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
-    adam, sgd = AdamOptions(lr=0.1), SGDOptions(lr=0.1, momentum=0.9)
+    adam, sgd = AdamHyperparams(lr=0.1), SGDHyperparams(lr=0.1, momentum=0.9)
 
     def run(**changed: Any) -> None:
         given = {"p": good, "m": good, "v": good, "g": good, "out": (good, good, good), "step": 1, **changed}
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused(native_kernels: Kernels) -> None:
         ({"copy": torch.zeros(4, dtype=torch.int32)}, "copy is .*int32"),
         ({"out": (good, good)}, "out has 2 tensors"),
         ({"out": (good, good, half)}, "second_out is .*bfloat16"),
-        ({"factors": (1.0, 1.0, 1.0)}, "got 3 factors"),
+        ({"grad_factors": (1.0, 1.0, 1.0)}, "got 3 factors"),
         ({"step": 0}, "step is 0"),
         ({"threads": 0}, "threads is 0"),
     ):
@@ -296,9 +296,9 @@ def test_what_does_not_fit_is_refused(native_kernels: Kernels) -> None:
     with pytest.raises(ValueError, match=r"out\[1\] is None; momentum 0.9 wants a tensor"):
         native_kernels.sgd(good, None, good, sgd, out=(good, None))
     with pytest.raises(ValueError, match=r"out\[1\] is a tensor; momentum 0.0 wants None"):
-        native_kernels.sgd(good, None, good, SGDOptions(lr=0.1), out=(good, good))
+        native_kernels.sgd(good, None, good, SGDHyperparams(lr=0.1), out=(good, good))
     with pytest.raises(ValueError, match="got a momentum tensor with momentum 0"):
-        native_kernels.sgd(good, good, good, SGDOptions(lr=0.1), out=(good, None))
+        native_kernels.sgd(good, good, good, SGDHyperparams(lr=0.1), out=(good, None))
 
 
 def test_which_groups_are_served() -> None:
@@ -307,18 +307,18 @@ def test_which_groups_are_served() -> None:
 
     parameter = torch.nn.Parameter(torch.zeros(1))
 
-    def found(kind: Any, **chosen: Any) -> AdamOptions | SGDOptions | None:
+    def found(kind: Any, **chosen: Any) -> AdamHyperparams | SGDHyperparams | None:
         optimizer = kind([parameter], **{"lr": 0.5, **chosen})
-        return options_for(optimizer, optimizer.param_groups[0])
+        return hyperparams_from_group(optimizer, optimizer.param_groups[0])
 
-    assert found(torch.optim.AdamW, weight_decay=0.25) == AdamOptions(lr=0.5, weight_decay=0.25)
-    assert found(torch.optim.Adam, fused=True) == AdamOptions(lr=0.5, decoupled=False, fused=True)
-    assert found(torch.optim.SGD, lr=torch.tensor(0.5)) == SGDOptions(lr=0.5)
+    assert found(torch.optim.AdamW, weight_decay=0.25) == AdamHyperparams(lr=0.5, weight_decay=0.25)
+    assert found(torch.optim.Adam, fused=True) == AdamHyperparams(lr=0.5, decoupled_weight_decay=False, fused=True)
+    assert found(torch.optim.SGD, lr=torch.tensor(0.5)) == SGDHyperparams(lr=0.5)
     fused = {"fused": True, "weight_decay": 0.0}
-    assert found(torch.optim.AdamW, lr=torch.tensor(0.5), **fused) == AdamOptions(lr=0.5, fused=True)
-    assert found(torch.optim.SGD, momentum=0.9, nesterov=True) == SGDOptions(lr=0.5, momentum=0.9, nesterov=True)
-    assert found(torch.optim.SGD, maximize=True, fused=True) == SGDOptions(lr=0.5, maximize=True, fused=True)
-    assert found(torch.optim.AdamW, lr=0.25) != AdamOptions(lr=0.5)
+    assert found(torch.optim.AdamW, lr=torch.tensor(0.5), **fused) == AdamHyperparams(lr=0.5, fused=True)
+    assert found(torch.optim.SGD, momentum=0.9, nesterov=True) == SGDHyperparams(lr=0.5, momentum=0.9, nesterov=True)
+    assert found(torch.optim.SGD, maximize=True, fused=True) == SGDHyperparams(lr=0.5, maximize=True, fused=True)
+    assert found(torch.optim.AdamW, lr=0.25) != AdamHyperparams(lr=0.5)
     for kind, chosen in (
         (Mine, {}),
         (torch.optim.NAdam, {}),
@@ -339,34 +339,34 @@ def built(cache: Path) -> list[Path]:
 
 
 def test_the_library_is_built_once_and_kept(
-    native_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.load_library(native.SOURCE)
+    library.load_library(native.KERNELS_SOURCE)
     (file,) = built(tmp_path)
     assert file.suffix == ".so"
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     written = file.stat().st_mtime_ns
-    library.load_library(native.SOURCE)
+    library.load_library(native.KERNELS_SOURCE)
     assert [(found, found.stat().st_mtime_ns) for found in built(tmp_path)] == [(file, written)]
-    monkeypatch.setattr(library, "processor", lambda: "another machine, the same home")
-    library.load_library(native.SOURCE)
+    monkeypatch.setattr(library, "cpu_description", lambda: "another machine, the same home")
+    library.load_library(native.KERNELS_SOURCE)
     assert len(built(tmp_path)) == 2
 
 
 def build(rank: int) -> None:
     dist.barrier()
-    library.load_library(native.SOURCE)
+    library.load_library(native.KERNELS_SOURCE)
 
 
-def test_ranks_that_build_at_once_all_get_it(native_kernels: Kernels, tmp_path: Path) -> None:
+def test_ranks_that_build_at_once_all_get_it(native_kernels: CpuKernels, tmp_path: Path) -> None:
     run_processes(3, build, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert len(built(tmp_path)) == 1  # and nothing half-made is left
 
 
 @pytest.mark.parametrize("cause", ["a file in its place", "open to others"])
 def test_without_a_cache_it_is_built_for_this_process(
-    native_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+    native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if cause == "open to others":
@@ -374,25 +374,25 @@ def test_without_a_cache_it_is_built_for_this_process(
         (tmp_path / "zeroshard").chmod(0o777)
     else:
         (tmp_path / "zeroshard").write_text("")
-    found = library.load_library(native.SOURCE)
+    found = library.load_library(native.KERNELS_SOURCE)
     assert not Path(found._name).exists()  # loaded, and gone from the disk
     assert isinstance(found.zeroshard_adam, ctypes._CFuncPtr)
     assert not built(tmp_path)
 
 
 def test_a_damaged_file_is_not_the_end(
-    native_kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "processor", lambda: "this file is loaded once only")
+    monkeypatch.setattr(library, "cpu_description", lambda: "this file is loaded once only")
     empty = b""
     monkeypatch.setattr(library, "_build", lambda source, compiler, target: target.write_bytes(empty))
-    with pytest.raises(library.NotBuiltError):
-        library.load_library(native.SOURCE)
+    with pytest.raises(library.KernelBuildError):
+        library.load_library(native.KERNELS_SOURCE)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "processor", lambda: "this file is loaded once only")
-    assert library.load_library(native.SOURCE).zeroshard_sgd
+    monkeypatch.setattr(library, "cpu_description", lambda: "this file is loaded once only")
+    assert library.load_library(native.KERNELS_SOURCE).zeroshard_sgd
 
 
 @pytest.mark.parametrize(
@@ -406,11 +406,11 @@ def test_where_it_cannot_be_built_one_warning_says_why(
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "COMPILERS", ("false",))
-    monkeypatch.setattr(native, "_kernels", functools.cache(native._kernels.__wrapped__))
+    monkeypatch.setattr(native, "_load_kernels", functools.cache(native._load_kernels.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        results: list[Kernels | None] = []
-        ranks = [threading.Thread(target=lambda: results.append(kernels())) for _ in range(3)]
+        results: list[CpuKernels | None] = []
+        ranks = [threading.Thread(target=lambda: results.append(load_kernels())) for _ in range(3)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -425,7 +425,7 @@ def test_where_it_cannot_be_built_one_warning_says_why(
 # ------------------------------------------------------------------------------------------------ the benchmark
 
 
-def test_the_benchmark_measures_every_kind(native_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_measures_every_kind(native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     host_adam = importlib.import_module("benchmarks.host_adam")
     for kind in host_adam.KINDS:
         if "DeepSpeed" not in kind:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from zeroshard.host import powers
-from zeroshard.host.native import Kernels
-from zeroshard.host.options import AdamOptions, options_for
+from zeroshard.host.native import CpuKernels
+from zeroshard.host.options import AdamHyperparams, hyperparams_from_group
 
 LENGTHS = (1, 37, 1025, 40_003)  # within a vector, a block, several blocks, several threads
-FUSED = {"fused": True, "cuda": True}
+FUSED = {"fused": True, "is_cuda_rounding": True}
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -20,15 +20,15 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("decay", [0.1, 0.0])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_an_update_is_rounded_as_it_is_said(native_kernels: Kernels, decoupled: bool, decay: float) -> None:
+def test_an_update_is_rounded_as_it_is_said(native_kernels: CpuKernels, decoupled: bool, decay: float) -> None:
     torch.manual_seed(0)
     lr, beta1, beta2, eps, wd = (torch.tensor(value) for value in (1e-2, 0.8, 0.99, 1e-8, decay))
     raised = float(beta1**7), float(beta2**7)
-    options = AdamOptions(lr=1e-2, betas=(0.8, 0.99), weight_decay=decay, decoupled=decoupled, **FUSED)
+    options = AdamHyperparams(lr=1e-2, betas=(0.8, 0.99), weight_decay=decay, decoupled_weight_decay=decoupled, **FUSED)
     for numel in LENGTHS:
         p, m, v, g = torch.randn(numel), torch.randn(numel), torch.rand(numel), torch.randn(numel)
         out = torch.empty(numel), torch.empty(numel), torch.empty(numel)
-        native_kernels.adam(p, m, v, g, options, out=out, step=7, powers=raised, threads=2)
+        native_kernels.adam(p, m, v, g, options, out=out, step=7, beta_powers=raised, threads=2)
         if decay and decoupled:
             p = fma(-(lr * wd), p, p)
         elif decay:
@@ -44,30 +44,34 @@ def test_an_update_is_rounded_as_it_is_said(native_kernels: Kernels, decoupled: 
             assert torch.equal(ours, theirs)
 
 
-def test_an_infinite_parameter_that_does_not_decay_stays(native_kernels: Kernels) -> None:
+def test_an_infinite_parameter_that_does_not_decay_stays(native_kernels: CpuKernels) -> None:
     lines = torch.full((3,), torch.inf), torch.zeros(3), torch.zeros(3)
-    native_kernels.adam(*lines, torch.ones(3), AdamOptions(lr=0.1, **FUSED), out=lines, step=1, powers=(0.9, 0.999))
+    native_kernels.adam(
+        *lines, torch.ones(3), AdamHyperparams(lr=0.1, **FUSED), out=lines, step=1, beta_powers=(0.9, 0.999)
+    )
     assert lines[0].tolist() == [torch.inf] * 3
 
 
-def test_powers_are_wanted(native_kernels: Kernels) -> None:
+def test_powers_are_wanted(native_kernels: CpuKernels) -> None:
     lines = torch.ones(3), torch.zeros(3), torch.zeros(3)
     with pytest.raises(ValueError, match="wants powers: both betas to the power of step"):
-        native_kernels.adam(*lines, torch.ones(3), AdamOptions(lr=0.1, **FUSED), out=lines, step=1)
+        native_kernels.adam(*lines, torch.ones(3), AdamHyperparams(lr=0.1, **FUSED), out=lines, step=1)
 
 
 def test_powers_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = powers._table
-    monkeypatch.setattr(powers, "_table", lambda beta, span: table(beta, span, device="cpu"))
-    for step in (1, powers.SPAN - 1, powers.SPAN, 2 * powers.SPAN + 5):
-        found = powers.powers_on_gpu((0.9, 0.9999), step)
+    table = powers._beta_power_table
+    monkeypatch.setattr(powers, "_beta_power_table", lambda beta, span: table(beta, span, device="cpu"))
+    for step in (1, powers.STEPS_PER_TABLE - 1, powers.STEPS_PER_TABLE, 2 * powers.STEPS_PER_TABLE + 5):
+        found = powers.beta_powers_on_gpu((0.9, 0.9999), step)
         assert found == pytest.approx((0.9**step, 0.9999**step), rel=1e-3, abs=1e-37)
 
 
 def test_what_a_gpu_fuses() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     adam = torch.optim.AdamW([parameter], lr=0.5, fused=True)
-    found = options_for(adam, adam.param_groups[0], cuda=True)
-    assert found == AdamOptions(lr=0.5, weight_decay=0.01, **FUSED)
+    found = hyperparams_from_group(adam, adam.param_groups[0], is_cuda_rounding=True)
+    assert found == AdamHyperparams(lr=0.5, weight_decay=0.01, **FUSED)
     sgd = torch.optim.SGD([parameter], lr=0.5, fused=True)
-    assert options_for(sgd, sgd.param_groups[0], cuda=True) == options_for(sgd, {**sgd.param_groups[0], "fused": None})
+    assert hyperparams_from_group(sgd, sgd.param_groups[0], is_cuda_rounding=True) == hyperparams_from_group(
+        sgd, {**sgd.param_groups[0], "fused": None}
+    )

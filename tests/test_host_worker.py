@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.host.worker import Job, Worker
+from zeroshard.host.worker import UpdateJob, UpdateWorker
 
 LIMIT = 10  # seconds that a test waits before it fails
 
@@ -24,8 +24,10 @@ class Diary:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._open = threading.Event()
-        self._worker = Worker()
-        self._held = self._worker.do(Job((-1, 0), [], partial(self._open.wait, LIMIT)))  # nothing is begun until then
+        self._worker = UpdateWorker()
+        self._held = self._worker.submit(
+            UpdateJob((-1, 0), [], partial(self._open.wait, LIMIT))
+        )  # nothing is begun until then
 
     def kernel(self, name: str, fails: str = "") -> Generator[None, None, str]:
         for part in ("begin", "end"):
@@ -41,8 +43,10 @@ class Diary:
         return name
 
     def do(self, order: int, work: Any, *arguments: Any, **chosen: Any) -> Future[Any]:
-        job = Job((order, chosen.pop("second", 0)), chosen.pop("moments", []), partial(work, *arguments), **chosen)
-        return self._worker.do(job)
+        job = UpdateJob(
+            (order, chosen.pop("second", 0)), chosen.pop("moments", []), partial(work, *arguments), **chosen
+        )
+        return self._worker.submit(job)
 
     def open(self, *jobs: Future[Any]) -> list[Any]:
         """Let them begin; what came of each."""
@@ -50,7 +54,7 @@ class Diary:
         return [job.exception(LIMIT) or job.result() for job in jobs]
 
     def close(self) -> None:
-        self._worker._end()
+        self._worker._finalizer()
 
 
 def test_the_next_job_begins_while_a_kernel_runs() -> None:
@@ -71,7 +75,11 @@ def test_jobs_of_one_granule_do_not_overlap() -> None:
 
 def test_nothing_is_under_way_beside_a_job_that_is_to_be_alone() -> None:
     diary = Diary()
-    jobs = [diary.do(0, diary.kernel, "a"), diary.do(1, diary.plain, "b", alone=True), diary.do(2, diary.kernel, "c")]
+    jobs = [
+        diary.do(0, diary.kernel, "a"),
+        diary.do(1, diary.plain, "b", is_exclusive=True),
+        diary.do(2, diary.kernel, "c"),
+    ]
     jobs += [diary.do(3, diary.plain, "d")]
     assert diary.open(*jobs) == ["a", "b", "c", "d"]
     assert diary.lines == ["begin a", "end a", "b", "begin c", "d", "end c"]
@@ -142,7 +150,7 @@ def test_what_is_under_way_is_ended_when_the_worker_closes() -> None:
         nonlocal closing
         closing = threading.Thread(target=diary.close)
         closing.start()
-        while not diary._worker._queue._closed:
+        while not diary._worker._queue._is_closed:
             pass
         return "closes"
 
@@ -162,10 +170,11 @@ def test_a_worker_that_waits_keeps_nothing_of_what_it_did(plain: bool) -> None:
         def plain(self) -> None:
             pass
 
-    worker, models = Worker(), [Model(), Model()]
+    worker, models = UpdateWorker(), [Model(), Model()]
     told = [weakref.ref(model) for model in models]
     jobs = [
-        worker.do(Job((number, 0), [], model.plain if plain else model.kernel)) for number, model in enumerate(models)
+        worker.submit(UpdateJob((number, 0), [], model.plain if plain else model.kernel))
+        for number, model in enumerate(models)
     ]
     for job in jobs:
         job.result(LIMIT)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zeroshard.planner.machines.links import PASSES, Group, collective_seconds
+from zeroshard.planner.machines.links import PASSES, GroupTopology, collective_seconds
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.machines.presets import PRESETS
 
@@ -21,13 +21,13 @@ sizes = st.integers(0, 2**40)
 
 def made(devices: int = 8, near: float = 100e9, far: float = 80e9, latency: float = 0.0, away: float = 0.0) -> Machine:
     links = {"inside": Link(bandwidth=near, latency=latency), "outside": Link(bandwidth=far, latency=away)}
-    return Machine.of("h100", devices=devices, **links)
+    return Machine.resolve("h100", devices=devices, **links)
 
 
 @settings(max_examples=200, deadline=None)
 @given(presets, kinds, sizes, sizes, some_ranks, strides)
 def test_more_bytes_never_take_less(name: str, kind: str, one: int, other: int, ranks: int, stride: int) -> None:
-    machine, (less, more) = Machine.of(name), sorted((one, other))
+    machine, (less, more) = Machine.resolve(name), sorted((one, other))
     assert collective_seconds(machine, kind, less, ranks, stride) <= collective_seconds(
         machine, kind, more, ranks, stride
     )
@@ -38,7 +38,7 @@ def test_more_bytes_never_take_less(name: str, kind: str, one: int, other: int, 
 def test_no_collective_is_faster_than_its_bytes_over_its_slowest_link(
     name: str, kind: str, nbytes: int, ranks: int, stride: int
 ) -> None:
-    machine = Machine.of(name)
+    machine = Machine.resolve(name)
     bandwidth = machine.inside.bandwidth
     if (ranks - 1) * stride >= machine.devices:  # then all groups of a node share its link to the others
         bandwidth = min(bandwidth, machine.outside.bandwidth / min(stride, machine.devices))
@@ -53,7 +53,7 @@ def test_no_collective_is_faster_than_its_bytes_over_its_slowest_link(
 def test_a_group_within_a_node_is_never_slower_than_one_across(
     name: str, kind: str, nbytes: int, ranks: int, stride: int
 ) -> None:
-    machine = Machine.of(name)
+    machine = Machine.resolve(name)
     assume(ranks <= machine.devices)
     across = collective_seconds(machine, kind, nbytes, ranks, stride)
     assert collective_seconds(machine, kind, nbytes, ranks) <= across * (1 + 1e-12)
@@ -62,16 +62,16 @@ def test_a_group_within_a_node_is_never_slower_than_one_across(
 @settings(max_examples=100, deadline=None)
 @given(presets, kinds, sizes, strides)
 def test_one_rank_costs_nothing(name: str, kind: str, nbytes: int, stride: int) -> None:
-    assert collective_seconds(Machine.of(name), kind, nbytes, 1, stride) == 0
+    assert collective_seconds(Machine.resolve(name), kind, nbytes, 1, stride) == 0
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 16), st.integers(1, 300), st.integers(1, 40))
 def test_where_a_group_lies_is_what_counting_devices_gives(devices: int, ranks: int, stride: int) -> None:
     nodes = [place * stride // devices for place in range(ranks)]
-    group = Group.of(devices, ranks, stride)
+    group = GroupTopology.from_stride(devices, ranks, stride)
     assert group.nodes == len(set(nodes))
-    assert group.members == max(nodes.count(node) for node in set(nodes))
+    assert group.max_ranks_per_node == max(nodes.count(node) for node in set(nodes))
 
 
 def test_a_ring_within_a_node_to_the_microsecond() -> None:
@@ -106,7 +106,7 @@ def test_a_fast_way_outside_does_not_make_the_inside_faster() -> None:
 
 
 def test_gloos_reduce_scatter_is_an_all_reduce() -> None:
-    machine = Machine.of("cpu")
+    machine = Machine.resolve("cpu")
     reduced = collective_seconds(machine, "reduce-scatter", 1e9, 4)
     assert reduced == collective_seconds(machine, "all-reduce", 1e9, 4)
     assert reduced == 2 * collective_seconds(machine, "all-gather", 1e9, 4)
@@ -115,7 +115,7 @@ def test_gloos_reduce_scatter_is_an_all_reduce() -> None:
 def test_the_papers_cluster() -> None:
     """100B in stage 2 on 25 DGX-2 nodes, 16-way tensor parallel: the data axis crosses nodes at 1/16 of 100 GB/s."""
     gradients = 100e9 / 16 * 2
-    seconds = collective_seconds(Machine.of("dgx2"), "reduce-scatter", gradients, 25, stride=16)
+    seconds = collective_seconds(Machine.resolve("dgx2"), "reduce-scatter", gradients, 25, stride=16)
     assert 2.0 < seconds < 2.4  # 12.5 GB · 24/25 at 5.6 GB/s
 
 

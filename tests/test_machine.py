@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import Curve
+from zeroshard.planner.machines.curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.machines.presets import PRESETS, preset_of_gpu
 
@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def written(path: Path, **changes: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**json.loads(Machine.of("a100").to_json()), **changes}))
+    path.write_text(json.dumps({**json.loads(Machine.resolve("a100").to_json()), **changes}))
     return path
 
 
@@ -34,11 +34,11 @@ def written(path: Path, **changes: object) -> Path:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_machine_and_survives_its_json(name: str) -> None:
-    machine = Machine.of(name)
+    machine = Machine.resolve(name)
     assert machine.name == name
     assert Machine.from_json(machine.to_json()) == machine
     assert pickle.loads(pickle.dumps(machine)) == machine
-    assert hash(machine) == hash(Machine.of(name))
+    assert hash(machine) == hash(Machine.resolve(name))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_every_preset_is_a_machine_and_survives_its_json(name: str) -> None:
 def test_presets_have_their_data_sheets_rates(
     name: str, devices: int, gigabytes: float, tflops: float, inside: float, outside: float
 ) -> None:
-    machine = Machine.of(name)
+    machine = Machine.resolve(name)
     assert machine.devices == devices
     assert machine.memory == pytest.approx(gigabytes * 2**30, rel=0.07)  # a "GB" is now the one and now the other
     assert max(machine.flops.values()) == tflops * 1e12
@@ -65,7 +65,7 @@ def test_presets_have_their_data_sheets_rates(
 def test_a_large_product_takes_what_was_seen_on_an_h200() -> None:
     """8192³ in bf16: 690 to 790 TFLOP/s."""
     flops = 2 * 8192**3
-    assert 690e12 < flops / Machine.of("h200").product_seconds(flops, "bf16") < 790e12
+    assert 690e12 < flops / Machine.resolve("h200").matmul_seconds(flops, "bf16") < 790e12
 
 
 def test_gpus_are_known_by_what_they_say_of_themselves() -> None:
@@ -84,20 +84,22 @@ def test_gpus_are_known_by_what_they_say_of_themselves() -> None:
 
 
 def test_changes_are_made_to_a_machine_and_sizes_may_be_words() -> None:
-    machine = Machine.of("h100", devices=2, memory="64GB", bandwidth="1TB/s", inside={"bandwidth": "9GB", "latency": 0})
+    machine = Machine.resolve(
+        "h100", devices=2, memory="64GB", bandwidth="1TB/s", inside={"bandwidth": "9GB", "latency": 0}
+    )
     assert (machine.devices, machine.memory, machine.bandwidth) == (2, 64 * 10**9, 1e12)
     assert machine.inside == Link(bandwidth=9e9, latency=0.0)
-    assert machine.outside == Machine.of("h100").outside
-    assert Machine.of(machine) is machine
-    assert Machine.of(machine, devices=3) == replace(machine, devices=3)
+    assert machine.outside == Machine.resolve("h100").outside
+    assert Machine.resolve(machine) is machine
+    assert Machine.resolve(machine, devices=3) == replace(machine, devices=3)
 
 
 def test_a_file_may_begin_from_a_preset_and_is_named_after_itself(tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text('{"like": "a100", "devices": 4, "host_memory": "512GiB"}')
-    assert Machine.of(path) == Machine.of(str(path))
-    assert Machine.of(path) == Machine.of("a100", name="ours", devices=4, host_memory=512 * 2**30)
-    assert Machine.of(path, devices=2).devices == 2
+    assert Machine.resolve(path) == Machine.resolve(str(path))
+    assert Machine.resolve(path) == Machine.resolve("a100", name="ours", devices=4, host_memory=512 * 2**30)
+    assert Machine.resolve(path, devices=2).devices == 2
 
 
 @pytest.mark.parametrize(
@@ -132,23 +134,23 @@ def test_what_is_no_machine_is_refused_as_an_argument_and_in_a_file(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
-        Machine.of("a100", **changes)
+        Machine.resolve("a100", **changes)
     path = written(tmp_path / "bad.json", **changes)
     with pytest.raises(ValueError, match=rf"bad\.json describes no machine: .*{words.replace('(', '.')}"):
-        Machine.of(path)
+        Machine.resolve(path)
 
 
 def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a machine has no 'devises': did you mean 'devices'"):
-        Machine.of("a100", devises=2)
+        Machine.resolve("a100", devises=2)
     with pytest.raises(ValueError, match="has no 'zzz': it has name, kind, devices"):
-        Machine.of("a100", zzz=2)
+        Machine.resolve("a100", zzz=2)
     with pytest.raises(ValueError, match=r"ours\.json describes no machine: a machine has no 'devises'"):
-        Machine.of(written(tmp_path / "ours.json", devises=2))
+        Machine.resolve(written(tmp_path / "ours.json", devises=2))
     with pytest.raises(ValueError, match="no machine is called 'dgx-2': did you mean 'dgx2'"):
-        Machine.of("dgx-2")
+        Machine.resolve("dgx-2")
     with pytest.raises(ValueError, match="no machine is called 7: There are dgx2"):
-        Machine.of(7)  # type: ignore[arg-type]
+        Machine.resolve(7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -166,15 +168,15 @@ def test_a_file_that_describes_no_machine(tmp_path: Path, text: str, words: str)
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"bad\.json describes no machine: {words}.*: correct it"):
-        Machine.of(path)
+        Machine.resolve(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no machine can be read from .*absent\.json: No such file"):
-        Machine.of(tmp_path / "absent.json")
+        Machine.resolve(tmp_path / "absent.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"bytes\.json describes no machine"):
-        Machine.of(tmp_path / "bytes.json")
+        Machine.resolve(tmp_path / "bytes.json")
 
 
 # -- here --------------------------------------------------------------------------------------------------------------
@@ -182,31 +184,31 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_here_is_what_was_kept_and_a_gpus_rates_come_first(cache: Path) -> None:
     with pytest.raises(ValueError, match="not measured yet: run `zeroshard plan --calibrate`"):
-        Machine.of("here")
-    kept.keep(kept.name_here("cpu"), Machine.of("cpu").to_json())
-    assert Machine.of("here", name="cpu") == Machine.of("cpu")
-    path = kept.keep(kept.name_here("cuda"), Machine.of("h200").to_json())
-    assert Machine.of("here") == Machine.of("h200")
+        Machine.resolve("here")
+    kept.write_machine(kept.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
+    assert Machine.resolve("here", name="cpu") == Machine.resolve("cpu")
+    path = kept.write_machine(kept.local_machine_name("cuda"), Machine.resolve("h200").to_json())
+    assert Machine.resolve("here") == Machine.resolve("h200")
     assert path.parent == cache
     assert [found.suffix for found in cache.iterdir()] == [".json", ".json"]  # and nothing half written
 
 
 def test_a_kept_file_that_is_damaged_says_to_calibrate_again(cache: Path) -> None:
-    path = kept.keep(kept.name_here("cpu"), Machine.of("cpu").to_json())
+    path = kept.write_machine(kept.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
     path.write_text(path.read_text()[:-40])
     with pytest.raises(ValueError, match=r"describes no machine: no JSON.*run `zeroshard plan --calibrate` again"):
-        Machine.of("here")
+        Machine.resolve("here")
 
 
 def test_a_file_that_cannot_be_written_as_a_whole_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = kept.keep("ours", "old")
+    path = kept.write_machine("ours", "old")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kept.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        kept.keep("ours", "new")
+        kept.write_machine("ours", "new")
     assert path.read_text() == "old"
     assert list(path.parent.iterdir()) == [path]
 
@@ -216,19 +218,19 @@ def test_a_file_that_cannot_be_written_as_a_whole_leaves_the_old_one(monkeypatch
 
 def test_a_precision_that_is_not_computed_in_is_refused() -> None:
     with pytest.raises(ValueError, match="'dgx2' computes in fp32 and fp16, not in bf16: plan with precision='fp16'"):
-        Machine.of("dgx2").product_seconds(1e9, "bf16")
+        Machine.resolve("dgx2").matmul_seconds(1e9, "bf16")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_products_reach_the_curves_share_and_lose_the_same_time_in_all_precisions(name: str) -> None:
-    machine = Machine.of(name)
+    machine = Machine.resolve(name)
     fastest = max(machine.flops, key=lambda precision: machine.flops[precision])
     for flops in (1e6, 1e9, 1e12):
-        seconds = machine.product_seconds(flops, fastest)
-        assert flops / seconds == pytest.approx(machine.efficiency(flops) * machine.peak(fastest))
+        seconds = machine.matmul_seconds(flops, fastest)
+        assert flops / seconds == pytest.approx(machine.efficiency(flops) * machine.peak_flops(fastest))
     for precision, peak in machine.flops.items():
         share = machine.efficiency.share
-        lost = machine.product_seconds(1e9, precision) - 1e9 / (share * peak)
+        lost = machine.matmul_seconds(1e9, precision) - 1e9 / (share * peak)
         assert lost == pytest.approx(machine.efficiency.half / (share * max(machine.flops.values())), rel=1e-3)
         assert machine.attention_seconds(1e9, precision) == pytest.approx(1e9 / (machine.attention * peak))
 
@@ -236,9 +238,9 @@ def test_products_reach_the_curves_share_and_lose_the_same_time_in_all_precision
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.01, 1.0), st.floats(0.0, 1e10), st.floats(1e10, 1e15))
 def test_a_curve_is_found_again_from_the_times_it_gives(share: float, half: float, peak: float) -> None:
-    curve = Curve(share=share, half=half)
+    curve = EfficiencyCurve(share=share, half=half)
     seen = [(x, x / (curve(x) * peak)) for x in (2.0 * n**3 for n in (256, 1024, 4096, 16384))]
-    found = Curve.fit(seen, peak)
+    found = EfficiencyCurve.fit(seen, peak)
     for x, seconds in seen:
         assert x / (found(x) * peak) == pytest.approx(seconds, rel=1e-3)
 
@@ -246,7 +248,7 @@ def test_a_curve_is_found_again_from_the_times_it_gives(share: float, half: floa
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e3, 1e13), st.floats(1e-7, 10.0)), min_size=1, max_size=6), st.floats(1e9, 1e15))
 def test_whatever_was_seen_makes_a_curve(seen: list[tuple[float, float]], peak: float) -> None:
-    curve = Curve.fit(seen, peak)
+    curve = EfficiencyCurve.fit(seen, peak)
     assert 0 < curve.share <= 1
     assert curve.half >= 0
     assert curve(1.0) <= curve(1e6) <= curve(1e12) <= curve.share
@@ -254,12 +256,12 @@ def test_whatever_was_seen_makes_a_curve(seen: list[tuple[float, float]], peak: 
 
 def test_a_curve_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="a curve needs at least one"):
-        Curve.fit([], 1e12)
+        EfficiencyCurve.fit([], 1e12)
 
 
 def test_ranks_on_this_computer_share_it() -> None:
-    lone = Machine.of("cpu", devices=1, memory="8GB", name=kept.name_here("cpu"))
+    lone = Machine.resolve("cpu", devices=1, memory="8GB", name=kept.local_machine_name("cpu"))
     shared = lone.shared_by(4)
     assert (shared.devices, shared.memory, shared.flops["fp32"]) == (4, 2 * 10**9, lone.flops["fp32"] / 4)
     assert lone.shared_by(1) is lone
-    assert Machine.of("h100").shared_by(64).devices == 8
+    assert Machine.resolve("h100").shared_by(64).devices == 8

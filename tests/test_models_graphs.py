@@ -212,8 +212,8 @@ def test_a_backward_that_makes_a_graph(stage: int) -> None:
         loss = model(x).square().mean()
         loss.backward(create_graph=True)
         engine = getattr(model, "_zeroshard", None)
-        for gradient in engine.engine.gradients.of_flat.values() if engine is not None else ():
-            for tensor in (gradient.shard, gradient.local):
+        for gradient in engine.engine.gradients.flat_grads.values() if engine is not None else ():
+            for tensor in (gradient.shard, gradient.local_sum):
                 assert tensor is None or not tensor.requires_grad
         return loss
 

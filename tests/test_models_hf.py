@@ -16,7 +16,7 @@ from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import zeroshard
-from zeroshard.layout import ALIGN, round_up
+from zeroshard.layout import ALIGN_ELEMENTS, round_up
 
 VOCABULARY = 61
 
@@ -231,7 +231,7 @@ def test_adapters_are_merged_evaluated_and_unmerged_inside_gathered(stage: int) 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(stage: int) -> None:
     model = lora()
-    trained = sum(round_up(p.numel(), ALIGN) for p in model.parameters() if p.requires_grad)
+    trained = sum(round_up(p.numel(), ALIGN_ELEMENTS) for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     assert frozen > 4 * trained
 
@@ -246,7 +246,7 @@ def test_frozen_parameters_cost_no_gradient_no_optimizer_state_and_no_reduction(
 
     for report in run_threads(2, body):
         peak = {kind: held.peak for (kind, _), held in report.memory.items()}
-        padding = 4 * 2 * ALIGN * 8  # bytes: each of at most 8 units is made to divide over the ranks
+        padding = 4 * 2 * ALIGN_ELEMENTS * 8  # bytes: each of at most 8 units is made to divide over the ranks
         assert 0 < peak["gradients"] <= 4 * trained // (1 if stage == 1 else 2) + padding
         assert 0 < peak["optimizer states"] <= 4 * trained // 2 + padding  # SGD's momentum
         assert 0 < report.collectives["reduce-scatter"].bytes <= 4 * trained + padding

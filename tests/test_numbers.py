@@ -543,7 +543,7 @@ def test_gradients_that_happen_to_be_neighbours_in_memory_are_not_taken_for_one_
         model, optimizer = zeroshard.shard(model, sgd(model), precision="bf16", reduce_dtype="fp32")
         net_loss(model, batches(1)[0]).backward()
         zeroshard.full_gradient(model, "head.weight")  # all gradients are reduced
-        gradients = model._zeroshard.engine.gradients.of_flat.values()
+        gradients = model._zeroshard.engine.gradients.flat_grads.values()
         memory, offset = bytearray(sum(gradient.shard.nbytes for gradient in gradients)), 0
         for gradient in gradients if move else ():
             alone = torch.frombuffer(memory, dtype=torch.float32, count=gradient.shard.numel(), offset=offset)

@@ -23,8 +23,8 @@ from plain import batches, make_net, net_loss
 from torch import nn
 
 import zeroshard
-from zeroshard.host.craft import Craft
-from zeroshard.memory.file import DiskError, File
+from zeroshard.host.craft import ChunkUpdater
+from zeroshard.memory.file import DiskError, OffloadFile
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.offload import Offload
 
@@ -57,7 +57,7 @@ def assert_unchanged(case: Case, *choices: Any) -> None:
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_every_optimizer_gives_the_bits_of_the_run_without_offload(number: int, native: bool, monkeypatch) -> None:
     if not native:
-        monkeypatch.setattr("zeroshard.host.updates.kernels", lambda: None)
+        monkeypatch.setattr("zeroshard.host.updates.load_kernels", lambda: None)
     first, second = RESTS[(number + 3 * native) % len(RESTS)], RESTS[(number + 3 * native + 2) % len(RESTS)]
     case = Case(
         optimizer=list(OPTIMIZERS)[number],
@@ -173,13 +173,15 @@ def test_granules_on_disk_may_be_updated_in_any_order(seed: int) -> None:
     """As they are where gradients arrive late: first those that are there."""
     case = Case(net="wide", steps=5, options={"stage": 3, "bucket_size": 300})
     model, optimizer = case.make(offload("disk"))
-    order = optimizer._host._order
+    order = optimizer._cpu_updates._chunk_order
     for step in range(5):
         places = torch.randperm(len(order), generator=torch.Generator().manual_seed(5 * seed + step)).tolist()
         order.update(zip(order, places if seed else reversed(range(len(order))), strict=True))
         loop(model, optimizer, replace(case, steps=step + 1), first=step)
         zeroshard.full_parameter(model, "head.weight")  # the update is over
-        assert not optimizer._host._shelf._read  # what is read and not used would be old in the next step
+        assert (
+            not optimizer._cpu_updates._disk_staging._reading
+        )  # what is read and not used would be old in the next step
     assert len(order) > 8
     assert_same(everything(model, optimizer), everything_of(train(0, 1, case)))
 
@@ -275,8 +277,8 @@ def test_loaded_states_go_straight_to_the_disk(tmp_path: Path) -> None:
     zeroshard.save(tmp_path / "there", model, optimizer)
     model, optimizer = case.make(offload("disk"))
     zeroshard.load(tmp_path / "there", model, optimizer)
-    places = optimizer._host._tiers.disk._places
-    states = [value for _, _, _, value in optimizer.held_states() if value.numel()]
+    places = optimizer._cpu_updates._tiers.disk._mappings
+    states = [value for _, _, _, value in optimizer.local_states() if value.numel()]
     assert len(states) > 10
     assert all(value.untyped_storage().data_ptr() in places for value in states)
 
@@ -372,8 +374,8 @@ def test_disk_bytes_bound_the_file(limit: int) -> None:
     case = Case(net="wide", optimizer="Adam", steps=3, options={"stage": 3, "bucket_size": 1000})
     model, optimizer = case.make(offload("disk", gradients="disk", parameters="disk", disk_bytes=limit))
     ours = {"steps": loop(model, optimizer, case), **everything(model, optimizer)}
-    assert optimizer._host._tiers.disk.used <= limit
-    assert optimizer._host._tiers.disk.used > 0.1 * limit or not limit
+    assert optimizer._cpu_updates._tiers.disk.used_bytes <= limit
+    assert optimizer._cpu_updates._tiers.disk.used_bytes > 0.1 * limit or not limit
     assert_same(ours, train(0, 1, case))
 
 
@@ -405,10 +407,10 @@ def test_nothing_is_left_when_model_and_optimizer_go(way: str, monkeypatch: pyte
         elif way == "ahead":
             net_loss(model, batches(1)[0]).backward()
         elif way == "failed":
-            monkeypatch.setattr(File, "move", broken)
+            monkeypatch.setattr(OffloadFile, "transfer", broken)
             with pytest.raises(RuntimeError):
                 loop(model, optimizer, Case())
-        return weakref.ref(model._zeroshard.engine), weakref.ref(optimizer._host)
+        return weakref.ref(model._zeroshard.engine), weakref.ref(optimizer._cpu_updates)
 
     gc.collect()
     threads, maps, before = set(threading.enumerate()), maps_of_files(), live_bytes()
@@ -482,8 +484,8 @@ def test_parameters_go_in_stage_three_alone(stage: int) -> None:
 
 
 def test_options_are_brought_into_one_form() -> None:
-    assert Offload.of(None) is None and Offload.of("device") is None
-    assert Offload.of({"optimizer": {"host": 0.5, "device": 0.5}}) == Offload(optimizer=("host", 0.5))
+    assert Offload.from_option(None) is None and Offload.from_option("device") is None
+    assert Offload.from_option({"optimizer": {"host": 0.5, "device": 0.5}}) == Offload(optimizer=("host", 0.5))
     assert Offload(optimizer="host", host_bytes="1.5GiB").host_bytes == 3 * 2**29
     assert list(Offload(optimizer={"host": 0.1, "disk": 0.2}, directory=".").optimizer) == ["disk", "host"]
 
@@ -491,9 +493,9 @@ def test_options_are_brought_into_one_form() -> None:
 # --------------------------------------------------------------------------------------------- a failing disk
 
 
-def broken(self: File, way: str, memory: memoryview, offset: int) -> None:
+def broken(self: OffloadFile, way: str, memory: memoryview, offset: int) -> None:
     error = OSError(errno.EIO, "Input/output error")
-    raise DiskError.of(f"the {way} of {len(memory)} bytes failed", error) from error
+    raise DiskError.from_os_error(f"the {way} of {len(memory)} bytes failed", error) from error
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
@@ -505,17 +507,17 @@ def test_a_disk_that_fails_ends_training_with_its_reason_until_a_load(
     model, sharded = case.make(offload("disk"))
     loop(model, sharded, replace(case, steps=3))
     zeroshard.save(tmp_path / "there", model, sharded)
-    whole, moves = File.move, itertools.count()
+    whole, moves = OffloadFile.transfer, itertools.count()
 
-    def sometimes(self: File, which: Any, memory: memoryview, offset: int) -> None:
+    def sometimes(self: OffloadFile, which: Any, memory: memoryview, offset: int) -> None:
         if which == way and next(moves) > 4:
             broken(self, which, memory, offset)
         whole(self, which, memory, offset)
 
-    monkeypatch.setattr(File, "move", sometimes)
+    monkeypatch.setattr(OffloadFile, "transfer", sometimes)
     with pytest.raises(RuntimeError, match=rf"the update outside the device failed: DiskError: the {way} of .*failed"):
         loop(model, sharded, case, first=3)
-    monkeypatch.setattr(File, "move", whole)
+    monkeypatch.setattr(OffloadFile, "transfer", whole)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"Input/output error.*of no use any more: load a checkpoint"):
             model(batches(1)[0])
@@ -535,10 +537,10 @@ def test_a_failure_on_the_thread_of_updates_is_told_by_the_next_step(monkeypatch
     model, optimizer = Case(options={"stage": 2}).make({"optimizer": "host", "speculate": False})
     net_loss(model, batches(1)[0]).backward()
 
-    def raising(self: Craft, *arguments: Any) -> None:
+    def raising(self: ChunkUpdater, *arguments: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(Craft, "_cook", raising)
+    monkeypatch.setattr(ChunkUpdater, "_apply_native", raising)
     optimizer.step()
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
         optimizer.step()
@@ -551,9 +553,9 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     model, optimizer = case.make(offload("disk", parameters="disk"))
     loop(model, optimizer, case)
     zeroshard.full_parameter(model, "head.weight")  # no update is under way any more
-    shelf = sum(line.nbytes for one in optimizer._host._shelf._buffers for line in one.values())
-    (reader,) = model._zeroshard.engine._readers
-    read = sum(one.memory.nbytes for one in (*reader._free, *reader._read.values()))
+    shelf = sum(line.nbytes for one in optimizer._cpu_updates._disk_staging._buffer_sets for line in one.values())
+    (reader,) = model._zeroshard.engine._prefetchers
+    read = sum(one.memory.nbytes for one in (*reader._free_buffers, *reader._buffer_by_shard.values()))
     assert shelf and read
     assert held(model, "host")["buckets"] == shelf + read
 
@@ -586,14 +588,14 @@ def test_an_edit_right_after_a_step_is_not_written_over_by_its_update(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The update still goes to disk when the new values are there to be edited."""
-    move = File.move
+    move = OffloadFile.transfer
 
-    def slow(self: File, way: Any, *args: Any) -> None:
+    def slow(self: OffloadFile, way: Any, *args: Any) -> None:
         if way == "write" and threading.current_thread() is not threading.main_thread():
             time.sleep(0.2)
         move(self, way, *args)
 
-    monkeypatch.setattr(File, "move", slow)
+    monkeypatch.setattr(OffloadFile, "transfer", slow)
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, stepper = zeroshard.shard(model, optimizer, stage=1, offload=Offload(optimizer="disk", directory=tmp_path))

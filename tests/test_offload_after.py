@@ -11,19 +11,19 @@ from offloaded import Case, assert_same, everything
 from plain import batches, net_loss
 
 import zeroshard
-from zeroshard.host.craft import Craft
+from zeroshard.host.craft import ChunkUpdater
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every update begin late: whoever does not wait for it is sure to be too early."""
-    update = Craft.update
+    update = ChunkUpdater.update
 
     def later(*arguments: Any) -> Any:
         time.sleep(0.02)
         return update(*arguments)
 
-    monkeypatch.setattr(Craft, "update", later)
+    monkeypatch.setattr(ChunkUpdater, "update", later)
 
 
 def no_gradients(model, optimizer, batch) -> None:

@@ -14,11 +14,11 @@ from offloaded import Case, assert_same, everything
 from plain import batches, net_loss
 
 import zeroshard
-from zeroshard.host.worker import Job, Worker
+from zeroshard.host.worker import UpdateJob, UpdateWorker
 from zeroshard.memory.disk import Disk, DiskError, Transfer
-from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.reader import Reader
-from zeroshard.memory.room import LARGE, host_zeros
+from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.reader import ParamPrefetcher
+from zeroshard.memory.room import MIN_MMAP_BYTES, host_zeros
 
 
 class Broken:
@@ -38,11 +38,11 @@ class Broken:
 
 
 def test_a_device_that_fails_is_told_by_its_job_and_does_not_end_the_worker() -> None:
-    worker = Worker()
+    worker = UpdateWorker()
     moment: Any = Broken()
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        worker.do(Job((0, 0), [moment], lambda: None)).result(10)
-    assert worker.do(Job((0, 0), [], lambda: 7)).result(10) == 7
+        worker.submit(UpdateJob((0, 0), [moment], lambda: None)).result(10)
+    assert worker.submit(UpdateJob((0, 0), [], lambda: 7)).result(10) == 7
 
 
 @pytest.mark.parametrize("where", ["step", "forward"])
@@ -53,7 +53,7 @@ def test_an_interrupted_wait_harms_nothing(where: str, monkeypatch: pytest.Monke
         model, optimizer = Case(optimizer="Adam", options={"stage": 2}).make(offload)
         for number, batch in enumerate(batches(3)):
             if number and offload is not None:
-                interrupt(partial(net_loss, model, batch) if where == "forward" else optimizer._host.wait)
+                interrupt(partial(net_loss, model, batch) if where == "forward" else optimizer._cpu_updates.wait)
             net_loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -77,34 +77,34 @@ class Failing:
     def __init__(self, disk: Disk) -> None:
         self.disk, self.mended = disk, False
 
-    def read(self, shard: torch.Tensor, into: torch.Tensor) -> Transfer:
+    def start_read(self, shard: torch.Tensor, into: torch.Tensor) -> Transfer:
         if self.mended:
-            return self.disk.read(shard, into)
-        transfer = Transfer(pieces=1)
-        transfer.finish(DiskError("the device lost it"))
+            return self.disk.start_read(shard, into)
+        transfer = Transfer(requests=1)
+        transfer.finish_request(DiskError("the device lost it"))
         return transfer
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["taken", "only fetched"])
 def test_what_could_not_be_read_is_read_again_and_never_taken_for_values(wanted: bool, tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    shards = [disk.empty(3, torch.float32).fill_(7) for _ in range(2)]
+    shards = [disk.zeros(3, torch.float32).fill_(7) for _ in range(2)]
     failing: Any = Failing(disk)
-    reader = Reader(failing, torch.device("cpu"), shards[0].nbytes, Ledger())
+    reader = ParamPrefetcher(failing, torch.device("cpu"), shards[0].nbytes, MemoryTracker())
     for shard in shards:
-        reader.fetch(shard)
+        reader.prefetch(shard)
     for _ in range(2 if wanted else 0):
         with pytest.raises(DiskError, match="the device lost it"):
-            reader.take(shards[0])
-    reader.forget()
+            reader.acquire(shards[0])
+    reader.discard()
     failing.mended = True
     for shard in shards:
-        assert reader.take(shard).tolist() == [7, 7, 7]
-        reader.give(shard)
+        assert reader.acquire(shard).tolist() == [7, 7, 7]
+        reader.release(shard)
 
 
 def test_memory_of_the_host_tier_is_not_copied_for_forked_processes() -> None:
-    memory = host_zeros(LARGE)
+    memory = host_zeros(MIN_MMAP_BYTES)
     start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
     for area in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
         first, last = (int(bound, 16) for bound in area.split(" ")[0].split("-"))

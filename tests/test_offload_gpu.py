@@ -11,10 +11,10 @@ from offloaded import OPTIMIZERS, assert_same, everything
 from ranks import run_processes, seeded
 
 import zeroshard
-from zeroshard.host.granule import Granule
-from zeroshard.host.native import kernels
-from zeroshard.host.options import AdamOptions
-from zeroshard.host.recipe import recipe_for
+from zeroshard.host.granule import StateChunk
+from zeroshard.host.native import load_kernels
+from zeroshard.host.options import AdamHyperparams
+from zeroshard.host.recipe import make_update_spec
 from zeroshard.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -72,7 +72,7 @@ def test_an_update_that_moves_to_the_host_changes_no_bit(kind: str) -> None:
 @pytest.mark.parametrize("way", ["foreach", "fused"])
 @pytest.mark.parametrize(("kind", "chosen"), CHOSEN)
 def test_the_native_update_gives_a_gpus_bits(kind: Any, chosen: dict[str, Any], way: str) -> None:
-    native = kernels()
+    native = load_kernels()
     if native is None or (way == "fused" and kind is not torch.optim.SGD and not ROUNDED):
         pytest.skip("no C compiler here, or a torch whose fused Adam was not looked at")
     if way == "fused" and kind is torch.optim.Adam and chosen["weight_decay"]:
@@ -92,13 +92,15 @@ def test_the_native_update_gives_a_gpus_bits(kind: Any, chosen: dict[str, Any], 
                 held = {"step": torch.tensor(step - 1.0)}
                 if state:
                     state["step"].fill_(step - 1.0)
-            recipe = recipe_for(optimizer, optimizer.param_groups[0], held, (torch.float32,) * 3, cuda=True)
+            recipe = make_update_spec(
+                optimizer, optimizer.param_groups[0], held, (torch.float32,) * 3, is_cuda_rounding=True
+            )
             assert recipe is not None
-            recipe.cook(native, lines, lines, gradient, None, (), 2)
+            recipe.apply(native, lines, lines, gradient, None, (), 2)
             optimizer.step()
-            if not isinstance(recipe.options, AdamOptions):
+            if not isinstance(recipe.hyperparams, AdamHyperparams):
                 held = {"momentum_buffer": lines["momentum_buffer"]}
-            for key in recipe.keys:
+            for key in recipe.state_keys:
                 assert torch.equal(lines[key], state[key].cpu()), (numel, step, key)
             assert torch.equal(lines[""], parameter.detach().cpu()), (numel, step)
 
@@ -117,8 +119,8 @@ def test_fused_adam_differs_in_last_bits_alone() -> None:
 
 def test_a_plain_loop_is_updated_ahead_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     confirmed = []
-    exchange = Granule.exchange
-    monkeypatch.setattr(Granule, "exchange", lambda granule, *a: (confirmed.append(granule), exchange(granule, *a))[1])
+    exchange = StateChunk.swap
+    monkeypatch.setattr(StateChunk, "swap", lambda granule, *a: (confirmed.append(granule), exchange(granule, *a))[1])
     wanted = trained("AdamW", precision="bf16", steps=8)
     assert_same(trained("AdamW", "host", precision="bf16", steps=8), wanted)
     assert confirmed

@@ -21,33 +21,33 @@ from plain import batches, make_net, net_loss
 
 import zeroshard
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.host.craft import Craft
-from zeroshard.host.granule import Granule
-from zeroshard.host.updates import HostUpdates
-from zeroshard.host.worker import Job, Worker
+from zeroshard.host.craft import ChunkUpdater
+from zeroshard.host.granule import StateChunk
+from zeroshard.host.updates import CpuUpdates
+from zeroshard.host.worker import UpdateJob, UpdateWorker
 
 STEPS, DISTURBED = 6, 4  # an update ahead is possible from step 2 on, counting from 0
 NATIVE = {"optimizer": "Adam", "steps": STEPS}
 
 
 @pytest.fixture
-def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[Granule]:
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[StateChunk]:
     """The granules whose update ahead was confirmed."""
-    found: list[Granule] = []
-    original = Granule.exchange
+    found: list[StateChunk] = []
+    original = StateChunk.swap
 
-    def noted(self: Granule, keys: list[str], states: Any) -> None:
+    def noted(self: StateChunk, keys: list[str], states: Any) -> None:
         found.append(self)
         original(self, keys, states)
 
-    monkeypatch.setattr(Granule, "exchange", noted)
+    monkeypatch.setattr(StateChunk, "swap", noted)
     return found
 
 
 def let_ahead_finish(optimizer: Any) -> int:
     """Wait for what was begun ahead of the step, so that no test depends on how fast it is; returns how much it was."""
-    host: HostUpdates | None = optimizer._host
-    begun = [ahead.done for ahead in host._ahead.values()] if host is not None else []
+    host: CpuUpdates | None = optimizer._cpu_updates
+    begun = [ahead.future for ahead in host._speculations.values()] if host is not None else []
     wait([done for done in begun if not done.cancelled()])
     return len(begun)
 
@@ -125,14 +125,14 @@ def test_it_is_ahead_under_fp16_with_the_scale_of_the_backward(exchanges) -> Non
 def test_one_that_has_not_begun_when_the_step_comes_is_made_then(monkeypatch: pytest.MonkeyPatch, exchanges) -> None:
     case = Case(steps=5, options={"stage": 2})
     wanted = run(case, None)[0]
-    do = Worker.do
+    do = UpdateWorker.submit
 
-    def never_ahead(self: Worker, job: Job) -> Any:
-        if job.work.func.__name__ == "_work_ahead":  # type: ignore[attr-defined]
-            job.done.cancel()  # as a step does with what is still in the queue
+    def never_ahead(self: UpdateWorker, job: UpdateJob) -> Any:
+        if job.work.func.__name__ == "_run_speculative":  # type: ignore[attr-defined]
+            job.future.cancel()  # as a step does with what is still in the queue
         return do(self, job)
 
-    monkeypatch.setattr(Worker, "do", never_ahead)
+    monkeypatch.setattr(UpdateWorker, "submit", never_ahead)
     ours, begun = run(case, "host")
     assert sum(begun) > 0 and not exchanges
     assert_same(ours, wanted)
@@ -156,7 +156,7 @@ def test_nothing_is_done_ahead_where_it_may_not_or_cannot_be(offload: Any, optim
 
 
 def test_without_the_native_update_nothing_is_done_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.host.updates.kernels", lambda: None)
+    monkeypatch.setattr("zeroshard.host.updates.load_kernels", lambda: None)
     case = Case(steps=4, options={"stage": 2})
     ours, begun = run(case, "host")
     assert sum(begun) == 0
@@ -524,11 +524,11 @@ def test_whoever_uses_a_parameter_that_is_being_updated_waits_for_it(
             told += [loss.item(), *([model.child.weight.sum().item()] if read else [])]
         return told
 
-    plain, update = train(None), Craft.update
+    plain, update = train(None), ChunkUpdater.update
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.05)  # whoever does not wait is sure to be too early
         return update(*arguments)
 
-    monkeypatch.setattr(Craft, "update", late)
+    monkeypatch.setattr(ChunkUpdater, "update", late)
     assert train({"optimizer": "host", "speculate": False}) == plain

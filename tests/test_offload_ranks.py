@@ -17,7 +17,7 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 
 import zeroshard
 from zeroshard.agreement import RanksDisagreeError
-from zeroshard.memory.file import DiskError, File
+from zeroshard.memory.file import DiskError, OffloadFile
 
 THERE = tempfile.gettempdir()
 RESTS: list[Any] = [
@@ -209,14 +209,16 @@ def lose_the_disk(rank: int, world: int, stage: int, kind: str) -> None:
     model, optimizer = case.make({kind: "disk", "directory": THERE})
     loop(model, optimizer, case, rank, world)
 
-    move = File.move
+    move = OffloadFile.transfer
 
-    def fail(self: File, way: Any, memory: memoryview, offset: int) -> None:
-        File.move = move  # type: ignore[method-assign]
-        raise DiskError.of(f"the {way} of {len(memory)} bytes failed", OSError(errno.EIO, "Input/output error"))
+    def fail(self: OffloadFile, way: Any, memory: memoryview, offset: int) -> None:
+        OffloadFile.transfer = move  # type: ignore[method-assign]
+        raise DiskError.from_os_error(
+            f"the {way} of {len(memory)} bytes failed", OSError(errno.EIO, "Input/output error")
+        )
 
     if rank == 0:
-        File.move = fail  # type: ignore[method-assign]  # this process is not used again
+        OffloadFile.transfer = fail  # type: ignore[method-assign]  # this process is not used again
     loop(model, optimizer, replace(case, steps=6), rank, world, first=2)
 
 

@@ -25,8 +25,8 @@ from torch import nn
 
 import zeroshard
 from zeroshard.device import kernel, one_pass
-from zeroshard.device.strip import Strip, numbers_of
-from zeroshard.device.table import ROW, Table, tables_of
+from zeroshard.device.strip import SliceTensors, fused_hyperparams_from_group
+from zeroshard.device.table import ROW_FIELDS, LaunchTable, make_tables
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NET = make_net(blocks=2)  # not in a rank: threads draw from one generator
@@ -139,13 +139,13 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
         model, optimizer = zeroshard.shard(model, fused(model), **options)
         net_loss(model, split(batches(1)[0], rank, 2)).backward()
         copied: list[int] = []
-        optimizer._engine.states.copy_masters = lambda flats, near: copied.extend(flats)
+        optimizer._engine.state_guard.copy_masters = lambda flats, device_only: copied.extend(flats)
         optimizer.step()
         masters = zeroshard.report(model).memory["master weights", "device"].now // 4
         assert not copied and zeroshard.report(model).memory["step", "device"].peak == 0
-        runs = optimizer._all_runs()
-        owned = sum(piece.within.numel for flat in optimizer._flats for piece in flat.segments)
-        assert owned == sum(within.numel for run in runs for _, _, within, _ in run.places())
+        runs = optimizer._all_slices()
+        owned = sum(piece.elements.numel for flat in optimizer._flats for piece in flat.owned_ranges)
+        assert owned == sum(within.numel for run in runs for _, _, within, _ in run.param_ranges())
         return masters, sum(run.parameter.numel() for run in runs)
 
     with in_one_pass() as kernels:
@@ -153,7 +153,9 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
     assert all(0 <= masters - runs < 4 * 64 for masters, runs in found)  # no run has alignment alone
     assert sorted(sum(s.master.numel() for s in one.laid[0]) for one in kernels) == sorted(n for _, n in found)
     assert all(
-        strip.copy is not None and strip.copy.dtype == torch.bfloat16 for one in kernels for strip in one.laid[0]
+        strip.compute_param is not None and strip.compute_param.dtype == torch.bfloat16
+        for one in kernels
+        for strip in one.laid[0]
     )
 
 
@@ -258,16 +260,16 @@ def test_what_rests_on_the_device_beside_other_tiers(tiers: Any, clip: float | N
 def test_what_is_not_known_to_the_bit_goes_torchs_way(make: Make) -> None:
     model = nn.Linear(3, 3)
     inner = make(model)
-    assert numbers_of(type(inner), inner.param_groups[0], torch.device("cpu")) is None
+    assert fused_hyperparams_from_group(type(inner), inner.param_groups[0], torch.device("cpu")) is None
 
 
 def test_a_learning_rate_on_a_device_stays_there_and_one_on_the_host_is_read() -> None:
     group = torch.optim.AdamW([torch.zeros(1)], lr=torch.tensor(0.5), fused=True).param_groups[0]
-    found = numbers_of(torch.optim.AdamW, group, torch.device("cpu"))
+    found = fused_hyperparams_from_group(torch.optim.AdamW, group, torch.device("cpu"))
     assert found is not None and found.lr == 0.5
     elsewhere = torch.zeros((), device="meta")
     for value, kept in ((elsewhere, True), (elsewhere.double(), False), (elsewhere.expand(2), False)):
-        found = numbers_of(torch.optim.AdamW, {**group, "lr": value}, torch.device("meta"))
+        found = fused_hyperparams_from_group(torch.optim.AdamW, {**group, "lr": value}, torch.device("meta"))
         assert (found is not None and found.lr is value) == kept
 
 
@@ -345,18 +347,18 @@ def test_what_is_noted_holds_until_something_moves() -> None:
             return len(kernels[0].laid)
 
         assert (step(), step(), step()) == (1, 1, 1)
-        for run in optimizer._all_runs()[:1]:
+        for run in optimizer._all_slices()[:1]:
             state = optimizer.state[run.parameter]
             state["exp_avg"] = state["exp_avg"].clone()
         assert (step(), step()) == (2, 2)
-        flat = next(iter(optimizer._engine.gradients.of_flat))
-        flat.owned = [owned.clone() for owned in flat.owned]
+        flat = next(iter(optimizer._engine.gradients.flat_grads))
+        flat.local_shards = [shard.clone() for shard in flat.local_shards]
         assert (step(), step()) == (3, 3)
         optimizer.load_state_dict(optimizer.state_dict())
         step()
         strips = kernels[0].laid[-1]
         moments = {
-            optimizer.state[run.parameter]["exp_avg"].untyped_storage().data_ptr() for run in optimizer._all_runs()
+            optimizer.state[run.parameter]["exp_avg"].untyped_storage().data_ptr() for run in optimizer._all_slices()
         }
         assert {strip.exp_avg.untyped_storage().data_ptr() for strip in strips} == moments - {0}
 
@@ -382,10 +384,10 @@ def test_without_triton_there_is_one_warning_and_torchs_way(monkeypatch: pytest.
     monkeypatch.setattr(kernel, "triton", None)
     device = torch.device("cuda", 7)
     with pytest.warns(RuntimeWarning, match=r"torch's own slower one runs on cuda:7: ImportError"):
-        assert one_pass._kernel_on(device) is None
+        assert one_pass._load_kernel(device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert one_pass._kernel_on(device) is None
+        assert one_pass._load_kernel(device) is None
 
 
 def test_a_kernel_that_does_something_else_is_not_used() -> None:
@@ -394,9 +396,9 @@ def test_a_kernel_that_does_something_else_is_not_used() -> None:
             super().run(laid, steps, numbers, factors)
             laid[0].exp_avg_sq[3] *= 1.001
 
-    one_pass._try(TorchKernel(), torch.device("cpu"))
+    one_pass._self_test(TorchKernel(), torch.device("cpu"))
     with pytest.raises(AssertionError, match="item \\[2\\]"):
-        one_pass._try(Wrong(), torch.device("cpu"))
+        one_pass._self_test(Wrong(), torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------- tables
@@ -417,15 +419,21 @@ def test_a_table_has_every_element_once(
     strips, at = [], 0
     for numel, gap, run in zip(numels, gaps, sorted(runs), strict=False):
         views = [line[at : at + numel] for line in lines]
-        strips.append(Strip(run, *views[:4], views[4] if narrow else None))
+        strips.append(SliceTensors(run, *views[:4], views[4] if narrow else None))
         at += numel + gap
     seen: dict[tuple[int, ...], int] = {}  # addresses of an element → its run
-    for table in tables_of(strips, block, torch.device("cpu")):
-        assert table.rows.shape[1] == ROW and table.rows.dtype == torch.int64
-        sizes = [table.way.gradient.itemsize, 4, 4, 4, table.way.copy.itemsize if table.way.copy else 0]
-        for program, row in enumerate(table.blocks.tolist()):
+    for table in make_tables(strips, block, torch.device("cpu")):
+        assert table.rows.shape[1] == ROW_FIELDS and table.rows.dtype == torch.int64
+        sizes = [
+            table.spec.grad_dtype.itemsize,
+            4,
+            4,
+            4,
+            table.spec.compute_dtype.itemsize if table.spec.compute_dtype else 0,
+        ]
+        for program, row in enumerate(table.program_rows.tolist()):
             *addresses, numel, run, first = table.rows[row].tolist()
-            if table.way.even:
+            if table.spec.is_aligned:
                 assert numel % 4 == 0 and not any(a % (4 * s) for a, s in zip(addresses, sizes, strict=True) if s)
             begin = (program - first) * block
             assert 0 <= begin < numel
@@ -438,8 +446,8 @@ def test_a_table_has_every_element_once(
         tensors = [strip.gradient, strip.master, strip.exp_avg, strip.exp_avg_sq]
         for element in range(strip.master.numel()):
             place = tuple(t.data_ptr() + element * t.element_size() for t in tensors)
-            copied = 0 if strip.copy is None else strip.copy.data_ptr() + 2 * element
-            wanted[*place, copied] = strip.run
+            copied = 0 if strip.compute_param is None else strip.compute_param.data_ptr() + 2 * element
+            wanted[*place, copied] = strip.slice_index
     assert seen == wanted
 
 
@@ -447,33 +455,35 @@ def test_strips_that_adjoin_everywhere_become_one_row() -> None:
     lines = [torch.zeros(1024) for _ in range(4)]
     copied = torch.zeros(2048, dtype=torch.bfloat16)
 
-    def strips(apart: int, runs: int) -> list[Strip]:
+    def strips(apart: int, runs: int) -> list[SliceTensors]:
         return [
-            Strip(i % runs, *(line[256 * i : 256 * i + 256] for line in lines), copied[i * apart : i * apart + 256])
+            SliceTensors(
+                i % runs, *(line[256 * i : 256 * i + 256] for line in lines), copied[i * apart : i * apart + 256]
+            )
             for i in range(4)
         ]
 
-    def rows(found: list[Strip]) -> int:
-        (table,) = tables_of(found, 128, torch.device("cpu"))
-        assert table.way.even and table.blocks.numel() == math.ceil(1024 / 128)
+    def rows(found: list[SliceTensors]) -> int:
+        (table,) = make_tables(found, 128, torch.device("cpu"))
+        assert table.spec.is_aligned and table.program_rows.numel() == math.ceil(1024 / 128)
         return len(table.rows)
 
     assert (rows(strips(256, 1)), rows(strips(512, 1)), rows(strips(256, 4))) == (1, 4, 4)
-    assert not tables_of([Strip(0, *(line[:0] for line in lines), None)], 128, torch.device("cpu"))
+    assert not make_tables([SliceTensors(0, *(line[:0] for line in lines), None)], 128, torch.device("cpu"))
 
 
 def test_where_only_addresses_differ_programs_are_shared() -> None:
     kept = []
 
-    def table(*sizes: int) -> Table:
-        kept.append([Strip(i, *(torch.zeros(size) for _ in range(4)), None) for i, size in enumerate(sizes)])
-        (found,) = tables_of(kept[-1], 64, torch.device("cpu"))
+    def table(*sizes: int) -> LaunchTable:
+        kept.append([SliceTensors(i, *(torch.zeros(size) for _ in range(4)), None) for i, size in enumerate(sizes)])
+        (found,) = make_tables(kept[-1], 64, torch.device("cpu"))
         return found
 
     one, moved, other = table(100, 200), table(100, 200), table(200, 100)
     assert one.rows[0, 0] != moved.rows[0, 0]
-    assert one.blocks is moved.blocks and one.blocks.tolist() == [0, 0, 1, 1, 1, 1]
-    assert other.blocks.tolist() == [0, 0, 0, 0, 1, 1]
+    assert one.program_rows is moved.program_rows and one.program_rows.tolist() == [0, 0, 1, 1, 1, 1]
+    assert other.program_rows.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 BLOCKS = nn.Sequential(*[Block(8) for _ in range(5)])
@@ -487,10 +497,10 @@ def test_units_of_stage_3_lie_in_a_row_for_each_piece_of_the_gradients() -> None
         model, optimizer = zeroshard.shard(model, fused(model), stage=3, precision="bf16")
         model(torch.ones(1, 8)).float().sum().backward()
         optimizer.step()
-        return len(optimizer._all_runs())
+        return len(optimizer._all_slices())
 
     with in_one_pass() as kernels:
         assert run_threads(2, body) == [4, 4]
     for one in kernels:
-        (table,) = tables_of(one.laid[0], 64, torch.device("cpu"))
+        (table,) = make_tables(one.laid[0], 64, torch.device("cpu"))
         assert len(one.laid[0]) == 5 and len(table.rows) == 4

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard import update
-from zeroshard.device.strip import Factors, Numbers, Strip
+from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -81,10 +81,10 @@ def lines(numel: int, offset: int, seed: int) -> list[torch.Tensor]:
 
 
 CHOSEN = {
-    "decay": Numbers(1e-2, (0.9, 0.999), 1e-8, 0.1, False),
-    "no decay, maximised": Numbers(3e-4, (0.95, 0.98), 1e-8, 0.0, True),
-    "small eps": Numbers(1e-3, (0.9, 0.95), 1e-15, 0.01, False),
-    "lr on the device": Numbers(torch.tensor(1e-2), (0.8, 0.9999), 1e-8, 0.1, False),
+    "decay": FusedAdamHyperparams(1e-2, (0.9, 0.999), 1e-8, 0.1, False),
+    "no decay, maximised": FusedAdamHyperparams(3e-4, (0.95, 0.98), 1e-8, 0.0, True),
+    "small eps": FusedAdamHyperparams(1e-3, (0.9, 0.95), 1e-15, 0.01, False),
+    "lr on the device": FusedAdamHyperparams(torch.tensor(1e-2), (0.8, 0.9999), 1e-8, 0.1, False),
 }
 
 
@@ -96,19 +96,19 @@ def test_the_kernel_gives_every_bit_of_torchs(chosen: str, dtype: torch.dtype) -
     kernel, told = TritonKernel(torch.device("cuda", torch.cuda.current_device())), ""
     numbers = CHOSEN[chosen]
     if isinstance(numbers.lr, torch.Tensor):
-        numbers = Numbers(**{**vars(numbers), "lr": numbers.lr.cuda()})
+        numbers = FusedAdamHyperparams(**{**vars(numbers), "lr": numbers.lr.cuda()})
     inverse, coefficient = torch.tensor(1 / 3, device="cuda"), torch.tensor(0.7, device="cuda")
     for numel, offset in ((1, 0), (7, 0), (37, 1), (1025, 0), (40_003, 3), (1 << 20, 0)):
         gradient, *ours = (line[offset:] for line in lines(numel, offset, seed=numel))
         gradient, theirs = gradient.to(dtype), [line.clone() for line in ours]
         copy = torch.zeros(numel + offset, dtype=dtype, device="cuda")[offset:] if dtype != torch.float32 else None
-        laid = kernel.lay([Strip(0, gradient, *ours, copy)], 1)
+        laid = kernel.prepare([SliceTensors(0, gradient, *ours, copy)], 1)
         for count in (*range(1, 12), 102, 140, 173, 175, 5000):  # where the GPU's powers of beta are its own
             step = torch.full((), float(count), device="cuda")
-            factors = Factors(inverse, coefficient) if count % 2 else Factors()
+            factors = GradScale(inverse, coefficient) if count % 2 else GradScale()
             kernel.run(laid, [step], numbers, factors)
             wide = gradient.float().clone()
-            for factor in (factors.inverse, factors.coefficient):
+            for factor in (factors.inv_scale, factors.clip_coef):
                 wide = wide if factor is None else wide * factor
             torch._fused_adamw_(
                 [theirs[0]],
@@ -142,10 +142,10 @@ def test_the_kernel_writes_nothing_after_an_overflow() -> None:
     gradient, *states = lines(5000, 0, seed=0)
     copy = torch.zeros(5000, dtype=torch.float16, device="cuda")
     before = [tensor.clone() for tensor in (*states, copy)]
-    laid, step = kernel.lay([Strip(0, gradient.half(), *states, copy)], 1), torch.ones((), device="cuda")
-    kernel.run(laid, [step], CHOSEN["decay"], Factors(overflow=torch.ones((), device="cuda")))
+    laid, step = kernel.prepare([SliceTensors(0, gradient.half(), *states, copy)], 1), torch.ones((), device="cuda")
+    kernel.run(laid, [step], CHOSEN["decay"], GradScale(overflow=torch.ones((), device="cuda")))
     assert not "".join(difference(str(i), a, b) for i, (a, b) in enumerate(zip((*states, copy), before, strict=True)))
-    kernel.run(laid, [step], CHOSEN["decay"], Factors(overflow=torch.zeros((), device="cuda")))
+    kernel.run(laid, [step], CHOSEN["decay"], GradScale(overflow=torch.zeros((), device="cuda")))
     assert difference("copy", copy, before[-1])
 
 
@@ -226,12 +226,12 @@ class Skips(nn.Module):
 def held(optimizer: Any) -> dict[str, torch.Tensor]:
     """Everything that this rank holds."""
     found: dict[str, torch.Tensor] = {}
-    for number, run in enumerate(optimizer._all_runs()):
+    for number, run in enumerate(optimizer._all_slices()):
         found[f"run {number} master"] = run.parameter.detach().clone()
         for key, value in optimizer.state.get(run.parameter, {}).items():
             found[f"run {number} {key}"] = torch.as_tensor(value).clone()
-    for flat, gradient in optimizer._engine.gradients.of_flat.items():
-        for number, owned in enumerate(flat.owned):
+    for flat, gradient in optimizer._engine.gradients.flat_grads.items():
+        for number, owned in enumerate(flat.local_shards):
             found[f"{flat.names[0]} … part {number}"] = owned.clone()
         if gradient.shard is not None:
             found[f"{flat.names[0]} … gradient"] = gradient.shard.clone()
@@ -242,8 +242,8 @@ def inject(optimizer: Any, step: int) -> None:
     """On the fake backend nothing arrives from other ranks: put known gradients in the place of what did not."""
     optimizer.clip_grad_norm_(1.0)  # reduces what is still to be reduced
     gradients = optimizer._engine.gradients
-    gradients.coefficient = None
-    for number, gradient in enumerate(gradients.of_flat.values()):
+    gradients.clip_coef = None
+    for number, gradient in enumerate(gradients.flat_grads.values()):
         generator = torch.Generator().manual_seed(1000 * step + number)
         gradient.shard.copy_(torch.randn(gradient.shard.shape, generator=generator) * 1e-2)
 
@@ -271,7 +271,7 @@ def train(
     options = {"precision": "bf16", "bucket_size": 4096, "loss_scale": 64.0, "stage": stage, **options}
     model, optimizer = zeroshard.shard(model, make(model), **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if schedule else None
-    ours = optimizer._update._one_pass
+    ours = optimizer._step_runner._fused_adam
     launches: list[int] = []
     if ours is not None:
         launch = ours._kernel._launch
@@ -296,7 +296,7 @@ def train(
             scheduler.step()
         if clear and number < 4:
             optimizer.zero_grad()
-    optimizer._engine.gradients.reduce_rest()  # pays what the step owes
+    optimizer._engine.gradients.reduce_pending()  # pays what the step owes
     if ours is not None:
         del ours._kernel._launch
         assert all_ours == (zeroshard.report(model).memory["step", "device"].peak == 0)

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from zeroshard.device import kernel
-from zeroshard.device.strip import Factors, Numbers, Strip
-from zeroshard.device.table import ROW
-from zeroshard.host.options import AdamOptions
-from zeroshard.host.powers import _table
+from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.device.table import ROW_FIELDS
+from zeroshard.host.options import AdamHyperparams
+from zeroshard.host.powers import _beta_power_table
 
 triton = pytest.importorskip("triton")
 
-PLAIN = Numbers(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=False)
+PLAIN = FusedAdamHyperparams(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=False)
 FACTORS = {"inverse": torch.tensor(1 / 3), "coefficient": torch.tensor(0.7)}
 
 
-def strips(numels: list[int], gradient: torch.dtype, copy: torch.dtype | None, offset: int = 0) -> list[Strip]:
+def strips(numels: list[int], gradient: torch.dtype, copy: torch.dtype | None, offset: int = 0) -> list[SliceTensors]:
     """Random ones, two of a run; ``offset``: elements by which they miss a vector's beginning."""
     generator = torch.Generator().manual_seed(0)
 
@@ -36,18 +36,20 @@ def strips(numels: list[int], gradient: torch.dtype, copy: torch.dtype | None, o
     for number, numel in enumerate(numels):
         g, p, m, v = (line(numel) for _ in range(4))
         copied = None if copy is None else torch.zeros(numel + offset, dtype=copy)[offset:]
-        found.append(Strip(number // 2, g.to(gradient), p, m, v.square() + 0.1, copied))
+        found.append(SliceTensors(number // 2, g.to(gradient), p, m, v.square() + 0.1, copied))
     return found
 
 
-def host_update(native: Any, strip: Strip, numbers: Numbers, step: int, factors: dict[str, torch.Tensor]) -> list[Any]:
+def host_update(
+    native: Any, strip: SliceTensors, numbers: FusedAdamHyperparams, step: int, factors: dict[str, torch.Tensor]
+) -> list[Any]:
     """What the host's native kernel makes of a strip, by the formulas of a GPU."""
     old = (strip.master.clone(), strip.exp_avg.clone(), strip.exp_avg_sq.clone())
     lr = float(numbers.lr)
-    chosen = AdamOptions(lr, numbers.betas, numbers.eps, numbers.weight_decay, True, numbers.maximize, True, True)
-    powers = tuple(_table(beta, 0, "cpu")[step] for beta in numbers.betas)
+    chosen = AdamHyperparams(lr, numbers.betas, numbers.eps, numbers.weight_decay, True, numbers.maximize, True, True)
+    powers = tuple(_beta_power_table(beta, 0, "cpu")[step] for beta in numbers.betas)
     scaled = [float(value) for key, value in factors.items() if key != "overflow"]
-    native.adam(*old, strip.gradient.clone(), chosen, out=old, step=step, factors=scaled, powers=powers)
+    native.adam(*old, strip.gradient.clone(), chosen, out=old, step=step, grad_factors=scaled, beta_powers=powers)
     return list(old)
 
 
@@ -67,29 +69,29 @@ def test_strips_are_updated_by_the_formulas_of_a_gpu(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     gradient, copy, offset, changed, factors = CASES[case]
-    numbers = Numbers(**{**vars(PLAIN), **changed})
+    numbers = FusedAdamHyperparams(**{**vars(PLAIN), **changed})
     found = strips([64, 300, 33, 1, 128, 5], gradient, copy, offset)
     steps = [1, 7, 100]
-    wanted = [host_update(native_kernels, strip, numbers, steps[strip.run], factors) for strip in found]
+    wanted = [host_update(native_kernels, strip, numbers, steps[strip.slice_index], factors) for strip in found]
     ours = kernel.TritonKernel(torch.device("cpu"), block=64)
-    ours.run(ours.lay(found, 3), [torch.tensor(float(step)) for step in steps], numbers, Factors(**factors))
+    ours.run(ours.prepare(found, 3), [torch.tensor(float(step)) for step in steps], numbers, GradScale(**factors))
     for number, (strip, states) in enumerate(zip(found, wanted, strict=True)):
         mine = [strip.master, strip.exp_avg, strip.exp_avg_sq]
         torch.testing.assert_close(mine, states, rtol=1e-5, atol=1e-6, msg=lambda m, n=number: f"strip {n}: {m}")
-        if strip.copy is not None:
-            rounding = torch.finfo(strip.copy.dtype).eps  # interpreted, it is cut off
-            torch.testing.assert_close(strip.copy.float(), strip.master, rtol=rounding, atol=0)
+        if strip.compute_param is not None:
+            rounding = torch.finfo(strip.compute_param.dtype).eps  # interpreted, it is cut off
+            torch.testing.assert_close(strip.compute_param.float(), strip.master, rtol=rounding, atol=0)
 
 
 def test_after_an_overflow_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (strip,) = strips([100], torch.float16, torch.float16)
-    before = [tensor.clone() for tensor in (strip.master, strip.exp_avg, strip.exp_avg_sq, strip.copy)]
+    before = [tensor.clone() for tensor in (strip.master, strip.exp_avg, strip.exp_avg_sq, strip.compute_param)]
     ours = kernel.TritonKernel(torch.device("cpu"), block=64)
-    laid = ours.lay([strip], 1)
+    laid = ours.prepare([strip], 1)
     for overflow in (1.0, 0.0):
-        ours.run(laid, [torch.tensor(1.0)], PLAIN, Factors(overflow=torch.tensor(overflow)))
-        after = [strip.master, strip.exp_avg, strip.exp_avg_sq, strip.copy]
+        ours.run(laid, [torch.tensor(1.0)], PLAIN, GradScale(overflow=torch.tensor(overflow)))
+        after = [strip.master, strip.exp_avg, strip.exp_avg_sq, strip.compute_param]
         assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [overflow == 1.0] * 4
 
 
@@ -100,31 +102,31 @@ def compiled(**chosen: Any) -> str:
 
     tl = triton.language
     constants = {
-        "ROW": ROW,
+        "ROW": ROW_FIELDS,
         "GRADIENT": tl.bfloat16,
         "COPY": tl.bfloat16,
         "EVEN": True,
         "LR_ON_DEVICE": False,
         "DECAYS": True,
         "MAXIMIZE": False,
-        "BLOCK": kernel.BLOCK,
+        "BLOCK": kernel.BLOCK_NUMEL,
         **chosen,
     }
-    function = triton.jit(kernel.one_pass)
+    function = triton.jit(kernel.fused_adam_kernel)
     pointers = {"blocks": "*i32", "table": "*i64", "powers": "*fp32"}
     pointers |= dict.fromkeys(("inverse", "coefficient", "overflow"), "*fp32")
     numbers = dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), "fp32")
     signature = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=function, signature=signature, constexprs=places)
-    options = {"num_warps": kernel.WARPS, **kernel.EXACT}
+    options = {"num_warps": kernel.NUM_WARPS, **kernel.EXACT_FP_OPTIONS}
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 def test_the_compiled_kernel_rounds_as_is_written_and_moves_whole_vectors() -> None:
     code = compiled()
     found = Counter(re.findall(r"\b((?:ld|st)\.global\.\w+(?:\.\w+)?|(?:mul|add|sub|fma|div|sqrt)[\w.]*\.f32)\b", code))
-    each = kernel.BLOCK // (32 * kernel.WARPS)  # elements of a thread
+    each = kernel.BLOCK_NUMEL // (32 * kernel.NUM_WARPS)  # elements of a thread
     assert ".ftz" not in code and ".approx" not in code and "rcp" not in code
     arithmetic = {name for name in found if name.endswith(".f32")}
     assert arithmetic == {f"{name}.rn.f32" for name in ("mul", "add", "sub", "fma", "div", "sqrt")}

@@ -13,7 +13,7 @@ from ranks import RanksFailed, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.optimizer_probe import refuse_unfit
+from zeroshard.optimizer_probe import check_elementwise
 
 
 def make_model() -> nn.Module:
@@ -203,7 +203,7 @@ def test_what_trying_does_not_decide_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__} may look.*{UNDECIDED[kind]}.*elementwise=True"):
         zeroshard.shard(model, kind(model.parameters()))
     assert torch.equal(random, torch.get_rng_state())
-    refuse_unfit(kind(model.parameters()), True, None)
+    check_elementwise(kind(model.parameters()), True, None)
 
 
 def test_a_hooked_or_replaced_step_is_refused_for_classes_that_are_not_torchs() -> None:
@@ -212,7 +212,7 @@ def test_a_hooked_or_replaced_step_is_refused_for_classes_that_are_not_torchs() 
     replaced.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
     for optimizer, why in ((hooked, "hooks on its step"), (replaced, "was replaced")):
         with pytest.raises(ValueError, match=why):
-            refuse_unfit(optimizer, None, None)
+            check_elementwise(optimizer, None, None)
 
 
 class MakesStates(Own):
@@ -390,7 +390,7 @@ def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision
 
 
 def test_an_optimizer_that_averages_is_elementwise() -> None:
-    refuse_unfit(Averages(MODEL.parameters()), None, None)
+    check_elementwise(Averages(MODEL.parameters()), None, None)
 
 
 def test_train_and_eval_are_there_only_where_the_inner_optimizer_has_them() -> None:

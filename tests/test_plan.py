@@ -15,19 +15,25 @@ from zeroshard.config import Config
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
 from zeroshard.planner import subject
-from zeroshard.planner.choice import Choice
+from zeroshard.planner.choice import Strategy
 from zeroshard.planner.footprint import footprint
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.memory import holdings
-from zeroshard.planner.pace import BACKWARDS, PASSED, TRAVEL, Work, pace
-from zeroshard.planner.plan import Plans, consider, plan
-from zeroshard.planner.subject import Subject
-from zeroshard.planner.traces.tracing import trace
+from zeroshard.planner.memory import state_sizes
+from zeroshard.planner.pace import (
+    ADAM_BYTES_PER_PARAM,
+    MAX_SIMULATED_BACKWARDS,
+    TRANSFER_BYTES_PER_PARAM,
+    TraceCost,
+    step_time,
+)
+from zeroshard.planner.plan import Plans, evaluate_strategy, plan
+from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.traces.tracing import trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 SMALL = GPTConfig(vocab_size=512, context=32, layers=4, heads=4, width=64)
-NODE = Machine.of("h100", devices=4)
+NODE = Machine.resolve("h100", devices=4)
 
 
 def gpt(**changes: Any) -> GPT:
@@ -39,9 +45,11 @@ def replayed(
     stage: int, ranks: int, machine: Machine = NODE, accumulate: int = 1, model: Any = None, **options: Any
 ) -> Any:
     model = model or gpt()
-    work = Work.of(subject.trace(model, micro_batch=2, precision="bf16", kind=machine.kind), machine)
-    held = holdings(model, Config(stage=stage, precision="bf16", **options), ranks=ranks)
-    return pace(work, held, machine, ranks=ranks, accumulate=accumulate)
+    work = TraceCost.from_trace(
+        subject.trace_model(model, micro_batch=2, precision="bf16", device_kind=machine.kind), machine
+    )
+    held = state_sizes(model, Config(stage=stage, precision="bf16", **options), ranks=ranks)
+    return step_time(work, held, machine, ranks=ranks, accumulate=accumulate)
 
 
 # ------------------------------------------------------------------------------------------------ traffic
@@ -66,10 +74,10 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
         return {kind: traffic.bytes for kind, traffic in kinds.items() if traffic.bytes > 1000}
 
     model = GPT(config)
-    machine = Machine.of("cpu")
-    work = Work.of(trace(model, micro_batch=2, kind="cpu"), machine)
-    held = holdings(model, Config(stage=stage), ranks=ranks, on_gpu=False)
-    foretold = pace(work, held, machine, ranks=ranks, accumulate=accumulate).traffic
+    machine = Machine.resolve("cpu")
+    work = TraceCost.from_trace(trace_model(model, micro_batch=2, device_kind="cpu"), machine)
+    held = state_sizes(model, Config(stage=stage), ranks=ranks, on_gpu=False)
+    foretold = step_time(work, held, machine, ranks=ranks, accumulate=accumulate).traffic
     for measured in run_threads(ranks, train):
         assert {kind: nbytes for kind, nbytes in foretold.items() if nbytes} == pytest.approx(
             measured, rel=0.002
@@ -78,7 +86,7 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
 
 def test_one_device_communicates_nothing() -> None:
     assert replayed(3, 1).traffic == {}
-    assert replayed(2, 1).communication == 0
+    assert replayed(2, 1).exposed_communication == 0
 
 
 # ------------------------------------------------------------------------------------------------ time
@@ -88,7 +96,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     for stage in range(4):
         for machine in (NODE, replace(NODE, op=1e-3), replace(NODE, inside=Link(bandwidth=1e6, latency=1e-4))):
             found = replayed(stage, 4, machine)
-            parts = found.compute + found.communication + found.launch + found.update
+            parts = found.compute + found.exposed_communication + found.launch + found.update
             assert found.step == pytest.approx(parts, rel=0.05), (stage, machine)
 
 
@@ -98,14 +106,14 @@ def test_a_slow_wire_is_waited_for_and_a_fast_one_is_hidden() -> None:
         replayed(3, 4, replace(NODE, op=0.0, unit=0.0, inside=Link(bandwidth=rate, latency=0)), model=wide)
         for rate in (1e15, 1e9)
     )
-    assert fast.communication < 0.03 * fast.step  # each gradient is packed, which no wire makes faster
+    assert fast.exposed_communication < 0.03 * fast.step  # each gradient is packed, which no wire makes faster
     wire = 3 * 2 * sum(parameter.numel() for parameter in wide.parameters()) * 0.75 / 1e9
     assert wire * 0.9 < slow.step < 1.5 * (wire + fast.step)
 
 
 def test_a_slow_host_is_the_limit() -> None:
     slow = replayed(3, 1, replace(NODE, op=1e-2))
-    operations = sum(op.kind != "nothing" for op in trace(gpt(), micro_batch=2, precision="bf16").ops)
+    operations = sum(op.kind != "nothing" for op in trace_model(gpt(), micro_batch=2, precision="bf16").ops)
     assert slow.step == pytest.approx(operations * 1e-2, rel=0.1)
     assert slow.launch > 0.9 * slow.step
 
@@ -113,8 +121,10 @@ def test_a_slow_host_is_the_limit() -> None:
 @pytest.mark.parametrize("offload", [None, "host"])
 def test_many_backwards_are_as_many_replayed(offload: Any) -> None:
     """Beyond a few they are no longer replayed, and take what they would."""
-    times = [replayed(2, 4, accumulate=n, offload=offload).step for n in range(1, BACKWARDS + 3)]
-    assert times[-1] - times[-2] == pytest.approx(times[BACKWARDS - 1] - times[BACKWARDS - 2])
+    times = [replayed(2, 4, accumulate=n, offload=offload).step for n in range(1, MAX_SIMULATED_BACKWARDS + 3)]
+    assert times[-1] - times[-2] == pytest.approx(
+        times[MAX_SIMULATED_BACKWARDS - 1] - times[MAX_SIMULATED_BACKWARDS - 2]
+    )
     assert times == sorted(times)
 
 
@@ -124,7 +134,9 @@ def test_the_hosts_updates_hide_as_far_as_they_can() -> None:
     near = replayed(3, 1, model=model).step
     for rate in (1e12, 3e9, 1e8):
         found = replayed(3, 1, replace(NODE, host_update=rate, pcie=1e14), model=model, offload="host").step
-        busy = psi / rate * (1 + TRAVEL / PASSED)  # what passes its memory by itself takes its part of it
+        busy = (
+            psi / rate * (1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM)
+        )  # what passes its memory by itself takes its part of it
         assert max(0.9 * near, busy) <= found * 1.1
         assert found < 1.1 * near + busy
     half = replayed(3, 1, replace(NODE, host_update=1e8), model=model, offload={"optimizer": ("host", 0.5)}).step
@@ -146,26 +158,26 @@ def test_disk_costs_its_bytes() -> None:
 def test_the_timeline_ends_where_it_begins_and_has_the_peak() -> None:
     model = gpt()
     found = footprint(
-        trace(model, micro_batch=4, precision="bf16"),
-        holdings(model, Config(stage=3, precision="bf16"), ranks=4),
+        trace_model(model, micro_batch=4, precision="bf16"),
+        state_sizes(model, Config(stage=3, precision="bf16"), ranks=4),
         timeline=True,
     )
     assert max(moment.total for moment in found.timeline) == found.peak.total
-    assert found.timeline[-1].what == "step"
-    assert found.timeline[-2].held["activations"] == found.timeline[0].held["activations"] == 0
-    assert all(value >= 0 for moment in found.timeline for value in moment.held.values())
+    assert found.timeline[-1].label == "step"
+    assert found.timeline[-2].by_kind["activations"] == found.timeline[0].by_kind["activations"] == 0
+    assert all(value >= 0 for moment in found.timeline for value in moment.by_kind.values())
 
 
 def test_prefetch_costs_a_unit_and_stages_hold_less_and_less() -> None:
     model = gpt(width=256, vocab_size=64)
-    traced = trace(model, micro_batch=1, precision="bf16")
+    traced = trace_model(model, micro_batch=1, precision="bf16")
     peaks = [
-        footprint(traced, holdings(model, Config(stage=stage, precision="bf16"), ranks=64)).peak.total
+        footprint(traced, state_sizes(model, Config(stage=stage, precision="bf16"), ranks=64)).peak.total
         for stage in range(4)
     ]
     assert peaks == sorted(peaks, reverse=True)
-    held = holdings(model, Config(stage=3, precision="bf16"), ranks=64)
-    with_it, without = (footprint(traced, held, prefetch=on).peak.held["gathered"] for on in (True, False))
+    held = state_sizes(model, Config(stage=3, precision="bf16"), ranks=64)
+    with_it, without = (footprint(traced, held, prefetch=on).peak.by_kind["gathered"] for on in (True, False))
     assert with_it == pytest.approx(2 * without)
 
 
@@ -178,12 +190,16 @@ def plans(memory: str = "80GB", devices: int = 4, **options: Any) -> Plans:
 
 def test_every_choice_is_looked_at() -> None:
     found = plans(batch=64)
-    chosen = [row.choice for row in found.rows()]
+    chosen = [row.strategy for row in found.fastest_per_strategy()]
     assert {choice.stage for choice in chosen} == {0, 1, 2, 3}
     assert {choice.tensor for choice in chosen} == {1, 2, 4}
     assert {choice.checkpoint for choice in chosen} == {"none", "recompute", "host"}
-    assert {"nothing", "optimizer host", "optimizer host, parameters host"} <= {choice.far for choice in chosen}
-    assert all(one.choice.micro_batch * one.choice.accumulate * 4 // one.choice.tensor == 64 for one in found.every)
+    assert {"nothing", "optimizer host", "optimizer host, parameters host"} <= {
+        choice.offload_summary for choice in chosen
+    }
+    assert all(
+        one.strategy.micro_batch * one.strategy.accumulate * 4 // one.strategy.tensor == 64 for one in found.candidates
+    )
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
@@ -192,50 +208,50 @@ def test_the_best_is_the_fastest_that_fits() -> None:
         best = found.best
         assert best is not None
         assert best.memory <= found.machine.memory
-        assert all(not other.fits or other.credit <= best.credit * 1.02 for other in found.every)
-        assert best.choice.words in found.why
-        assert "the fastest of" in found.why
+        assert all(not other.fits or other.score <= best.score * 1.02 for other in found.candidates)
+        assert best.strategy.description in found.reason
+        assert "the fastest of" in found.reason
 
 
 def test_less_memory_never_makes_it_faster() -> None:
     speeds = [plans(memory, batch=32, tensor=1).best for memory in ("80GB", "900MB", "750MB")]
-    samples = [best.credit for best in speeds if best is not None]
+    samples = [best.score for best in speeds if best is not None]
     assert samples == sorted(samples, reverse=True)
 
 
 def test_nothing_fits() -> None:
     found = plans("640MB", batch=32, tensor=1, model={"width": 256, "layers": 8})
     assert found.best is None
-    assert found.why.startswith("nothing fits: what needs least is stage 3")
-    assert "a device, which has 640.00 MB" in found.why
+    assert found.reason.startswith("nothing fits: what needs least is stage 3")
+    assert "a device, which has 640.00 MB" in found.reason
 
 
 def test_the_hosts_memory_and_the_disk_are_limits_too() -> None:
-    subject = Subject(gpt(width=512), precision="bf16")
+    subject = TracedModel(gpt(width=512), precision="bf16")
     small = replace(NODE, host_memory=10**6, disk=10**6)
-    far = Choice(stage=3, offload=Offload(optimizer="host"))
-    assert "of host memory" in consider(subject, far, 4, small).lacks
-    disk = Choice(stage=3, offload=Offload(optimizer="disk", directory="."))
-    assert "of disk" in consider(subject, disk, 4, replace(small, host_memory=10**12)).lacks
-    assert consider(subject, far, 4, NODE).fits
+    far = Strategy(stage=3, offload=Offload(optimizer="host"))
+    assert "of host memory" in evaluate_strategy(subject, far, 4, small).shortfall
+    disk = Strategy(stage=3, offload=Offload(optimizer="disk", directory="."))
+    assert "of disk" in evaluate_strategy(subject, disk, 4, replace(small, host_memory=10**12)).shortfall
+    assert evaluate_strategy(subject, far, 4, NODE).fits
 
 
 def test_what_is_given_is_kept_to() -> None:
     found = plans(batch=32, stage=2, tensor=2, checkpoint="recompute", offload=None, micro_batch=[2, 4])
-    chosen = [one.choice for one in found.every]
+    chosen = [one.strategy for one in found.candidates]
     assert {(c.stage, c.tensor, c.checkpoint, c.offload) for c in chosen} == {(2, 2, "recompute", None)}
     assert [c.micro_batch for c in chosen] == [2, 4]
 
 
 def test_a_model_without_blocks_or_a_plan() -> None:
     found = plan(nn.Linear(8, 8), torch.empty(1, 8), devices=2, machine=NODE, batch=4)
-    assert {(one.choice.tensor, one.choice.checkpoint) for one in found.every} == {(1, "none")}
+    assert {(one.strategy.tensor, one.strategy.checkpoint) for one in found.candidates} == {(1, "none")}
 
 
 def test_a_cpu_is_a_machine_too() -> None:
     found = plan(gpt(), devices=2, machine="cpu", batch=8, sequence=32)
     assert found.precision == "fp32"
-    assert found.best is not None and found.best.choice.offload is None
+    assert found.best is not None and found.best.strategy.offload is None
 
 
 def test_bad_input_is_refused_in_words() -> None:
@@ -264,24 +280,24 @@ def test_bad_input_is_refused_in_words() -> None:
 
 def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = []
-    real = trace
+    real = trace_model
 
     def noted(model: Any, *args: Any, **given: Any) -> Any:
         depths.append(len(model.blocks))
         return real(model, *args, **given)
 
-    monkeypatch.setattr("zeroshard.planner.subject.trace", noted)
+    monkeypatch.setattr("zeroshard.planner.subject.trace_model", noted)
     deep = gpt(layers=12)
     found = plan(
         deep, devices=2, machine=NODE, batch=8, sequence=32, stage=3, checkpoint="none", offload=None, tensor=1
     )
     assert depths.count(12) == 1  # to confirm the choice
     assert set(depths) == {2, 3, 12}
-    shallow = Subject(deep, sequence=32, precision="bf16", clipped=True)
-    shallow._depth = 0
-    for one in found.every:
-        assert consider(shallow, one.choice, 2, NODE).footprint.peak == one.footprint.peak
-        assert consider(shallow, one.choice, 2, NODE).pace == one.pace
+    shallow = TracedModel(deep, sequence=32, precision="bf16", clipped=True)
+    shallow._extrapolated_depth = 0
+    for one in found.candidates:
+        assert evaluate_strategy(shallow, one.strategy, 2, NODE).footprint.peak == one.footprint.peak
+        assert evaluate_strategy(shallow, one.strategy, 2, NODE).step_time == one.step_time
 
 
 class Uneven(nn.Module):
@@ -300,11 +316,11 @@ class Uneven(nn.Module):
 def test_a_model_whose_blocks_are_not_alike_is_traced_whole() -> None:
     found = plan(Uneven(), torch.empty(1, 64), devices=1, machine=NODE, batch=64, micro_batch=64, checkpoint="none")
     assert found.best is not None
-    traced = trace(Uneven(), torch.empty(1, 64), micro_batch=64, precision="bf16")
-    assert found.best.footprint.peak.held["activations"] == max(
-        moment.held["activations"]
+    traced = trace_model(Uneven(), torch.empty(1, 64), micro_batch=64, precision="bf16")
+    assert found.best.footprint.peak.by_kind["activations"] == max(
+        moment.by_kind["activations"]
         for moment in footprint(
-            traced, holdings(Uneven(), Config(precision="bf16", stage=3), ranks=1), timeline=True
+            traced, state_sizes(Uneven(), Config(precision="bf16", stage=3), ranks=1), timeline=True
         ).timeline
     )
 
@@ -322,12 +338,12 @@ class Contrast(nn.Module):
 
 
 def test_what_is_chosen_fits_though_memory_is_no_straight_line() -> None:
-    machine = replace(Machine.of("cpu", memory="40MB", context=0), devices=1)
+    machine = replace(Machine.resolve("cpu", memory="40MB", context=0), devices=1)
     found = plan(Contrast(), torch.empty(1, 64), devices=1, machine=machine)
     best = found.best
-    assert best is not None and best.choice.micro_batch > 64
-    traced = trace(Contrast(), torch.empty(1, 64), micro_batch=best.choice.micro_batch, kind="cpu")
-    real = footprint(traced, holdings(Contrast(), Config(stage=3), ranks=1, on_gpu=False), on_gpu=False).peak.total
+    assert best is not None and best.strategy.micro_batch > 64
+    traced = trace_model(Contrast(), torch.empty(1, 64), micro_batch=best.strategy.micro_batch, device_kind="cpu")
+    real = footprint(traced, state_sizes(Contrast(), Config(stage=3), ranks=1, on_gpu=False), on_gpu=False).peak.total
     assert real == best.footprint.peak.total <= 40e6
 
 
@@ -345,6 +361,6 @@ def test_choices_that_are_none_are_refused() -> None:
 
 def test_stages_that_cannot_offload_what_is_asked_are_left_out() -> None:
     far = {"optimizer": "host", "parameters": "host"}
-    assert {one.choice.stage for one in plans(batch=16, tensor=1, offload=far).every} == {3}
+    assert {one.strategy.stage for one in plans(batch=16, tensor=1, offload=far).candidates} == {3}
     with pytest.raises(ValueError, match="stage 1 computes with whole parameters"):
         plans(batch=16, tensor=1, offload=far, stage=1)

@@ -16,16 +16,16 @@ import torch
 
 import zeroshard
 from zeroshard.cli import main
-from zeroshard.commands.console import PAGE
+from zeroshard.commands.console import HTML_REQUIREMENTS
 from zeroshard.planner.calibration import calibrate as measuring
-from zeroshard.planner.choice import Choice
-from zeroshard.planner.footprint import Moment
+from zeroshard.planner.choice import Strategy
+from zeroshard.planner.footprint import MemoryUsage
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.models import open_model
 from zeroshard.planner.plan import Plans
-from zeroshard.planner.record import PARTS, record, standing
-from zeroshard.planner.table import COLUMNS, interesting, ordered, table, verdict
-from zeroshard.planner.usage import calls, command
+from zeroshard.planner.record import TIME_PARTS, best_per_strategy, plans_to_dict
+from zeroshard.planner.table import COLUMNS, fit_summary, format_table, sort_plans, summary_rows
+from zeroshard.planner.usage import python_calls, train_command
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -156,7 +156,7 @@ def planned(**options: Any) -> Plans:
 def plans() -> Plans:
     """All ways to train a small model on a machine that is short of memory."""
     model, inputs, _ = open_model("tiny")
-    machine = Machine.of("h100", context=0, workspace=0, memory="16MB")
+    machine = Machine.resolve("h100", context=0, workspace=0, memory="16MB")
     return zeroshard.plan(model, inputs, devices=4, machine=machine, batch=16, tensor=[1, 2])
 
 
@@ -180,33 +180,35 @@ def test_the_command_tells_what_takes_what_and_how_to_run_it() -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == ("model     GPT, 4 layers, 4 heads, width 128, 1,071,872 parameters, 128 tokens a sample")
     assert lines[1].startswith("machine   2 × h100, one node: 85.00 GB a device, 2.00 TB of host memory")
-    assert table(expected, tokens=128) in done.stdout
-    assert expected.why in lines
-    assert "  " + command(expected.best.choice, "tiny", 2, Machine.of("h100"), "bf16") in lines
-    assert "  " + calls(expected.best.choice, 2, Machine.of("h100"), "bf16") in lines
+    assert format_table(expected, tokens=128) in done.stdout
+    assert expected.reason in lines
+    assert "  " + train_command(expected.best.strategy, "tiny", 2, Machine.resolve("h100"), "bf16") in lines
+    assert "  " + python_calls(expected.best.strategy, 2, Machine.resolve("h100"), "bf16") in lines
 
 
 def test_json_has_every_figure_of_every_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     assert run("tiny", "--devices", "2", "--json", str(file), *QUICK) == 0
     told, expected = json.loads(file.read_text()), planned()
-    assert told == json.loads(json.dumps(record(expected, model="GPT, 4 layers, 4 heads, width 128", tokens=128)))
-    assert expected.why == told["why"] and expected.why in capsys.readouterr().out
-    assert len(told["plans"]) == len(expected.every) and told["plans"][told["best"]]["fits"]
+    assert told == json.loads(
+        json.dumps(plans_to_dict(expected, model="GPT, 4 layers, 4 heads, width 128", tokens=128))
+    )
+    assert expected.reason == told["why"] and expected.reason in capsys.readouterr().out
+    assert len(told["plans"]) == len(expected.candidates) and told["plans"][told["best"]]["fits"]
     assert Machine.from_json(json.dumps(told["machine"])) == expected.machine
     assert told["versions"]["torch"] == torch.__version__
-    for given, plan in zip(told["plans"], expected.every, strict=True):
+    for given, plan in zip(told["plans"], expected.candidates, strict=True):
         held = plan.footprint
         assert given["memory"] == plan.memory and given["states"] == held.states
         assert sum(given["peak"]["by_kind"].values()) == pytest.approx(given["peak"]["total"])
         stays = {kind: nbytes for kind, nbytes in given["states"].items() if kind != "gradients"}
         assert given["peak"]["by_kind"]["states"] == sum(stays.values())
         assert given["peak"]["by_kind"]["gradients"] in (0, given["states"]["gradients"])
-        assert given["at_rest"] == held.at_rest and given["node"]["host"] == 2 * held.host
-        assert given["seconds"]["step"] == plan.pace.step and set(given["seconds"]) == {"step", *PARTS}
+        assert given["at_rest"] == held.between_steps and given["node"]["host"] == 2 * held.host
+        assert given["seconds"]["step"] == plan.step_time.step and set(given["seconds"]) == {"step", *TIME_PARTS}
         assert given["samples_per_second"] * 128 == given["tokens_per_second"]
-        backwards = plan.choice.accumulate
-        volume = {0: 2, 1: 2, 2: backwards + 1, 3: 3 * backwards}[plan.choice.stage]  # the paper's, in Ψ
+        backwards = plan.strategy.accumulate
+        volume = {0: 2, 1: 2, 2: backwards + 1, 3: 3 * backwards}[plan.strategy.stage]  # the paper's, in Ψ
         assert given["psi"] == pytest.approx(volume, rel=0.01)
 
 
@@ -254,7 +256,7 @@ def test_calibration_is_told_kept_and_used(
     out = capsys.readouterr().out
     assert "G parameters/s updated with Adam" in out and f"kept in {tmp_path}" in out
     assert run("tiny", "--devices", "2", "--machine", "here", *QUICK) == 0
-    here = Machine.of("here")
+    here = Machine.resolve("here")
     assert f"2 × {here.name}" in capsys.readouterr().out
 
 
@@ -394,7 +396,7 @@ def test_what_a_page_needs_is_named_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: list[str]
 ) -> None:
     monkeypatch.setattr("zeroshard.planner.models.open_model", fail)
-    here = set(PAGE) - set(missing)
+    here = set(HTML_REQUIREMENTS) - set(missing)
     monkeypatch.setattr("zeroshard.commands.console.find_spec", lambda name: object() if name in here else None)
     assert run("tiny", "--devices", "2", "--html", str(tmp_path / "plan.html")) == 2
     said = capsys.readouterr().err
@@ -420,92 +422,102 @@ def test_devices_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_has_what_fits_first_and_the_chosen_plan_marked(plans: Plans) -> None:
-    text = table(plans, every=True)
+    text = format_table(plans, show_all=True)
     rows = text.splitlines()[2:]
-    assert len(rows) == len(plans.rows())
+    assert len(rows) == len(plans.fastest_per_strategy())
     fits = [" fits" in row for row in rows]
     assert True in fits and False in fits and fits == sorted(fits, reverse=True)
     marked = [row for row in rows if row.startswith("►")]
     assert len(marked) == 1 and marked[0].endswith("fits, chosen")
-    assert marked[0].split()[1] == str(plans.best.choice.stage)
-    speeds = [plan.samples for plan in ordered(plans.every) if plan.fits]
+    assert marked[0].split()[1] == str(plans.best.strategy.stage)
+    speeds = [plan.samples_per_second for plan in sort_plans(plans.candidates) if plan.fits]
     assert speeds == sorted(speeds, reverse=True)
 
 
 def test_the_chosen_plan_stands_for_its_way_though_another_is_a_little_faster(plans: Plans) -> None:
     best = plans.best
-    faster = replace(best.pace, step=best.pace.step * 0.995)
-    larger = replace(best, footprint=replace(best.footprint, peak=Moment("", {"states": 20e6})))
-    vars(larger)["pace"] = faster
-    both = replace(plans, every=(*plans.every, larger))
-    assert both.best is best and larger in both.rows()
-    assert best in standing(both) and larger not in standing(both) and len(standing(both)) == len(both.rows())
-    assert table(both, every=True).count("►") == 1
+    faster = replace(best.step_time, step=best.step_time.step * 0.995)
+    larger = replace(best, footprint=replace(best.footprint, peak=MemoryUsage("", {"states": 20e6})))
+    vars(larger)["step_time"] = faster
+    both = replace(plans, candidates=(*plans.candidates, larger))
+    assert both.best is best and larger in both.fastest_per_strategy()
+    assert (
+        best in best_per_strategy(both)
+        and larger not in best_per_strategy(both)
+        and len(best_per_strategy(both)) == len(both.fastest_per_strategy())
+    )
+    assert format_table(both, show_all=True).count("►") == 1
 
 
 def test_by_default_the_rows_that_answer_most_are_shown(plans: Plans) -> None:
-    shown = interesting(plans)
-    assert plans.best in shown and len(shown) == len(set(map(id, shown))) < len(plans.rows())
-    mine = [plan.choice for plan in shown if plan.choice.tensor == plans.best.choice.tensor]
+    shown = summary_rows(plans)
+    assert plans.best in shown and len(shown) == len(set(map(id, shown))) < len(plans.fastest_per_strategy())
+    mine = [plan.strategy for plan in shown if plan.strategy.tensor == plans.best.strategy.tensor]
     assert {choice.stage for choice in mine} == {0, 1, 2, 3}
-    assert {plan.choice.tensor for plan in shown} == {1, 2}
-    assert {(c.stage, c.far, c.checkpoint) for c in mine} >= {(stage, "nothing", "none") for stage in range(4)}
-    assert len(table(plans).splitlines()) == 2 + len(shown)
+    assert {plan.strategy.tensor for plan in shown} == {1, 2}
+    assert {(c.stage, c.offload_summary, c.checkpoint) for c in mine} >= {
+        (stage, "nothing", "none") for stage in range(4)
+    }
+    assert len(format_table(plans).splitlines()) == 2 + len(shown)
 
 
 def test_the_columns_are_figures_of_the_plan(plans: Plans) -> None:
-    far = next(plan for plan in plans.every if plan.choice.far == "optimizer host" and plan.choice.stage == 2)
-    alone = replace(plans, every=(far,))
-    heads, names, row = table(alone, tokens=10).splitlines()
+    far = next(
+        plan
+        for plan in plans.candidates
+        if plan.strategy.offload_summary == "optimizer host" and plan.strategy.stage == 2
+    )
+    alone = replace(plans, candidates=(far,))
+    heads, names, row = format_table(alone, tokens=10).splitlines()
     assert "tokens" in heads and "a second" in names
-    for cell in ("opt. host", f"{far.memory / 1e6:.2f} MB", f"{far.samples * 10:,.0f}"):
+    for cell in ("opt. host", f"{far.memory / 1e6:.2f} MB", f"{far.samples_per_second * 10:,.0f}"):
         assert cell in row
     assert len(COLUMNS) >= 15
 
 
 def test_a_row_says_what_there_is_too_little_of(plans: Plans) -> None:
     plan = plans.best
-    assert verdict(plan) == "fits"
-    small = replace(plan, machine=Machine.of(plan.machine, memory=int(plan.memory / 1.5)), lacks="…")
-    assert verdict(small) == "needs 1.50 × the device"
-    far = next(plan for plan in plans.every if plan.footprint.host and plan.fits)
+    assert fit_summary(plan) == "fits"
+    small = replace(plan, machine=Machine.resolve(plan.machine, memory=int(plan.memory / 1.5)), shortfall="…")
+    assert fit_summary(small) == "needs 1.50 × the device"
+    far = next(plan for plan in plans.candidates if plan.footprint.host and plan.fits)
     host = int(far.footprint.host * 4 / 2)
-    poor = replace(far, machine=Machine.of(far.machine, host_memory=host), lacks="…")
-    assert verdict(poor) == "needs 2.22 × what the host gives"  # of which nine tenths may be taken
-    disk = next(plan for plan in plans.every if plan.footprint.disk and plan.memory <= plan.machine.memory)
-    full = replace(disk, machine=Machine.of(disk.machine, disk=int(disk.footprint.disk * 2)), lacks="…")
-    assert verdict(full) == "needs 2.00 × the disk"
+    poor = replace(far, machine=Machine.resolve(far.machine, host_memory=host), shortfall="…")
+    assert fit_summary(poor) == "needs 2.22 × what the host gives"  # of which nine tenths may be taken
+    disk = next(plan for plan in plans.candidates if plan.footprint.disk and plan.memory <= plan.machine.memory)
+    full = replace(disk, machine=Machine.resolve(disk.machine, disk=int(disk.footprint.disk * 2)), shortfall="…")
+    assert fit_summary(full) == "needs 2.00 × the disk"
 
 
 # ------------------------------------------------------------------------------------------------ how to run it
 
 
 CHOICES = [
-    Choice(stage=0, micro_batch=3),
-    Choice(stage=2, checkpoint="recompute", micro_batch=4, accumulate=2),
-    Choice(stage=1, tensor=2, checkpoint="host", offload=zeroshard.Offload(optimizer=("host", 0.5))),
-    Choice(offload=zeroshard.Offload(optimizer="host", parameters="host"), micro_batch=16),
-    Choice(offload=zeroshard.Offload(optimizer="disk", parameters="host", directory="/path/on/a/fast/disk")),
+    Strategy(stage=0, micro_batch=3),
+    Strategy(stage=2, checkpoint="recompute", micro_batch=4, accumulate=2),
+    Strategy(stage=1, tensor=2, checkpoint="host", offload=zeroshard.Offload(optimizer=("host", 0.5))),
+    Strategy(offload=zeroshard.Offload(optimizer="host", parameters="host"), micro_batch=16),
+    Strategy(offload=zeroshard.Offload(optimizer="disk", parameters="host", directory="/path/on/a/fast/disk")),
 ]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.words)
-def test_the_flags_that_are_told_make_the_choice(choice: Choice) -> None:
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.description)
+def test_the_flags_that_are_told_make_the_choice(choice: Strategy) -> None:
     flags = pytest.importorskip("zeroshard.train.flags")
-    told = shlex.split(command(choice, "gpt2", 8, Machine.of("h100"), "bf16", sequence=256))
+    told = shlex.split(train_command(choice, "gpt2", 8, Machine.resolve("h100"), "bf16", sequence=256))
     assert told[:2] == ["zeroshard", "train"]
     options = flags.read_options(told[2:])
     assert (options.model.model, options.model.sequence, options.sharding.ranks) == ("gpt2", 256, 8)
     assert (options.sharding.stage, options.sharding.tensor) == (choice.stage, choice.tensor)
     assert options.sharding.precision == "bf16"
-    assert options.model.recomputed == (choice.checkpoint != "none")
+    assert options.model.has_activation_checkpointing == (choice.checkpoint != "none")
     assert options.model.offload_activations == (choice.checkpoint == "host")
-    assert zeroshard.Offload.of(options.sharding.offloaded) == choice.offload
+    assert zeroshard.Offload.from_option(options.sharding.offload_config) == choice.offload
     assert (options.training.micro_batch, options.training.accumulate or 1) == (choice.micro_batch, choice.accumulate)
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.words)
-def test_the_calls_that_are_told_make_the_choice(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.description)
+def test_the_calls_that_are_told_make_the_choice(choice: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def shard(model: str, optimizer: str, **options: Any) -> tuple[str, str]:
@@ -514,7 +526,7 @@ def test_the_calls_that_are_told_make_the_choice(choice: Choice, monkeypatch: py
 
     monkeypatch.setattr(zeroshard, "shard", shard)
     monkeypatch.setattr(zeroshard, "checkpoint_activations", lambda model, **options: seen.update(recompute=options))
-    text = calls(choice, 8, Machine.of("h100"), "bf16")
+    text = python_calls(choice, 8, Machine.resolve("h100"), "bf16")
     names = {"init_device_mesh": lambda kind, shape, mesh_dim_names: (kind, shape), "zeroshard": zeroshard}
     exec(text, names | {"model": "model", "optimizer": "optimizer"})
     assert (seen["stage"], seen["precision"], seen.get("offload")) == (choice.stage, "bf16", choice.offload)
@@ -524,15 +536,15 @@ def test_the_calls_that_are_told_make_the_choice(choice: Choice, monkeypatch: py
 
 
 def test_several_nodes_are_for_torchrun() -> None:
-    told = command(Choice(), "gpt2", 32, Machine.of("h100"))
+    told = train_command(Strategy(), "gpt2", 32, Machine.resolve("h100"))
     assert told.startswith("torchrun --nnodes 4 --nproc-per-node 8 … -m zeroshard train --model gpt2 --stage 3")
     assert "--ranks" not in told
 
 
 @pytest.mark.parametrize(("devices", "nodes", "each"), [(12, 2, 6), (20, 4, 5), (9, 2, None), (17, 3, None)])
 def test_as_many_ranks_are_told_as_were_planned(devices: int, nodes: int, each: int | None) -> None:
-    machine = Machine.of("h100", devices=6 if devices == 20 else 8)
-    told = command(Choice(), "gpt2", devices, machine)
+    machine = Machine.resolve("h100", devices=6 if devices == 20 else 8)
+    told = train_command(Strategy(), "gpt2", devices, machine)
     if each is not None:
         assert told.startswith(f"torchrun --nnodes {nodes} --nproc-per-node {each} … -m zeroshard train --model gpt2")
         assert nodes * each == devices
@@ -543,5 +555,5 @@ def test_as_many_ranks_are_told_as_were_planned(devices: int, nodes: int, each: 
 
 
 def test_a_name_with_spaces_is_one_word_of_the_command() -> None:
-    told = command(Choice(), "my models/it's; rm", 8, Machine.of("h100"))
+    told = train_command(Strategy(), "my models/it's; rm", 8, Machine.resolve("h100"))
     assert shlex.split(told)[:4] == ["zeroshard", "train", "--model", "my models/it's; rm"]

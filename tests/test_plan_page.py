@@ -24,9 +24,9 @@ from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.models import open_model
 from zeroshard.planner.page import charts
 from zeroshard.planner.page.page import write_page
-from zeroshard.planner.plan import Plan, Plans, consider
-from zeroshard.planner.subject import Subject
-from zeroshard.planner.table import interesting, nearest
+from zeroshard.planner.plan import Plan, Plans, evaluate_strategy
+from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.table import best_or_smallest, summary_rows
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -34,24 +34,24 @@ CHARTS = {"stages", "timeline", "batches", "times"}
 HOW = [("to train it so", "zeroshard train --model tiny"), ("in your own script", f"shard({HOSTILE})")]
 
 
-def planned(memory: str, batch: int | None = 16) -> tuple[Plans, Subject]:
+def planned(memory: str, batch: int | None = 16) -> tuple[Plans, TracedModel]:
     """Some plans of a small model on a machine with so little memory."""
     model, inputs, _ = open_model("tiny")
-    machine = Machine.of("h100", context=0, workspace=0, memory=memory)
+    machine = Machine.resolve("h100", context=0, workspace=0, memory=memory)
     given = {"batch": batch} if batch is not None else {"micro_batch": [1, 4], "offload": None}
     plans = zeroshard.plan(model, inputs, devices=4, machine=machine, tensor=1, **given)
-    return plans, Subject(model, inputs, clipped=True, precision=plans.precision)
+    return plans, TracedModel(model, inputs, clipped=True, precision=plans.precision)
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Plans, Subject]:
+def made() -> tuple[Plans, TracedModel]:
     return planned("18MB")
 
 
 @pytest.fixture(scope="module")
-def page(made: tuple[Plans, Subject], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(made: tuple[Plans, TracedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    return write_page(path, made[0], model=f"GPT of {HOSTILE}", tokens=128, how=HOW)
+    return write_page(path, made[0], model=f"GPT of {HOSTILE}", tokens=128, usage=HOW)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,9 @@ def test_nothing_is_loaded_from_outside(dom: Dom) -> None:
     assert policy.startswith("default-src 'none'; ")
 
 
-def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: tuple[Plans, Subject]) -> None:
+def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: tuple[Plans, TracedModel]) -> None:
     plans, text = made[0], dom.text()
-    assert plans.why in text
+    assert plans.reason in text
     assert f"GPT of {HOSTILE} fits" in text
     assert "1.07 M parameters 4 × h100 18.00 MB a device bf16 128 tokens a sample" in text
     assert "in your own script shard(" in text and "to train it so zeroshard train --model tiny" in text
@@ -89,13 +89,13 @@ def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: tuple[Plans, Subj
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_the_table_has_the_rows_worth_a_look_and_all_others(dom: Dom, made: tuple[Plans, Subject]) -> None:
+def test_the_table_has_the_rows_worth_a_look_and_all_others(dom: Dom, made: tuple[Plans, TracedModel]) -> None:
     plans = made[0]
     tables = re.findall(r'<table class="plans">(.*?)</table>', dom.html, re.S)
     counts = [table.count("<tr") - 1 for table in tables]
-    assert counts == [len(interesting(plans)), len(plans.rows())]
+    assert counts == [len(summary_rows(plans)), len(plans.fastest_per_strategy())]
     assert [table.count('class="chosen"') for table in tables] == [1, 1]
-    assert f"All {len(plans.rows())} rows" in dom.text()
+    assert f"All {len(plans.fastest_per_strategy())} rows" in dom.text()
 
 
 def test_every_chart_has_a_place_a_label_and_its_numbers(dom: Dom) -> None:
@@ -113,9 +113,9 @@ def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom
     style = "".join(data for tag, data in dom.texts if tag == "style")
     named = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(dom.figures())))
     hues = {
-        *charts.HUES.values(),
-        *(hue for _, hue in charts.TIMES.values()),
-        *(hue for _, hue in charts.LINES.values()),
+        *charts.KIND_COLORS.values(),
+        *(hue for _, hue in charts.TIME_LABELS.values()),
+        *(hue for _, hue in charts.CHECKPOINT_LINES.values()),
     }
     for name in named | {f"--{hue}" for hue in hues}:
         assert f"{name}: " in style, name
@@ -124,29 +124,29 @@ def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom
 # ------------------------------------------------------------------------------------------------ the pictures
 
 
-def test_the_stages_add_up_to_what_a_device_needs(made: tuple[Plans, Subject]) -> None:
+def test_the_stages_add_up_to_what_a_device_needs(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
-    best, chart = chosen(plans), charts.stages(subject, chosen(plans))
+    best, chart = chosen(plans), charts.stages_chart(subject, chosen(plans))
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
     assert len(totals) == 4 and min(totals) == totals[3]
-    same = {plan.choice.stage: plan.memory for plan in plans.every if _as(plan, best)}
-    assert totals[best.choice.stage] == pytest.approx(best.memory)
+    same = {plan.strategy.stage: plan.memory for plan in plans.candidates if _as(plan, best)}
+    assert totals[best.strategy.stage] == pytest.approx(best.memory)
     for stage, memory in same.items():
         assert totals[stage] == pytest.approx(memory)
     assert chart.figure["layout"]["shapes"][0]["x0"] == plans.machine.memory
     marked = [name for name in chart.figure["data"][0]["y"] if name.endswith(", chosen")]
-    assert marked == [f"stage {best.choice.stage}, chosen"]
+    assert marked == [f"stage {best.strategy.stage}, chosen"]
 
 
 def _as(plan: Plan, other: Plan) -> bool:
-    mine, its = plan.choice, other.choice
+    mine, its = plan.strategy, other.strategy
     return (mine.checkpoint, mine.micro_batch, mine.offload) == (its.checkpoint, its.micro_batch, its.offload)
 
 
-def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, Subject]) -> None:
+def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
     best = chosen(plans)
-    figure = charts.timeline(subject, best).figure
+    figure = charts.timeline_chart(subject, best).figure
     totals = [sum(parts) for parts in zip(*(area["y"] for area in figure["data"]), strict=True)]
     assert max(totals) == pytest.approx(best.footprint.peak.total)
     at = figure["data"][0]["x"]
@@ -157,57 +157,57 @@ def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, Subject])
     assert 0 == marks[0] < marks[1] < marks[2] < at[-1]
 
 
-def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: tuple[Plans, Subject]) -> None:
+def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
-    far = next(plan for plan in plans.every if plan.choice.far == "optimizer host, parameters host")
-    bars = {bar["name"]: bar["x"] for bar in charts.stages(subject, far).figure["data"]}
+    far = next(plan for plan in plans.candidates if plan.strategy.offload_summary == "optimizer host, parameters host")
+    bars = {bar["name"]: bar["x"] for bar in charts.stages_chart(subject, far).figure["data"]}
     assert "optimizer states" not in bars or not any(bars["optimizer states"])
     assert bars["parameters"][0] > 0 and bars["parameters"][3] == 0
 
 
-def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, Subject]) -> None:
+def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
     best = chosen(plans)
-    chart = charts.batches(subject, best)
+    chart = charts.micro_batch_chart(subject, best)
     lines = {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart.figure["data"]}
-    mine = lines[charts.LINES[best.choice.checkpoint][0]]
-    assert mine[best.choice.micro_batch] == pytest.approx(best.memory)
+    mine = lines[charts.CHECKPOINT_LINES[best.strategy.checkpoint][0]]
+    assert mine[best.strategy.micro_batch] == pytest.approx(best.memory)
     for points in lines.values():
         needs = list(points.values())
         assert 1 in points and needs == sorted(needs)
-        assert max(points) > best.choice.micro_batch
+        assert max(points) > best.strategy.micro_batch
         assert all(
             nbytes <= plans.machine.memory
             for micro, nbytes in points.items()
-            if best.choice.micro_batch < micro < max(points)
+            if best.strategy.micro_batch < micro < max(points)
         )
     assert all(lines["all activations kept"][micro] > lines["recomputed"][micro] for micro in (2, 4))
 
 
-def test_times_add_up_to_a_step_or_a_sample(made: tuple[Plans, Subject]) -> None:
+def test_times_add_up_to_a_step_or_a_sample(made: tuple[Plans, TracedModel]) -> None:
     plans = made[0]
-    chart = charts.times(interesting(plans), chosen(plans))
+    chart = charts.step_time_chart(summary_rows(plans), chosen(plans))
     assert chart is not None
-    fitting = [plan for plan in interesting(plans) if plan.fits]
-    assert not charts.per_sample(fitting)
+    fitting = [plan for plan in summary_rows(plans) if plan.fits]
+    assert not charts.needs_time_per_sample(fitting)
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
-    assert totals == pytest.approx([plan.pace.step for plan in fitting[: charts.BARS]], rel=0.01)
+    assert totals == pytest.approx([plan.step_time.step for plan in fitting[: charts.MAX_BARS]], rel=0.01)
     mixed, _ = planned("1GB", batch=None)
-    fitting = [plan for plan in mixed.every if plan.choice.checkpoint == "none"]
-    assert charts.per_sample(fitting)
-    chart = charts.times(fitting, fitting[0])
+    fitting = [plan for plan in mixed.candidates if plan.strategy.checkpoint == "none"]
+    assert charts.needs_time_per_sample(fitting)
+    chart = charts.step_time_chart(fitting, fitting[0])
     assert chart is not None and chart.label.startswith("Time of a sample")
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
-    assert totals == pytest.approx([1 / plan.samples for plan in fitting[: charts.BARS]], rel=0.005)
+    assert totals == pytest.approx([1 / plan.samples_per_second for plan in fitting[: charts.MAX_BARS]], rel=0.005)
 
 
-def test_time_that_has_no_name_is_drawn_too(made: tuple[Plans, Subject]) -> None:
+def test_time_that_has_no_name_is_drawn_too(made: tuple[Plans, TracedModel]) -> None:
     best = chosen(made[0])
     slow = replace(best)
-    vars(slow)["pace"] = replace(best.pace, step=2 * best.pace.step)
-    chart = charts.times([slow], slow)
+    vars(slow)["step_time"] = replace(best.step_time, step=2 * best.step_time.step)
+    chart = charts.step_time_chart([slow], slow)
     assert chart is not None and chart.legend[-1][0] == "all else"
-    assert sum(bar["x"][0] for bar in chart.figure["data"]) == pytest.approx(slow.pace.step, rel=0.01)
+    assert sum(bar["x"][0] for bar in chart.figure["data"]) == pytest.approx(slow.step_time.step, rel=0.01)
 
 
 def test_where_nothing_fits_the_page_shows_what_comes_nearest(tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_where_nothing_fits_the_page_shows_what_comes_nearest(tmp_path: Path) ->
     page = Dom(write_page(tmp_path / "plan.html", plans).read_text(encoding="utf-8"))
     assert page.figures().keys() == CHARTS - {"times"}
     text = page.text()
-    assert plans.why in text and "GPT nothing fits" in text and "No plan fits, so there is no time to show" in text
-    assert f"in the plan that comes nearest ({nearest(plans).choice.words})" in text
+    assert plans.reason in text and "GPT nothing fits" in text and "No plan fits, so there is no time to show" in text
+    assert f"in the plan that comes nearest ({best_or_smallest(plans).strategy.description})" in text
     assert "chosen" not in " ".join(re.findall(r'<table class="plans">(.*?)</table>', page.html, re.S))
 
 
@@ -225,12 +225,12 @@ def test_a_model_without_blocks_on_one_device_has_a_page(tmp_path: Path) -> None
     with torch.device("meta"):
         model = nn.Linear(64, 64)
     plans = zeroshard.plan(model, torch.empty(1, 64), devices=1, machine="cpu", batch=4)
-    subject = Subject(model, torch.empty(1, 64), precision=plans.precision)
+    subject = TracedModel(model, torch.empty(1, 64), precision=plans.precision)
     page = Dom(write_page(tmp_path / "plan.html", plans).read_text(encoding="utf-8"))
     assert page.figures().keys() == CHARTS
     assert [line["name"] for line in page.figures()["batches"]["data"]] == ["all activations kept"]
     assert page.figures()["stages"]["data"][0]["y"] == ["stage 3, chosen"]
-    assert consider(subject, chosen(plans).choice, 1, plans.machine).memory == chosen(plans).memory
+    assert evaluate_strategy(subject, chosen(plans).strategy, 1, plans.machine).memory == chosen(plans).memory
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ OTHERS = {
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine's description, and few steps. A CPU's ranks talk gloo, for which all gradients are packed."""
-    monkeypatch.setattr(Communicator, "overwrites", True)
+    monkeypatch.setattr(Communicator, "reduce_scatter_overwrites_input", True)
     monkeypatch.setattr(beside, "WARMUP", 2)
     monkeypatch.setattr(beside, "STEPS", 1)
     path = tmp_path / "machine.json"
@@ -70,6 +70,6 @@ def test_other_models_are_foretold_too(name: str, machine: Path) -> None:
 def test_a_case_is_planned_before_it_runs(machine: Path) -> None:
     """Nothing of a run reaches its plan: the plan alone gives the same figures."""
     case = beside.Case(model="gpt", **GPT, precision="fp32", ranks=4, stage=2)
-    alone = beside.predict(case, beside.Machine.of(machine))
+    alone = beside.predict(case, beside.Machine.resolve(machine))
     assert alone["predicted_peak"] == compared({"ranks": 4, "stage": 2}, machine)["predicted_peak"]
     assert not torch.distributed.is_initialized()

@@ -56,9 +56,9 @@ def test_the_states_of_a_gpt_are_predicted_to_the_byte(stage: int, ranks: int, p
             counters = COUNTERS if kind == "optimizer states" else 0
             assert nbytes <= held.get(kind, 0) <= nbytes + counters, kind
         peak = {kind: nbytes.peak for (kind, _), nbytes in report.memory.items()}
-        for kind, nbytes in predicted.working.items():
+        for kind, nbytes in predicted.transient.items():
             assert peak.get(kind, 0) <= nbytes, kind
-        assert sum(held.values()) <= predicted.peak + COUNTERS
+        assert sum(held.values()) <= predicted.peak_bytes + COUNTERS
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -80,4 +80,4 @@ def test_the_papers_first_figure() -> None:
     assert psi == pytest.approx(7.5e9, rel=0.01)
     for stage, gigabytes in enumerate([120, 31.4, 16.6, 1.9]):
         memory = predict_memory(model, ranks=64, stage=stage, precision="bf16", cast_on_gather=False)
-        assert memory.at_rest / 1e9 * 7.5e9 / psi == pytest.approx(gigabytes, rel=0.02)
+        assert memory.state_bytes / 1e9 * 7.5e9 / psi == pytest.approx(gigabytes, rel=0.02)

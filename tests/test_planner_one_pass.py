@@ -12,21 +12,23 @@ from torch import nn
 
 import zeroshard
 from zeroshard.config import Config
-from zeroshard.device.strip import serves
-from zeroshard.planner.auto import Site, decide
-from zeroshard.planner.choice import Choice
+from zeroshard.device.strip import is_supported
+from zeroshard.planner.auto import JobTopology, choose_plan
+from zeroshard.planner.choice import Strategy
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.memory import Holdings, holdings
-from zeroshard.planner.subject import Subject
-from zeroshard.runs import longest_run
+from zeroshard.planner.memory import StateSizes, state_sizes
+from zeroshard.planner.subject import TracedModel
+from zeroshard.runs import max_slice_numel
 
 MODEL = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
 PSI = 4 * 64 * 64
 
 
-def held(one_pass: bool = True, on_gpu: bool = True, optimizer_states: int = 2, **options: Any) -> Holdings:
+def held(one_pass: bool = True, on_gpu: bool = True, optimizer_states: int = 2, **options: Any) -> StateSizes:
     config = Config(**{"precision": "bf16", "bucket_size": 1024, "cast_on_gather": False, **options})
-    return holdings(MODEL, config, ranks=2, optimizer_states=optimizer_states, on_gpu=on_gpu, one_pass=one_pass)
+    return state_sizes(
+        MODEL, config, ranks=2, optimizer_states=optimizer_states, on_gpu=on_gpu, has_fused_adam=one_pass
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,8 @@ def held(one_pass: bool = True, on_gpu: bool = True, optimizer_states: int = 2, 
 )
 def test_an_updates_buffer_and_bytes(chosen: dict[str, Any], step: int, updated: int) -> None:
     found = held(**chosen)
-    assert (found.step, found.updated) == (step, updated)
-    assert found.kept == 4 * (1 + chosen.get("optimizer_states", 2))
+    assert (found.step_buffer_bytes, found.update_bytes_per_element) == (step, updated)
+    assert found.optimizer_bytes_per_element == 4 * (1 + chosen.get("optimizer_states", 2))
     assert found.states == held(**{**chosen, "one_pass": False}).states
 
 
@@ -64,34 +66,34 @@ def test_the_buffer_is_the_one_a_step_takes() -> None:
         return zeroshard.report(model).memory["step", "device"].peak
 
     with in_one_pass():
-        assert peak() == held(one_pass=True).step
-    assert peak() == held(one_pass=False).step == 4 * longest_run(1024)
+        assert peak() == held(one_pass=True).step_buffer_bytes
+    assert peak() == held(one_pass=False).step_buffer_bytes == 4 * max_slice_numel(1024)
 
 
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 def test_memory_and_time_of_a_plan(machine: str) -> None:
-    found = Machine.of(machine)
-    subjects = [Subject(MODEL, torch.ones(1, 64), one_pass=flag, precision="bf16") for flag in (True, False)]
-    choice, gained = Choice(stage=2), found.kind == "cuda"
+    found = Machine.resolve(machine)
+    subjects = [TracedModel(MODEL, torch.ones(1, 64), one_pass=flag, precision="bf16") for flag in (True, False)]
+    choice, gained = Strategy(stage=2), found.kind == "cuda"
     ours, theirs = (subject.footprint(choice, 1, found, timeline=True).timeline[-1] for subject in subjects)
-    assert ours.what == "step"
-    assert theirs.held["step"] - ours.held["step"] == (4 * PSI if gained else 0)
-    fast, slow = (subject.pace(choice, 1, found).update for subject in subjects)
+    assert ours.label == "step"
+    assert theirs.by_kind["step"] - ours.by_kind["step"] == (4 * PSI if gained else 0)
+    fast, slow = (subject.step_time(choice, 1, found).update for subject in subjects)
     assert slow - fast == pytest.approx(12 * PSI / found.bandwidth if gained else 0.0)
 
 
 def test_plans_follow_the_optimizer_they_are_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    class Noted(Subject):
+    class Noted(TracedModel):
         def __init__(self, *args: Any, **given: Any) -> None:
             super().__init__(*args, **given)
-            asked.append(self.one_pass)
+            asked.append(self.has_fused_adam)
 
-    monkeypatch.setattr("zeroshard.planner.plan.Subject", Noted)
-    site = Site(torch.device("cpu"), 1)
+    monkeypatch.setattr("zeroshard.planner.plan.TracedModel", Noted)
+    site = JobTopology(torch.device("cpu"), 1)
     for flag in (True, False):
-        decide(MODEL, torch.ones(1, 64), site, batch=1, micro_batch=1, stage="auto", one_pass=flag)
+        choose_plan(MODEL, torch.ones(1, 64), site, batch=1, micro_batch=1, stage="auto", one_pass=flag)
     assert asked == [True, False]
     parameters = list(MODEL.parameters())
     for kind, chosen, served in (
@@ -100,5 +102,5 @@ def test_plans_follow_the_optimizer_they_are_made_for(monkeypatch: pytest.Monkey
         (torch.optim.Adam, {"fused": True, "weight_decay": 0.1}, False),
         (torch.optim.SGD, {"fused": True}, False),
     ):
-        assert serves(kind(parameters, **chosen)) == served
-    assert not serves(None)
+        assert is_supported(kind(parameters, **chosen)) == served
+    assert not is_supported(None)

@@ -27,15 +27,15 @@ def test_the_configurations_are_table_3() -> None:
     assert list(CONFIGURATIONS) == list(TABLE_3)
     for name, (gradients, partitioned, offloaded) in TABLE_3.items():
         chosen = CONFIGURATIONS[name]
-        placement = Placement.of_stage(zeroshard.Config(**chosen.sharding).stage, ranks=2)
+        placement = Placement.from_stage(zeroshard.Config(**chosen.shard_options).stage, ranks=2)
         assert placement == Placement(parameters=False, gradients=gradients, optimizer=True), name
-        assert chosen.activations == {"partition": None if partitioned else False, "offload": offloaded}, name
+        assert chosen.checkpoint_options == {"partition": None if partitioned else False, "offload": offloaded}, name
 
 
 def test_their_options_are_options_of_the_calls() -> None:
     known = inspect.signature(zeroshard.checkpoint_activations).parameters
     for chosen in CONFIGURATIONS.values():
-        assert set(chosen.activations) <= set(known)
+        assert set(chosen.checkpoint_options) <= set(known)
 
 
 def test_the_command_lists_models_and_configurations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,28 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.layout import ALIGN, Range
+from zeroshard.layout import ALIGN_ELEMENTS, Range
 from zeroshard.offload import Offload
-from zeroshard.rests import GRANULES, PAGE, Body, Rest, granules, place
+from zeroshard.rests import MAX_CHUNK_ELEMENTS, PAGE_BYTES, FlatSizes, TierPlacement, assign_tiers, split_chunks
 
 DISTANCE = {"device": 0, "host": 1, "disk": 2}
 
 
-def body(numel: int, trained: bool = True, buckets: int = 1, widths: tuple[int, int, int] = (2, 2, 12)) -> Body:
+def body(numel: int, trained: bool = True, buckets: int = 1, widths: tuple[int, int, int] = (2, 2, 12)) -> FlatSizes:
     """A flat whose shard has ``numel`` elements, in about equal buckets."""
-    cuts = [round(numel * number / buckets / ALIGN) * ALIGN for number in range(buckets)] + [numel]
-    return Body(tuple(Range(a, b) for a, b in itertools.pairwise(cuts) if a < b), trained, *widths)
+    cuts = [round(numel * number / buckets / ALIGN_ELEMENTS) * ALIGN_ELEMENTS for number in range(buckets)] + [numel]
+    return FlatSizes(tuple(Range(a, b) for a, b in itertools.pairwise(cuts) if a < b), trained, *widths)
 
 
-def held(bodies: list[Body], rests: list[Rest], tier: str) -> dict[str, int]:
+def held(bodies: list[FlatSizes], rests: list[TierPlacement], tier: str) -> dict[str, int]:
     """Elements of optimizer states, and bytes of everything, in a tier."""
     pairs = list(zip(bodies, rests, strict=True))
     spans = [(one, span) for one, rest in pairs for span, there in rest.optimizer if there == tier]
-    gradients = [one.numel * one.gradient_bytes for one, rest in pairs if one.trained and rest.gradients == tier]
-    parameters = [one.numel * one.parameter_bytes for one, rest in pairs if rest.parameters == tier]
+    gradients = [
+        one.numel * one.grad_bytes_per_element for one, rest in pairs if one.is_trained and rest.gradients == tier
+    ]
+    parameters = [one.numel * one.param_bytes_per_element for one, rest in pairs if rest.parameters == tier]
     return {
         "optimizer": sum(span.numel for _, span in spans),
-        "bytes": sum(span.numel * one.state_bytes for one, span in spans) + sum(gradients) + sum(parameters),
+        "bytes": sum(span.numel * one.state_bytes_per_element for one, span in spans)
+        + sum(gradients)
+        + sum(parameters),
         "gradients": sum(gradients),
         "parameters": sum(parameters),
     }
@@ -43,7 +47,7 @@ fractions = st.one_of(
 bodies_of_a_model = st.lists(
     st.builds(
         body,
-        numel=st.integers(1, 400).map(lambda n: n * ALIGN),
+        numel=st.integers(1, 400).map(lambda n: n * ALIGN_ELEMENTS),
         trained=st.sampled_from([True, True, True, False]),
         buckets=st.integers(1, 4),
         widths=st.sampled_from([(2, 2, 12), (4, 4, 12), (2, 4, 8)]),
@@ -55,44 +59,44 @@ bodies_of_a_model = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions)
-def test_fractions_of_optimizer_states_are_met_to_a_vector(bodies: list[Body], wanted) -> None:
+def test_fractions_of_optimizer_states_are_met_to_a_vector(bodies: list[FlatSizes], wanted) -> None:
     offload = Offload(optimizer=wanted, directory=".")
-    rests, left = place(bodies, offload, partitioned_gradients=True)
-    total = sum(one.numel for one in bodies if one.trained)
+    rests, left = assign_tiers(bodies, offload, partitioned_gradients=True)
+    total = sum(one.numel for one in bodies if one.is_trained)
     for tier in ("host", "disk"):
         fraction = offload.optimizer.get(tier, 0.0)
-        assert abs(held(bodies, rests, tier)["optimizer"] - fraction * total) <= ALIGN
+        assert abs(held(bodies, rests, tier)["optimizer"] - fraction * total) <= ALIGN_ELEMENTS
     assert left is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions)
-def test_stretches_cover_each_trained_shard_in_order_and_cut_between_vectors(bodies: list[Body], wanted) -> None:
-    rests, _ = place(bodies, Offload(optimizer=wanted, directory="."), partitioned_gradients=True)
+def test_stretches_cover_each_trained_shard_in_order_and_cut_between_vectors(bodies: list[FlatSizes], wanted) -> None:
+    rests, _ = assign_tiers(bodies, Offload(optimizer=wanted, directory="."), partitioned_gradients=True)
     for one, rest in zip(bodies, rests, strict=True):
         ends = [0, *(span.end for span, _ in rest.optimizer)]
         assert [span.start for span, _ in rest.optimizer] == ends[:-1]
-        assert ends[-1] == (one.numel if one.trained else 0)
-        assert all(end % ALIGN == 0 for end in ends)
+        assert ends[-1] == (one.numel if one.is_trained else 0)
+        assert all(end % ALIGN_ELEMENTS == 0 for end in ends)
 
 
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions, fractions, fractions)
-def test_the_first_units_stay_nearest(bodies: list[Body], optimizer, gradients, parameters) -> None:
+def test_the_first_units_stay_nearest(bodies: list[FlatSizes], optimizer, gradients, parameters) -> None:
     offload = Offload(optimizer=optimizer, gradients=gradients, parameters=parameters, directory=".")
-    rests, _ = place(bodies, offload, partitioned_gradients=True)
+    rests, _ = assign_tiers(bodies, offload, partitioned_gradients=True)
     tiers = [DISTANCE[tier] for rest in rests for _, tier in rest.optimizer]
     assert tiers == sorted(tiers)
 
 
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions, fractions)
-def test_whole_flats_come_as_near_a_fraction_as_they_allow(bodies: list[Body], gradients, parameters) -> None:
+def test_whole_flats_come_as_near_a_fraction_as_they_allow(bodies: list[FlatSizes], gradients, parameters) -> None:
     offload = Offload(gradients=gradients, parameters=parameters, directory=".")
-    rests, _ = place(bodies, offload, partitioned_gradients=True)
+    rests, _ = assign_tiers(bodies, offload, partitioned_gradients=True)
     for kind, sizes in (
-        ("gradients", [one.numel * one.gradient_bytes for one in bodies if one.trained]),
-        ("parameters", [one.numel * one.parameter_bytes for one in bodies]),
+        ("gradients", [one.numel * one.grad_bytes_per_element for one in bodies if one.is_trained]),
+        ("parameters", [one.numel * one.param_bytes_per_element for one in bodies]),
     ):
         chosen = getattr(offload, kind)
         for tier in ("host", "disk"):
@@ -111,7 +115,7 @@ def test_whole_flats_come_as_near_a_fraction_as_they_allow(bodies: list[Body], g
     st.integers(0, 10**5),
 )
 def test_limits_are_kept_with_buffers_and_whole_pages(
-    bodies: list[Body], optimizer, gradients, parameters, host: int, disk: int, buffers: int
+    bodies: list[FlatSizes], optimizer, gradients, parameters, host: int, disk: int, buffers: int
 ) -> None:
     offload = Offload(
         optimizer=optimizer,
@@ -121,17 +125,24 @@ def test_limits_are_kept_with_buffers_and_whole_pages(
         host_bytes=host,
         disk_bytes=disk,
     )
-    rests, left = place(bodies, offload, partitioned_gradients=True, buffers=buffers)
+    rests, left = assign_tiers(bodies, offload, partitioned_gradients=True, buffers=buffers)
     on_host = held(bodies, rests, "host")["bytes"]
     assert on_host == 0 or on_host + buffers <= host
     assert left == max(0, host - buffers) - on_host
     on_disk = 0
     for one, rest in zip(bodies, rests, strict=True):
-        spans = [granules(span, one.homes, GRANULES["disk"]) for span, tier in rest.optimizer if tier == "disk"]
+        spans = [
+            split_chunks(span, one.shard_ranges, MAX_CHUNK_ELEMENTS["disk"])
+            for span, tier in rest.optimizer
+            if tier == "disk"
+        ]
         for part in itertools.chain(*spans):  # a master and two moments of 4 bytes, or as many bytes in all
-            on_disk += part.numel * one.state_bytes + 3 * PAGE
-        for tier, width in ((rest.gradients, one.gradient_bytes), (rest.parameters, one.parameter_bytes)):
-            on_disk += one.numel * width + PAGE if tier == "disk" else 0
+            on_disk += part.numel * one.state_bytes_per_element + 3 * PAGE_BYTES
+        for tier, width in (
+            (rest.gradients, one.grad_bytes_per_element),
+            (rest.parameters, one.param_bytes_per_element),
+        ):
+            on_disk += one.numel * width + PAGE_BYTES if tier == "disk" else 0
     assert on_disk <= disk or on_disk == 0
     if host < buffers:  # there is no way to the disk
         assert not held(bodies, rests, "disk")["optimizer"]
@@ -139,18 +150,18 @@ def test_limits_are_kept_with_buffers_and_whole_pages(
 
 def test_gradients_follow_the_states_they_update_unless_told_otherwise() -> None:
     bodies = [body(640), body(640), body(640, trained=False), body(640)]
-    rests, _ = place(bodies, Offload(optimizer=("host", 0.5)), partitioned_gradients=True)
+    rests, _ = assign_tiers(bodies, Offload(optimizer=("host", 0.5)), partitioned_gradients=True)
     assert [rest.gradients for rest in rests] == ["device", "device", "device", "host"]  # the second is cut
-    assert [rest.far for rest in rests] == [False, True, False, True]
-    rests, _ = place(bodies, Offload(optimizer="host", gradients="device"), partitioned_gradients=True)
+    assert [rest.has_offloaded_optimizer for rest in rests] == [False, True, False, True]
+    rests, _ = assign_tiers(bodies, Offload(optimizer="host", gradients="device"), partitioned_gradients=True)
     assert {rest.gradients for rest in rests} == {"device"}
-    rests, _ = place(bodies, Offload(optimizer="host"), partitioned_gradients=False)
+    rests, _ = assign_tiers(bodies, Offload(optimizer="host"), partitioned_gradients=False)
     assert {rest.gradients for rest in rests} == {"device"}
 
 
 def test_what_is_not_trained_has_no_states_and_may_rest_anywhere() -> None:
     bodies = [body(640, trained=False), body(640)]
-    rests, _ = place(bodies, Offload(optimizer="host", parameters="host"), partitioned_gradients=True)
+    rests, _ = assign_tiers(bodies, Offload(optimizer="host", parameters="host"), partitioned_gradients=True)
     assert rests[0].optimizer == []
     assert [rest.parameters for rest in rests] == ["host", "host"]
 
@@ -158,7 +169,7 @@ def test_what_is_not_trained_has_no_states_and_may_rest_anywhere() -> None:
 def test_what_does_not_fit_stays_on_the_device() -> None:
     bodies = [body(640), body(640)]
     offload = Offload(optimizer="host", gradients="device", host_bytes=12 * 1000)
-    rests, left = place(bodies, offload, partitioned_gradients=True)
+    rests, left = assign_tiers(bodies, offload, partitioned_gradients=True)
     assert rests[0].optimizer == [(Range(0, 320), "device"), (Range(320, 640), "host")]  # 960 of 1000 elements
     assert rests[1].optimizer == [(Range(0, 640), "host")]
     assert left == 40 * 12
@@ -167,8 +178,8 @@ def test_what_does_not_fit_stays_on_the_device() -> None:
 @pytest.mark.parametrize("most", [1, 64, 100, 640, 10**6])
 def test_granules_cover_a_stretch_and_never_cross_buckets(most: int) -> None:
     homes = [Range(0, 192), Range(192, 640), Range(640, 704)]
-    found = granules(Range(64, 704), homes, most)
+    found = split_chunks(Range(64, 704), homes, most)
     assert [part.start for part in found] == [64, *(part.end for part in found[:-1])]
     assert found[-1].end == 704
     assert all(any(home.start <= part.start and part.end <= home.end for home in homes) for part in found)
-    assert all(part.numel <= max(most, ALIGN) for part in found)
+    assert all(part.numel <= max(most, ALIGN_ELEMENTS) for part in found)

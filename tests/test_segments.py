@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from zeroshard.memory import arrangement
-from zeroshard.memory.arrangement import Arrangement, Guess
-from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
-from zeroshard.memory.segments import WARM_UP, Segments
+from zeroshard.memory.arrangement import SegmentCandidate, SegmentSearch
+from zeroshard.memory.rehearsal import ROUND_LARGE_BYTES, AllocatorSimulator, AllocRequest
+from zeroshard.memory.segments import WARMUP_PASSES, SegmentPreallocator
 
 
 class Block:
@@ -101,14 +101,14 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 MB = 1 << 20
 
 
-def train(segments: Segments, allocator: Allocator, passes: int, length: float = 1.0) -> None:
+def train(segments: SegmentPreallocator, allocator: Allocator, passes: int, length: float = 1.0) -> None:
     """Small temporaries first, then, when they are gone, the large ones of a loss, three of them at once."""
 
     def tensor(megabytes: int) -> Block:
         return allocator.empty(int(megabytes * length) * MB)
 
     for _ in range(passes):
-        segments.begin(int(1024 * length))
+        segments.on_forward_begin(int(1024 * length))
         small = [tensor(256) for _ in range(9)]
         del small[1:]
         kept = [tensor(64) for _ in range(2)]  # the last block's output, made while others are still there
@@ -124,7 +124,7 @@ NEEDED = (3 * 3144 + 2 * 64) * MB
 
 
 def test_small_temporaries_are_carved_from_what_the_large_ones_need(allocator: Allocator) -> None:
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 3)
     assert allocator.reserved() > 1.3 * NEEDED
     train(segments, allocator, 3)
@@ -133,7 +133,7 @@ def test_small_temporaries_are_carved_from_what_the_large_ones_need(allocator: A
 
 
 def test_the_order_is_found_again_when_the_cache_was_emptied_and_left_alone_otherwise(allocator: Allocator) -> None:
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 6)
     settled, emptied = allocator.reserved(), allocator.emptied
     train(segments, allocator, 5)
@@ -145,7 +145,7 @@ def test_the_order_is_found_again_when_the_cache_was_emptied_and_left_alone_othe
 
 
 def test_larger_inputs_begin_it_anew(allocator: Allocator) -> None:
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 6, length=0.5)
     assert allocator.reserved() < 0.6 * NEEDED
     train(segments, allocator, 6)
@@ -154,7 +154,7 @@ def test_larger_inputs_begin_it_anew(allocator: Allocator) -> None:
 
 def test_with_memory_nearly_full_and_lengths_that_vary_every_pass_fits(allocator: Allocator) -> None:
     allocator.capacity = int(NEEDED / 0.95)
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     lengths = random.Random(0).choices([part / 16 for part in range(4, 17)], k=100)
     for length in lengths:
         train(segments, allocator, 1, length)
@@ -162,14 +162,14 @@ def test_with_memory_nearly_full_and_lengths_that_vary_every_pass_fits(allocator
 
 
 def test_inputs_that_grow_and_grow_are_looked_at_only_a_few_times(allocator: Allocator) -> None:
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     for length in range(100, 200):
         train(segments, allocator, 1, length / 100)
     assert allocator.emptied < 20
 
 
 def test_a_full_memory_is_forgotten_when_it_was_full_long_ago(allocator: Allocator) -> None:
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 6)
     allocator.retries += 1
     train(segments, allocator, 1)
@@ -179,9 +179,9 @@ def test_a_full_memory_is_forgotten_when_it_was_full_long_ago(allocator: Allocat
 
 
 def test_a_model_without_large_temporaries_is_left_alone(allocator: Allocator) -> None:
-    segments = Segments(torch.device("cuda", 0))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     for _ in range(8):
-        segments.begin(1)
+        segments.on_forward_begin(1)
         allocator.empty(MB // 2)
     assert allocator.reserved() == MB // 2
 
@@ -190,27 +190,27 @@ def test_what_is_taken_from_a_pool_needs_no_segment(allocator: Allocator) -> Non
     pool = {"address": 1 << 60, "total_size": 40 * MB, "segment_pool_id": (0, 1)}
     model = {"address": (1 << 60) + 40 * MB, "total_size": 40 * MB, "segment_pool_id": (0, 0)}
     allocator.pooled = [model, pool]  # in no order
-    segments = Segments(torch.device("cuda", 0))
-    segments._noting = True
+    segments = SegmentPreallocator(torch.device("cuda", 0))
+    segments._is_recording = True
     places = [(1 << 60) - 1, 1 << 60, (1 << 60) + 40 * MB - 1, (1 << 60) + 40 * MB]
     allocator.noted = [{"action": "alloc", "addr": place, "size": 32 * MB} for place in places]
-    assert segments._noted() == [(places[0], 32 * MB), (places[3], 32 * MB)]
+    assert segments._recorded_requests() == [(places[0], 32 * MB), (places[3], 32 * MB)]
 
 
 def test_a_step_that_is_too_long_to_be_noted_is_left_alone(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zeroshard.memory.segments.NOTED", 5)
-    segments = Segments(torch.device("cuda", 0))
+    monkeypatch.setattr("zeroshard.memory.segments.MAX_TRACE_EVENTS", 5)
+    segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 8)
     assert allocator.reserved() > 1.3 * NEEDED
 
 
 def test_what_the_user_has_noted_is_left_alone(allocator: Allocator) -> None:
     allocator.record("all", max_entries=10_000)
-    train(Segments(torch.device("cuda", 0)), allocator, 8)
+    train(SegmentPreallocator(torch.device("cuda", 0)), allocator, 8)
     assert len(allocator.noted) == 8 * 2 * 15
-    assert allocator.emptied == WARM_UP
+    assert allocator.emptied == WARMUP_PASSES
 
 
 def carved(sizes: list[int], made_first: list[int]) -> int:
@@ -228,24 +228,24 @@ def carved(sizes: list[int], made_first: list[int]) -> int:
 def test_a_rehearsal_places_as_the_allocator_does() -> None:
     draw = random.Random(1)
     for _ in range(30):
-        sizes = [draw.randrange(10, 400) * UNIT for _ in range(40)]
-        first = [draw.randrange(10, 900) * UNIT for _ in range(draw.randrange(3))]
+        sizes = [draw.randrange(10, 400) * ROUND_LARGE_BYTES for _ in range(40)]
+        first = [draw.randrange(10, 900) * ROUND_LARGE_BYTES for _ in range(draw.randrange(3))]
         requests: list[tuple[int, int]] = []
         for number, size in enumerate(sizes):
             requests.append((number, size))
             if number % 3 == 2:
                 requests.append((number - 1, 0))
-        rehearsal = Rehearsal(first)
-        rehearsal.play(requests)
-        assert rehearsal.reserved == carved(sizes, first)
+        rehearsal = AllocatorSimulator(first)
+        rehearsal.replay(requests)
+        assert rehearsal.reserved_bytes == carved(sizes, first)
 
 
 # ------------------------------------------------------------------------------------------------ arrangements
 
 
-def requests_of_a_net(layers: int = 12) -> list[Request]:
+def requests_of_a_net(layers: int = 12) -> list[AllocRequest]:
     """Blocks that keep something each, a loss, and the way back."""
-    found: list[Request] = []
+    found: list[AllocRequest] = []
 
     def take(*sizes: int) -> list[int]:
         numbers = range(len(found), len(found) + len(sizes))
@@ -278,20 +278,20 @@ def requests_of_a_net(layers: int = 12) -> list[Request]:
 def test_sizes_are_changed_until_little_more_is_reserved_than_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of_a_net()
     in_use = 8172 * MB
-    first = Arrangement(requests)
-    assert min(first._rehearse(sizes) for sizes in first._first()) > 1.12 * in_use
-    monkeypatch.setattr(arrangement, "ENOUGH", 1.06)  # it ends there, so that no clock decides
-    found = Arrangement(requests).best(seconds=120)[0].sizes
+    first = SegmentSearch(requests)
+    assert min(first._evaluate(sizes) for sizes in first._initial_sizes()) > 1.12 * in_use
+    monkeypatch.setattr(arrangement, "TARGET_RATIO", 1.06)  # it ends there, so that no clock decides
+    found = SegmentSearch(requests).search(seconds=120)[0].sizes
     for grown in (1.0, 1.001):  # it does not fit to the byte
-        rehearsal = Rehearsal(found)
+        rehearsal = AllocatorSimulator(found)
         for _ in range(2):
-            rehearsal.play([(tensor, int(nbytes * grown)) for tensor, nbytes in requests])
-        assert in_use <= rehearsal.reserved <= 1.06 * in_use
+            rehearsal.replay([(tensor, int(nbytes * grown)) for tensor, nbytes in requests])
+        assert in_use <= rehearsal.reserved_bytes <= 1.06 * in_use
 
 
-def requests_of_gathered_blocks(layers: int = 24) -> list[Request]:
+def requests_of_gathered_blocks(layers: int = 24) -> list[AllocRequest]:
     """Forward of blocks that are gathered one ahead and keep little, and a loss, as a GPT of 1.4B asks at batch 2."""
-    found: list[Request] = []
+    found: list[AllocRequest] = []
 
     def take(size: int) -> int:
         found.append((len(found), size * MB))
@@ -323,35 +323,42 @@ def requests_of_gathered_blocks(layers: int = 24) -> list[Request]:
 
 
 def test_what_is_small_and_stays_is_kept_apart_from_gathered_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrangement, "ENOUGH", 1.11)
+    monkeypatch.setattr(arrangement, "TARGET_RATIO", 1.11)
     requests, in_use = requests_of_gathered_blocks(), (25 * 8 + 200 + 196 + 2 * 393) * MB
-    best = Arrangement(requests).best(seconds=120)[0]
-    assert in_use <= best.needed <= 1.115 * in_use  # two units' places more, 1.14, where small ones are between them
+    best = SegmentSearch(requests).search(seconds=120)[0]
+    assert (
+        in_use <= best.reserved_bytes <= 1.115 * in_use
+    )  # two units' places more, 1.14, where small ones are between them
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.3])  # for the first guess alone, for a few, for many
 def test_a_guess_needs_what_it_promises_however_short_the_time(seconds: float) -> None:
     requests = requests_of_gathered_blocks()
-    for guess in Arrangement(requests).best(seconds):
+    for guess in SegmentSearch(requests).search(seconds):
         needed = 0
         for grown in (0, 1):
-            rehearsal = Rehearsal(guess.sizes)
+            rehearsal = AllocatorSimulator(guess.sizes)
             for _ in range(2):
-                rehearsal.play([(tensor, nbytes + grown * nbytes // arrangement.GROWN) for tensor, nbytes in requests])
-            needed = max(needed, rehearsal.reserved)
-        assert guess.needed == needed, guess
+                rehearsal.replay(
+                    [
+                        (tensor, nbytes + grown * nbytes // arrangement.REQUEST_GROWTH_DIVISOR)
+                        for tensor, nbytes in requests
+                    ]
+                )
+            needed = max(needed, rehearsal.reserved_bytes)
+        assert guess.reserved_bytes == needed, guess
 
 
 @pytest.mark.parametrize(("sizes", "most"), [([1.5] * 4, 14), ([18.5, 1.5, 1.5], 24), ([9, 9, 6, 6], 38)])
 def test_what_a_small_model_needs_is_no_share_of_20_mb(sizes: list[float], most: int) -> None:
     requests = [(number, int(size * MB)) for number, size in enumerate(sizes)]
-    best, *_, without = Arrangement(requests).best(seconds=4)
-    assert best.needed <= most * MB < without.needed, best
+    best, *_, without = SegmentSearch(requests).search(seconds=4)
+    assert best.reserved_bytes <= most * MB < without.reserved_bytes, best
 
 
 def test_nothing_is_made_for_what_fits_as_it_comes() -> None:
-    assert Arrangement([]).best(seconds=1) == [Guess((), 0)]
-    assert Arrangement([(1, 512 * MB), (1, 0), (2, 256 * MB), (2, 0)]).best(seconds=1)[0].sizes == ()
+    assert SegmentSearch([]).search(seconds=1) == [SegmentCandidate((), 0)]
+    assert SegmentSearch([(1, 512 * MB), (1, 0), (2, 256 * MB), (2, 0)]).search(seconds=1)[0].sizes == ()
 
 
 @pytest.mark.parametrize("sizes", [[3], [100], [30] * 20], ids=lambda sizes: f"{len(sizes)} of {sizes[0]}")
@@ -359,8 +366,8 @@ def test_nothing_is_made_for_what_fits_as_it_comes() -> None:
 def test_where_nothing_can_be_gained_the_search_ends_by_itself(sizes: list[int], freed: bool) -> None:
     requests = [(number, size * MB) for number, size in enumerate(sizes)]
     requests += [(number, 0) for number in range(len(sizes))] if freed else []
-    found = Arrangement(requests).best(seconds=3600)
-    assert found[-1].sizes == () and max(guess.needed for guess in found) == found[-1].needed
+    found = SegmentSearch(requests).search(seconds=3600)
+    assert found[-1].sizes == () and max(guess.reserved_bytes for guess in found) == found[-1].reserved_bytes
 
 
 @pytest.mark.parametrize("right", [0, 1, 2, None])  # which guess needs what it promises
@@ -368,15 +375,15 @@ def test_guesses_that_need_more_than_they_promised_are_left(
     right: int | None, allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [(3144 * MB,), (2 * 3144 * MB, 64 * MB), (64 * MB,)]
-    guesses = [Guess(each, 1 << 40 if number == right else MB) for number, each in enumerate(sizes)]
-    monkeypatch.setattr(Arrangement, "best", lambda self, seconds: list(guesses))
-    segments = Segments(torch.device("cuda", 0))
-    train(segments, allocator, WARM_UP + 1)  # the last is noted
+    guesses = [SegmentCandidate(each, 1 << 40 if number == right else MB) for number, each in enumerate(sizes)]
+    monkeypatch.setattr(SegmentSearch, "search", lambda self, seconds: list(guesses))
+    segments = SegmentPreallocator(torch.device("cuda", 0))
+    train(segments, allocator, WARMUP_PASSES + 1)  # the last is noted
     reserved = []
     for _ in range(5):
         train(segments, allocator, 1)
         reserved.append(allocator.reserved())
-    assert segments._made == sizes[reserved.index(min(reserved)) if right is None else right]
+    assert segments._segment_sizes == sizes[reserved.index(min(reserved)) if right is None else right]
     assert len(set(reserved[:3])) == (3 if right is None else right + 1)  # as many as were tried differ
     emptied = allocator.emptied
     train(segments, allocator, 2)

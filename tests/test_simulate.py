@@ -18,18 +18,18 @@ from zeroshard.commands.simulate import main
 from zeroshard.config import Config
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.offload import Offload
-from zeroshard.planner.choice import Choice
-from zeroshard.planner.deepened import UnevenError, deepened, deepened_holdings
+from zeroshard.planner.choice import Strategy
+from zeroshard.planner.deepened import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.memory import holdings
-from zeroshard.planner.plan import consider
+from zeroshard.planner.memory import state_sizes
+from zeroshard.planner.plan import evaluate_strategy
 from zeroshard.planner.simulation import largest as searching
-from zeroshard.planner.simulation.family import Deep, family_of, gpt_family
-from zeroshard.planner.simulation.largest import Largest, deepest, largest
-from zeroshard.planner.simulation.simulate import Point, Simulation, simulate
+from zeroshard.planner.simulation.family import DepthExtrapolatedModel, find_family, gpt_family
+from zeroshard.planner.simulation.largest import LargestModel, find_deepest_member, find_largest_model
+from zeroshard.planner.simulation.simulate import ScalingPoint, ScalingSimulation, simulate
 from zeroshard.planner.simulation.table import simulation_table
-from zeroshard.planner.subject import Subject
-from zeroshard.planner.traces.tracing import trace
+from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.traces.tracing import trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -50,14 +50,14 @@ def gpt(layers: int, shape: GPTConfig = SHAPE) -> GPT:
     [
         {},
         {"tensor": 2, "checkpoint": "recompute", "precision": "fp16"},
-        {"tensor": 4, "checkpoint": "recompute", "partition": False},
-        {"tensor": 2, "precision": "bf16", "kind": "cpu"},
+        {"tensor": 4, "checkpoint": "recompute", "partition_activations": False},
+        {"tensor": 2, "precision": "bf16", "device_kind": "cpu"},
     ],
 )
 def test_a_deepened_trace_is_the_deep_models_own(given: dict[str, Any]) -> None:
-    two, three, six = (trace(gpt(layers), micro_batch=3, **given) for layers in (2, 3, 6))
-    assert deepened(two, three, 3) == six
-    assert deepened(two, three, 0) == three
+    two, three, six = (trace_model(gpt(layers), micro_batch=3, **given) for layers in (2, 3, 6))
+    assert extrapolate_trace(two, three, 3) == six
+    assert extrapolate_trace(two, three, 0) == three
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -65,28 +65,31 @@ def test_a_deepened_trace_is_the_deep_models_own(given: dict[str, Any]) -> None:
 def test_deepened_holdings_are_the_deep_models_own(precision: str, bucket_size: int) -> None:
     for stage in range(4):
         config = Config(stage=stage, precision=precision, bucket_size=bucket_size)
-        two, three, seven = (holdings(gpt(layers), config, ranks=8, tensor=2) for layers in (2, 3, 7))
-        assert deepened_holdings(two, three, 4, bucket_size) == seven
+        two, three, seven = (state_sizes(gpt(layers), config, ranks=8, tensor=2) for layers in (2, 3, 7))
+        assert extrapolate_state_sizes(two, three, 4, bucket_size) == seven
 
 
 def test_a_family_has_the_models_that_its_shape_makes() -> None:
-    found = family_of(gpt(5))
+    found = find_family(gpt(5))
     assert found is not None and found[1] == 5
     ours, plain = found[0](5), gpt(5)
     assert [(n, p.shape) for n, p in ours.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
     assert all(parameter.is_meta for parameter in ours.parameters())
-    assert Deep(found[0], 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
-    assert family_of(nn.Linear(2, 2)) is None
+    assert DepthExtrapolatedModel(found[0], 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
+    assert find_family(nn.Linear(2, 2)) is None
 
 
 def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
-    machine = Machine.of("dgx2")
-    deep, plain = Deep(gpt_family(SHAPE), 5, precision="fp16"), Subject(gpt(5), precision="fp16")
+    machine = Machine.resolve("dgx2")
+    deep, plain = DepthExtrapolatedModel(gpt_family(SHAPE), 5, precision="fp16"), TracedModel(gpt(5), precision="fp16")
     for stage, offload in ((0, None), (2, None), (3, None), (2, Offload(optimizer=("host", 0.5)))):
-        choice = Choice(stage=stage, tensor=2, checkpoint="recompute", micro_batch=3, offload=offload)
-        ours, theirs = (consider(subject, choice, 32, machine) for subject in (deep, plain))
+        choice = Strategy(stage=stage, tensor=2, checkpoint="recompute", micro_batch=3, offload=offload)
+        ours, theirs = (evaluate_strategy(subject, choice, 32, machine) for subject in (deep, plain))
         assert ours.footprint == theirs.footprint and ours.useful_flops == pytest.approx(theirs.useful_flops)
-        assert ours.pace.step == pytest.approx(theirs.pace.step) and ours.pace.traffic == theirs.pace.traffic
+        assert (
+            ours.step_time.step == pytest.approx(theirs.step_time.step)
+            and ours.step_time.traffic == theirs.step_time.traffic
+        )
 
 
 class Narrowing(nn.Module):
@@ -107,26 +110,26 @@ def test_blocks_that_are_not_alike_are_noticed() -> None:
     example = torch.empty(1, 64, device="meta")
     with torch.device("meta"):
         models = [Narrowing(2), Narrowing(3)]
-    two, three = (trace(model, example, micro_batch=2) for model in models)
-    with pytest.raises(UnevenError, match="does not do what the others do"):
-        deepened(two, three, 1)
-    held = [holdings(model, Config(stage=3), ranks=4) for model in models]
-    with pytest.raises(UnevenError, match="does not hold what the others hold"):
-        deepened_holdings(held[0], held[1], 1, 2**25)
-    with pytest.raises(UnevenError, match="one block more"):
-        deepened(three, two, 1)
+    two, three = (trace_model(model, example, micro_batch=2) for model in models)
+    with pytest.raises(NonUniformBlocksError, match="does not do what the others do"):
+        extrapolate_trace(two, three, 1)
+    held = [state_sizes(model, Config(stage=3), ranks=4) for model in models]
+    with pytest.raises(NonUniformBlocksError, match="does not hold what the others hold"):
+        extrapolate_state_sizes(held[0], held[1], 1, 2**25)
+    with pytest.raises(NonUniformBlocksError, match="one block more"):
+        extrapolate_trace(three, two, 1)
 
 
 # --------------------------------------------------------------------------------------------------- sweeps
 
 
-def swept(**given: Any) -> Simulation:
+def swept(**given: Any) -> ScalingSimulation:
     chosen: dict[str, Any] = {"machine": "h100", "devices": (1, 8, 64, 512, 4096), "micro_batch": 2, **given}
     return simulate(gpt(LARGER.layers, LARGER), **chosen)
 
 
-def data_traffic(point: Point) -> float:
-    return sum(nbytes for kind, nbytes in point.plan.pace.traffic.items() if not kind.startswith("tensor"))
+def data_traffic(point: ScalingPoint) -> float:
+    return sum(nbytes for kind, nbytes in point.plan.step_time.traffic.items() if not kind.startswith("tensor"))
 
 
 def test_stage_3_sends_half_as_much_again_as_the_others() -> None:
@@ -139,56 +142,75 @@ def test_stage_3_sends_half_as_much_again_as_the_others() -> None:
 
 def test_a_steps_time_goes_somewhere() -> None:
     for point in swept().points:
-        assert sum(point.shares.values()) == pytest.approx(1)
-        assert min(point.shares.values()) >= 0 and point.shares["tensor"] == 0
-        assert point.samples * point.plan.pace.step == pytest.approx(point.plan.choice.micro_batch)
+        assert sum(point.time_fractions.values()) == pytest.approx(1)
+        assert min(point.time_fractions.values()) >= 0 and point.time_fractions["tensor"] == 0
+        assert point.samples_per_second_per_device * point.plan.step_time.step == pytest.approx(
+            point.plan.strategy.micro_batch
+        )
     alone = swept(devices=(1,)).points[0]
-    assert alone.shares["gather"] == alone.shares["reduce"] == 0
+    assert alone.time_fractions["gather"] == alone.time_fractions["reduce"] == 0
 
 
 def test_more_devices_never_do_more_each_where_links_are_the_limit() -> None:
     """Plain data parallelism anywhere; the other stages once a node is full and latency counts."""
-    slow = Machine.of("h100", outside=Link(bandwidth=20e9, latency=2e-4))
+    slow = Machine.resolve("h100", outside=Link(bandwidth=20e9, latency=2e-4))
     found = swept(machine=slow, devices=(1, 2, 8, 16, 64, 256, 1024, 4096, 16384))
     for stage in (0, 1, 2, 3):
-        speeds = [point.samples for point in found.of_stage(stage) if stage == 0 or point.devices >= 16]
+        speeds = [
+            point.samples_per_second_per_device
+            for point in found.points_of_stage(stage)
+            if stage == 0 or point.devices >= 16
+        ]
         assert all(later <= earlier for earlier, later in itertools.pairwise(speeds)), stage
-    by_hand = found.of_stage(3)
-    best = max(by_hand, key=lambda point: point.samples)
+    by_hand = found.points_of_stage(3)
+    best = max(by_hand, key=lambda point: point.samples_per_second_per_device)
     (told,) = [one for one in found.scaling if one.stage == 3]
-    assert told.best is best and told.under_half is not None and told.under_good is not None
-    at = {point.devices: point.samples / best.samples for point in by_hand if point.devices > best.devices}
-    assert told.under_good == min(n for n, share in at.items() if share < 0.9)
-    assert told.under_half == min(n for n, share in at.items() if share < 0.5) > told.under_good
-    assert told.good_until == max([n for n in at if n < told.under_good], default=best.devices)
+    assert told.best is best and told.under_50_percent is not None and told.under_90_percent is not None
+    at = {
+        point.devices: point.samples_per_second_per_device / best.samples_per_second_per_device
+        for point in by_hand
+        if point.devices > best.devices
+    }
+    assert told.under_90_percent == min(n for n, share in at.items() if share < 0.9)
+    assert told.under_50_percent == min(n for n, share in at.items() if share < 0.5) > told.under_90_percent
+    assert told.good_until == max([n for n in at if n < told.under_90_percent], default=best.devices)
 
 
 def test_perfect_links_scale_for_ever() -> None:
     free = Link(bandwidth=1e18, latency=0)
-    machine = Machine.of("h100", inside=free, outside=free, unit=1e-12)  # nor does the host have to launch anything
+    machine = Machine.resolve(
+        "h100", inside=free, outside=free, unit=1e-12
+    )  # nor does the host have to launch anything
     found = swept(machine=machine, stages=(0,), clip=False)
-    first = found.points[0].samples
-    assert [point.samples for point in found.points] == pytest.approx([first] * len(found.points), rel=1e-6)
-    assert found.scaling[0].under_good is None and found.scaling[0].good_until == 4096
+    first = found.points[0].samples_per_second_per_device
+    assert [point.samples_per_second_per_device for point in found.points] == pytest.approx(
+        [first] * len(found.points), rel=1e-6
+    )
+    assert found.scaling[0].under_90_percent is None and found.scaling[0].good_until == 4096
 
 
 def test_a_model_of_small_blocks_is_simulated_as_it_is_planned() -> None:
     """Several of its blocks make a unit, which no shallow member has."""
     config = GPTConfig(vocab_size=64, context=16, layers=34, heads=2, width=16)
-    choice = Choice(stage=3, checkpoint="none", offload=Offload.of("host"), micro_batch=2)
+    choice = Strategy(stage=3, checkpoint="none", offload=Offload.from_option("host"), micro_batch=2)
     with torch.device("meta"):
-        whole = Subject(GPT(config), precision="bf16")
-    deep = Deep(gpt_family(config), 34, precision="bf16")
-    assert len(deep.holdings(choice, 8, True).units) == len(whole.holdings(choice, 8, True).units) < 34
-    assert deep.pace(choice, 8, Machine.of("h100")).step == whole.pace(choice, 8, Machine.of("h100")).step
+        whole = TracedModel(GPT(config), precision="bf16")
+    deep = DepthExtrapolatedModel(gpt_family(config), 34, precision="bf16")
+    assert len(deep.state_sizes(choice, 8, True).units) == len(whole.state_sizes(choice, 8, True).units) < 34
+    assert (
+        deep.step_time(choice, 8, Machine.resolve("h100")).step
+        == whole.step_time(choice, 8, Machine.resolve("h100")).step
+    )
 
 
 def test_partitioned_memory_shrinks_with_devices() -> None:
     found = swept(devices=(1, 8, 64, 512))
     for stage in (1, 2, 3):
-        needed = [point.plan.memory for point in found.of_stage(stage)]
+        needed = [point.plan.memory for point in found.points_of_stage(stage)]
         assert needed == sorted(needed, reverse=True) and needed[0] > needed[-1]
-    assert len({point.plan.footprint.at_rest for point in found.of_stage(0)}) <= 2  # alone, and with landings
+    assert (
+        len({point.plan.footprint.between_steps for point in found.points_of_stage(0)}) <= 2
+    )  # alone, and with landings
 
 
 def test_a_stage_that_does_not_fit_is_told() -> None:
@@ -202,13 +224,13 @@ def test_one_batch_is_divided_over_more_and_more_devices() -> None:
     found = swept(batch=512, micro_batch=None, devices=(1, 8, 64, 512, 1024), stages=(3,), checkpoint="recompute")
     assert [point.devices for point in found.points] == [1, 8, 64, 512]  # 1024 have no sample each
     for point in found.points:
-        assert point.plan.choice.micro_batch * point.plan.choice.accumulate * point.devices == 512
+        assert point.plan.strategy.micro_batch * point.plan.strategy.accumulate * point.devices == 512
 
 
 def test_layers_are_divided_over_a_tensor_axis() -> None:
     found = swept(tensor=8, devices=(1, 4, 8, 16, 24), stages=(2,))
     assert [point.devices for point in found.points] == [8, 16, 24]
-    assert all(point.shares["tensor"] > 0 for point in found.points)
+    assert all(point.time_fractions["tensor"] > 0 for point in found.points)
 
 
 def test_models_of_any_kind_are_swept() -> None:
@@ -248,42 +270,54 @@ def test_bad_sweeps_are_refused(given: dict[str, Any], words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def family() -> Deep:
+def family() -> DepthExtrapolatedModel:
     """A family whose traces all searches share."""
-    return Deep(gpt_family(LARGER), 3, precision="bf16")
+    return DepthExtrapolatedModel(gpt_family(LARGER), 3, precision="bf16")
 
 
-def deepest_in(family: Deep, devices: int, stage: int, memory: str = "1.5GB", **given: Any) -> Largest:
-    choice = Choice(stage=stage, checkpoint="recompute", micro_batch=2, **given)
-    return deepest(family, choice, devices, Machine.of("h100", memory=memory))
+def deepest_in(
+    family: DepthExtrapolatedModel, devices: int, stage: int, memory: str = "1.5GB", **given: Any
+) -> LargestModel:
+    choice = Strategy(stage=stage, checkpoint="recompute", micro_batch=2, **given)
+    return find_deepest_member(family, choice, devices, Machine.resolve("h100", memory=memory))
 
 
 @pytest.mark.parametrize(("stage", "memory"), [(0, "2.5GB"), (1, "2GB"), (2, "1.5GB"), (3, "1.5GB")])
-def test_the_largest_model_fits_and_a_deeper_one_does_not(family: Deep, stage: int, memory: str) -> None:
+def test_the_largest_model_fits_and_a_deeper_one_does_not(
+    family: DepthExtrapolatedModel, stage: int, memory: str
+) -> None:
     found = deepest_in(family, 4, stage, memory)
-    choice, machine = Choice(stage=stage, checkpoint="recompute", micro_batch=2), Machine.of("h100", memory=memory)
-    fits, fails = (consider(family.at(found.layers + more), choice, 4, machine) for more in (0, 1))
+    choice, machine = (
+        Strategy(stage=stage, checkpoint="recompute", micro_batch=2),
+        Machine.resolve("h100", memory=memory),
+    )
+    fits, fails = (evaluate_strategy(family.with_layers(found.layers + more), choice, 4, machine) for more in (0, 1))
     assert fits.fits and not fails.fits and found.confirmed and found.limit == "device"
     assert found.memory == pytest.approx(fits.memory)
     assert found.parameters == replace(LARGER, layers=found.layers).parameters
 
 
-def test_the_straight_line_ends_where_a_replay_does(family: Deep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_straight_line_ends_where_a_replay_does(
+    family: DepthExtrapolatedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replayed = deepest_in(family, 16, 3, "2GB")
-    monkeypatch.setattr(searching, "DEEPEST", 64)
+    monkeypatch.setattr(searching, "MAX_REPLAYED_LAYERS", 64)
     on_the_line = deepest_in(family, 16, 3, "2GB")
     assert replayed.layers > 64 and replayed.confirmed and not on_the_line.confirmed
     assert on_the_line.layers == pytest.approx(replayed.layers, rel=0.02)
     assert on_the_line.memory == pytest.approx(replayed.memory, rel=0.01)
 
 
-def test_largest_models_grow_with_stage_devices_and_offload(family: Deep) -> None:
+def test_largest_models_grow_with_stage_devices_and_offload(family: DepthExtrapolatedModel) -> None:
     layers = [deepest_in(family, 16, stage).layers for stage in (0, 1, 2, 3)]
     assert layers == sorted(set(layers)) and layers[-1] < deepest_in(family, 32, 3).layers
     assert layers[1] < deepest_in(family, 16, 1, offload=Offload(optimizer="host")).layers
-    small = Machine.of("h100", memory="1.5GB", host_memory="1GB")
-    far = Choice(stage=1, checkpoint="recompute", micro_batch=2, offload=Offload(optimizer="host"))
-    found, roomier = deepest(family, far, 16, small), deepest(family, far, 16, replace(small, host_memory=2 * 10**9))
+    small = Machine.resolve("h100", memory="1.5GB", host_memory="1GB")
+    far = Strategy(stage=1, checkpoint="recompute", micro_batch=2, offload=Offload(optimizer="host"))
+    found, roomier = (
+        find_deepest_member(family, far, 16, small),
+        find_deepest_member(family, far, 16, replace(small, host_memory=2 * 10**9)),
+    )
     assert found.limit == "host" and roomier.limit == "device" and found.layers < roomier.layers
     nothing = deepest_in(family, 1, 3, "1GB")
     assert nothing.layers == 0 and nothing.limit == "device" and nothing.memory > 1e9
@@ -291,11 +325,11 @@ def test_largest_models_grow_with_stage_devices_and_offload(family: Deep) -> Non
 
 def test_bad_searches_are_refused() -> None:
     with pytest.raises(ValueError, match="devices is a whole number from 1 up, got 0"):
-        largest(gpt_family(SHAPE), devices=0)
+        find_largest_model(gpt_family(SHAPE), devices=0)
     with pytest.raises(ValueError, match="12 devices are not a multiple of the 8"):
-        largest(gpt_family(SHAPE), devices=12, tensor=8)
+        find_largest_model(gpt_family(SHAPE), devices=12, tensor=8)
     with pytest.raises(ValueError, match="layers is a whole number from 1 up, got 0"):
-        Deep(gpt_family(SHAPE), 0)
+        DepthExtrapolatedModel(gpt_family(SHAPE), 0)
 
 
 # ------------------------------------------------------------------------------------------------- the command

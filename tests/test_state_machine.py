@@ -7,7 +7,7 @@ The test runs a short, fixed selection of sequences. A long run, by command:
 It runs in child processes of `--chunk` sequences each, `--jobs` at a time, so that a sequence that ends the interpreter
 is told as well. At a counterexample it prints the shortest sequence that hypothesis has found for it, and ends with
 status 1; with `--keep-going` it goes on with the next seed. `--without edit,cast` leaves rules out, `--fix stage=3
-offload=None` fixes options of `Options`, `--counts` tells how often each call went through or was refused.
+offload=None` fixes options of `TrainOptions`, `--counts` tells how often each call went through or was refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a change of the code inside must not change: the public names, and how much of the code one step runs through."""
+"""What a change of the code inside must not change: the public names, and how much code one step runs through."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ METHODS = {
     "Profile": "held device moments phases seconds waited",
     "RanksDisagreeError": "",
     "Report": "activation_share communicated states",
-    "Save": "done report wait",
+    "Save": "done wait",
     "ShardedOptimizer": "add_param_group clip_grad_norm_ clip_grad_value_ eval load_state_dict loss_scale param_groups "
     "scale state state_dict step train zero_grad",
 }

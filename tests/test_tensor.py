@@ -336,7 +336,7 @@ def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
         optimizer.scale(ours(data_part(batch, rank, (2, 2))).float().sum()).backward()
         engine = ours._zeroshard.engine
         if rank == 1:  # a part of a divided parameter, on one rank of four
-            next(iter(engine.gradients.of_flat.values())).shard.view(-1)[:1] = float("inf")
+            next(iter(engine.gradients.flat_grads.values())).shard.view(-1)[:1] = float("inf")
         optimizer.step()
         after = wholes(ours)
         return optimizer.loss_scale.item(), all(torch.equal(after[name], value) for name, value in before.items())

@@ -14,21 +14,21 @@ import transformers
 from live import allocated_bytes
 from ranks import run_processes, run_threads
 
-from zeroshard.activations.checkpoint import Recomputed
+from zeroshard.activations.checkpoint import CheckpointedForward
 from zeroshard.commands.train import main
 from zeroshard.planner import subject
 from zeroshard.planner.auto import NothingFitsError
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import plan
-from zeroshard.train.check import batching_of
+from zeroshard.train.check import resolve_batching
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.job import _shard, prepare, sequence_length
+from zeroshard.train.job import _shard_model, prepare_training, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
-from zeroshard.train.options import Options
-from zeroshard.train.settled import settle
-from zeroshard.train.summary import header
-from zeroshard.train.world import World
+from zeroshard.train.options import TrainOptions
+from zeroshard.train.settled import resolve_auto
+from zeroshard.train.summary import header_lines
+from zeroshard.train.world import RankInfo
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -90,7 +90,7 @@ def test_what_is_left_open_is_as_if_nothing_had_been_said(tmp_path: Path) -> Non
     options = read_options(["--config", str(file), "--auto"])
     assert options.sharding.auto == EVERY
     assert (options.training.batch, options.training.micro_batch) == (32, None)
-    assert not options.model.recomputed and options.sharding.offload == "device"
+    assert not options.model.has_activation_checkpointing and options.sharding.offload == "device"
     options = read_options(["--config", str(file), "--offload", "auto"])
     assert options.sharding.auto == ("offload",) and options.sharding.stage == 1 and options.model.recompute
 
@@ -144,10 +144,12 @@ def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixt
 # --------------------------------------------------------------------------------------- what is chosen fits
 
 
-def settled(options: Options, ranks: int = WORLD, precision: str = "fp32") -> tuple[Options, str, LanguageModel]:
+def settled(
+    options: TrainOptions, ranks: int = WORLD, precision: str = "fp32"
+) -> tuple[TrainOptions, str, LanguageModel]:
     language_model = open_language_model(options.model, options.data)
     sequence = sequence_length(options, language_model)
-    found, why = settle(options, batching_of(options, ranks), language_model, sequence, precision, ranks)
+    found, why = resolve_auto(options, resolve_batching(options, ranks), language_model, sequence, precision, ranks)
     return found, why, language_model
 
 
@@ -158,7 +160,7 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     options, known = read_options([*flags, "--auto", "--machine", machine_file(Path(directory), "1GB")]), {}
-    tracing = subject.trace
+    tracing = subject.trace_model
 
     def remembered(model: Any, inputs: Any, **more: Any) -> Any:
         key = (more["checkpoint"], more["micro_batch"])
@@ -166,10 +168,12 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "trace", remembered)
+        patch.setattr(subject, "trace_model", remembered)
         module = open_language_model(options.model, options.data).module
-        machine = Machine.of(options.sharding.machine or "cpu")
-        every = plan(module, devices=WORLD, machine=machine, batch=16, tensor=1, precision="fp32", offload=None).every
+        machine = Machine.resolve(options.sharding.machine or "cpu")
+        every = plan(
+            module, devices=WORLD, machine=machine, batch=16, tensor=1, precision="fp32", offload=None
+        ).candidates
         needs = sorted({int(found.memory) + 1 for found in every})
         outcomes = []
         for limit in [*needs[:: len(needs) // 5], needs[-1]]:
@@ -182,15 +186,15 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
     return outcomes
 
 
-def peak_of(options: Options, language_model: LanguageModel) -> int:
+def peak_of(options: TrainOptions, language_model: LanguageModel) -> int:
     """What steps as the trainer takes them hold at most."""
     assert options.sharding.auto == ()
-    batching, sequence = batching_of(options, WORLD), sequence_length(options, language_model)
+    batching, sequence = resolve_batching(options, WORLD), sequence_length(options, language_model)
     assert batching.batch == 16
 
     def steps() -> None:
-        world = World(0, WORLD, torch.device("cpu"), "fake")
-        model, optimizer = _shard(options, world, language_model, "fp32", None)
+        world = RankInfo(0, WORLD, torch.device("cpu"), "fake")
+        model, optimizer = _shard_model(options, world, language_model, "fp32", None)
         for _ in range(3):
             for _ in range(batching.accumulate):
                 tokens = torch.zeros(batching.micro, sequence, dtype=torch.int64)
@@ -201,8 +205,8 @@ def peak_of(options: Options, language_model: LanguageModel) -> int:
             optimizer.zero_grad()
 
     most, _ = allocated_bytes(steps)
-    blocks = [m for m in language_model.module.modules() if isinstance(m.__dict__.get("forward"), Recomputed)]
-    assert bool(blocks) == options.model.recomputed
+    blocks = [m for m in language_model.module.modules() if isinstance(m.__dict__.get("forward"), CheckpointedForward)]
+    assert bool(blocks) == options.model.has_activation_checkpointing
     return most - RANDOM_STATE * len(blocks)
 
 
@@ -224,13 +228,13 @@ def test_what_is_given_narrows_the_choice(tiny: str) -> None:
         given = read_options([*flags, *more.split()])
         found, why, _ = settled(given)
         assert found.sharding.auto == () and "fit" in why
-        for name, value in found.flat().items():
+        for name, value in found.to_flat_dict().items():
             if "--" + name.replace("_", "-") in more.split():
-                assert value == given.flat()[name]
+                assert value == given.to_flat_dict()[name]
         if "--recompute" in more:
             assert why.startswith("stage") and "recomputing" in why
     found, _, _ = settled(read_options([*flags, "--micro-batch", "2"]))
-    assert batching_of(found, WORLD).accumulate == 2
+    assert resolve_batching(found, WORLD).accumulate == 2
     with pytest.raises(ValueError, match="plans with partitioned activations"):
         settled(read_options([*flags, "--tensor", "2", "--no-partition-activations"]))
 
@@ -238,7 +242,7 @@ def test_what_is_given_narrows_the_choice(tiny: str) -> None:
 def test_offload_is_said_in_the_options_own_words() -> None:
     flags = "--model 1.4b --layers 3 --auto --machine h100 --batch 4 --precision bf16 --ranks 1".split()
     found, why, _ = settled(read_options([*flags, "--memory", "4GB"]), ranks=1, precision="bf16")
-    assert found.sharding.offload == "host" and found.sharding.offloaded["optimizer"][1] in (0.5, 1.0)
+    assert found.sharding.offload == "host" and found.sharding.offload_config["optimizer"][1] in (0.5, 1.0)
     assert found.sharding.offload_parameters == ("parameters host" in why)
     found, _, _ = settled(read_options(flags), ranks=1, precision="bf16")
     assert found.sharding.offload == "device"
@@ -264,8 +268,8 @@ def test_hugging_face_models_and_adapters_are_chosen_for(tmp_path: Path, tiny: s
     assert needed[0] < needed[1]  # frozen parameters have no states
     tight = read_options([*flags, "--memory", "400kB"])
     found, _, language_model = settled(tight)
-    assert found.model.recomputed
-    assert any(isinstance(m.__dict__.get("forward"), Recomputed) for m in language_model.module.modules())
+    assert found.model.has_activation_checkpointing
+    assert any(isinstance(m.__dict__.get("forward"), CheckpointedForward) for m in language_model.module.modules())
 
 
 # ------------------------------------------------------------------------------------------------- a whole run
@@ -277,9 +281,9 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
     flags = [*SMALL, *text(tmp_path), "--out", out, "--machine", machine_file(tmp_path, "700kB")]
     options = read_options([*flags, "--auto", "--tensor", str(tensor)])
 
-    def body(rank: int) -> tuple[Options, str, dict[str, str], dict[str, Any]]:
-        job = prepare(options, World(rank, 4, torch.device("cpu"), "gloo"))
-        return job.options, job.why, dict(header(job, 0)), job.record.settings
+    def body(rank: int) -> tuple[TrainOptions, str, dict[str, str], dict[str, Any]]:
+        job = prepare_training(options, RankInfo(rank, 4, torch.device("cpu"), "gloo"))
+        return job.options, job.plan_reason, dict(header_lines(job, 0)), job.record.settings
 
     found = run_threads(4, body)
     assert all(one == found[0] for one in found)
@@ -287,12 +291,12 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
     assert chosen.sharding.auto == () and ("tensor 2" in why) == (tensor == 2)
     assert told["plan"] == why and "the fastest of" in why and "of 700.00 kB a device" in why and "\n" not in why
     assert told["ZeRO"].startswith(f"stage {chosen.sharding.stage},") and f"stage {chosen.sharding.stage}," in why
-    assert ("recomputing" in why) == chosen.model.recomputed
+    assert ("recomputing" in why) == chosen.model.has_activation_checkpointing
     assert settings["stage"] == chosen.sharding.stage and f"micro-batch {settings['micro']}" in why
     assert settings["micro"] * settings["accumulate"] * 4 // tensor == 16
     resumed = read_options(["--out", out, "--resume"])
     for name in ("stage", "micro_batch", "recompute", "offload_activations", "offload", "batch", "tensor", "auto"):
-        assert resumed.flat()[name] == chosen.flat()[name]
+        assert resumed.to_flat_dict()[name] == chosen.to_flat_dict()[name]
     assert resumed.sharding.machine is None  # it was for planning alone
     anew = read_options(["--out", out, "--resume", "--auto"])
     assert anew.sharding.auto == EVERY and anew.training.micro_batch is None and anew.training.batch == 16
@@ -304,7 +308,7 @@ def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str
 
     def refused(rank: int) -> str:
         with pytest.raises(TrainingError, match="nothing fits") as caught:
-            prepare(options, World(rank, 4, torch.device("cpu"), "gloo"))
+            prepare_training(options, RankInfo(rank, 4, torch.device("cpu"), "gloo"))
         return str(caught.value)
 
     assert len(set(run_threads(4, refused))) == 1

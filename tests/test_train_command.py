@@ -29,15 +29,15 @@ from safetensors.torch import load_file
 from test_train_page import CHARTS, Dom, chromium, console_of, in_browser
 
 from zeroshard import cli
-from zeroshard.checkpoint.contents import Contents
-from zeroshard.train.checkpoint import step_of, whole_checkpoints
+from zeroshard.checkpoint.contents import CheckpointReader
+from zeroshard.train.checkpoint import checkpoint_step, complete_checkpoints
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
-from zeroshard.train.job import prepare
+from zeroshard.train.job import prepare_training
 from zeroshard.train.trainer import Trainer
-from zeroshard.train.world import World
+from zeroshard.train.world import RankInfo
 
 STEPS = 40
 SMALL = (
@@ -137,15 +137,15 @@ class Running:
 
 def trained(rank: int, arguments: list[str]) -> None:
     """Be one rank of a job, in a process that has everything imported already."""
-    world = World(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
+    world = RankInfo(rank, dist.get_world_size(), torch.device("cpu"), "gloo")
     never = SimpleNamespace(signal=None)  # handlers of signals would outlive the test
-    Trainer(prepare(read_options(["--plain", *arguments]), world), never).run()
+    Trainer(prepare_training(read_options(["--plain", *arguments]), world), never).run()
 
 
 def kept_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint."""
-    with Contents(checkpoint) as contents:
-        return {name: contents.tensor(f"model/{name}") for name in contents.index.names("model")}
+    with CheckpointReader(checkpoint) as contents:
+        return {name: contents.read_tensor(f"model/{name}") for name in contents.index.tensors_of_kind("model")}
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_a_run_leaves_everything_there_is_to_use(whole: tuple[Path, subprocess.C
         "step",
     ]
     assert found["samples"][0]["text"]
-    assert [path.name for path in whole_checkpoints(out / "checkpoints")] == ["step-000030", "step-000040"]
+    assert [path.name for path in complete_checkpoints(out / "checkpoints")] == ["step-000030", "step-000040"]
     assert (out / "report.html").stat().st_size > 100_000
 
 
@@ -285,8 +285,8 @@ def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
     assert "Traceback" not in killed.output  # the other rank's complaint is no news
     assert not killed.left
 
-    last = whole_checkpoints(killed.out / "checkpoints")[-1]
-    assert 10 <= step_of(last) < STEPS
+    last = complete_checkpoints(killed.out / "checkpoints")[-1]
+    assert 10 <= checkpoint_step(last) < STEPS
     run_processes(2, trained, ["--out", str(killed.out), "--resume"])  # all options are the run's own
     assert losses(killed.out) == losses(reference)  # one with evaluations, one without: they disturb nothing
     assert held_out(killed.out)[STEPS] == held_out(reference)[STEPS]
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
     assert "Traceback" not in output and "interrupted after step" in output
     assert record(tmp_path / "run")["outcome"] == "interrupted"
     assert (tmp_path / "run" / "report.html").exists()
-    (last,) = whole_checkpoints(tmp_path / "run" / "checkpoints")
+    (last,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert int(last.name.removeprefix("step-")) == max(losses(tmp_path / "run"))
 
     run_processes(3, trained, ["--out", str(tmp_path / "run"), "--resume", "--stage", "1"])
@@ -322,7 +322,7 @@ def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_pat
     assert done.returncode == 1
     message = done.stderr.strip()
     assert re.search(r"the loss is nan at step 5", message) and "--lr" in message and "Traceback" not in message
-    last = whole_checkpoints(out / "checkpoints")[-1]
+    last = complete_checkpoints(out / "checkpoints")[-1]
     assert last.name == "step-000003" and str(last) in message
     assert (out / "checkpoints" / "diverged" / "step-000004").exists()  # whose weights gave the NaN
     assert (out / "checkpoints" / "latest").read_text().strip() == "step-000003"

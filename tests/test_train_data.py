@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from zeroshard.train.data import corpus as corpus_module
 from zeroshard.train.data.corpus import encode_corpus, open_corpus, read_text, read_texts, shakespeare, text_files
-from zeroshard.train.data.loader import Loader, sample_windows, shuffled
+from zeroshard.train.data.loader import TokenLoader, sample_windows, shuffled_indices
 from zeroshard.train.data.tokenizer import (
     END_OF_TEXT,
-    encode,
-    end_of_text,
+    encode_texts,
+    end_of_text_id,
     load_tokenizer,
+    tokenizer_vocab_size,
     train_tokenizer,
-    vocabulary_of,
 )
 from zeroshard.train.data.tokens import TokenFile, write_token_chunks, write_tokens
 
@@ -67,9 +67,9 @@ def test_white_space_and_foreign_letters_come_back(text: str) -> None:
 
 
 def test_a_tokenizer_has_as_many_ids_as_asked_for_and_the_text_allows() -> None:
-    assert vocabulary_of(train_tokenizer([shakespeare()[:50_000]], 500)) == 500
-    assert vocabulary_of(train_tokenizer(["ab"], 500)) == 257  # nothing occurs twice
-    assert end_of_text(TOKENIZER) == 0
+    assert tokenizer_vocab_size(train_tokenizer([shakespeare()[:50_000]], 500)) == 500
+    assert tokenizer_vocab_size(train_tokenizer(["ab"], 500)) == 257  # nothing occurs twice
+    assert end_of_text_id(TOKENIZER) == 0
 
 
 def test_the_same_text_gives_the_same_tokenizer_in_every_process() -> None:
@@ -133,7 +133,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
 
 def test_pieces_are_encoded_in_order_and_texts_end(tmp_path: Path) -> None:
     texts = [f"{number} question\n" for number in range(40)]  # more than one batch
-    ids = [part.tolist() for part in encode(TOKENIZER, [*texts, None, "x"])]
+    ids = [part.tolist() for part in encode_texts(TOKENIZER, [*texts, None, "x"])]
     assert [TOKENIZER.decode(part) for part in ids[:40]] == texts
     assert ids[40] == [TOKENIZER.token_to_id(END_OF_TEXT)]
     assert TOKENIZER.decode(ids[41]) == "x"
@@ -256,7 +256,7 @@ def test_pieces_of_a_text_give_the_whole(tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("texts") / "text"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus_module, "CHUNK", chunk)
+        patch.setattr(corpus_module, "CHUNK_BYTES", chunk)
         pieces = list(read_text(path))
     assert "".join(pieces) == text and "" not in pieces
     assert all(len(piece.encode()) <= 2 * chunk + 4 for piece in pieces)
@@ -266,10 +266,10 @@ def test_text_in_pieces_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch:
     text = "".join(f"{line}\n" for line in ("To be,", "", "", "or", "  not\t", " to be", "that", "is", "") * 150)
     tokenizer = train_tokenizer([text], 400)  # with tokens of several line ends and spaces
     (tmp_path / "text").write_text(text)
-    monkeypatch.setattr(corpus_module, "CHUNK", 100)
+    monkeypatch.setattr(corpus_module, "CHUNK_BYTES", 100)
     pieces = list(read_text(tmp_path / "text"))
     assert len(pieces) > 50
-    ids = np.concatenate(list(encode(tokenizer, pieces)))
+    ids = np.concatenate(list(encode_texts(tokenizer, pieces)))
     assert ids.tolist() == tokenizer.encode(text).ids
 
 
@@ -284,7 +284,7 @@ def test_texts_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
         list(read_texts([latin]))
     latin.write_bytes("caf\u00e9\n".encode() * 3 + "caf\u00e9\n".encode("latin1") * 3)
     for chunk in (1, 4, 7, 100):
-        monkeypatch.setattr(corpus_module, "CHUNK", chunk)
+        monkeypatch.setattr(corpus_module, "CHUNK_BYTES", chunk)
         with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 at byte 21 \(0xe9\): convert it"):
             list(read_texts([latin]))
 
@@ -296,31 +296,31 @@ def test_texts_become_tokens_and_back(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(LINES)
     (tmp_path / "texts" / "b.txt").write_text("naïve\r\n" * 30, newline="")
-    assert encode_corpus([tmp_path / "texts"], tmp_path / "corpus", vocabulary=300)
+    assert encode_corpus([tmp_path / "texts"], tmp_path / "corpus", vocab_size=300)
     corpus = open_corpus(tmp_path / "corpus", holdout=0.25)
-    assert corpus.vocabulary == 300 and corpus.tokenizer is not None and corpus.validation is not None
+    assert corpus.vocab_size == 300 and corpus.tokenizer_path is not None and corpus.validation is not None
     ids = [*corpus.train.ids.tolist(), *corpus.validation.ids.tolist()]
     assert len(corpus.validation) == round(len(ids) / 4)
     first, second = LINES, "naïve\r\n" * 30
-    text = load_tokenizer(corpus.tokenizer).decode(ids, skip_special_tokens=False)
+    text = load_tokenizer(corpus.tokenizer_path).decode(ids, skip_special_tokens=False)
     assert text == f"{first}{END_OF_TEXT}{second}{END_OF_TEXT}"
 
 
 def test_separate_validation_texts_have_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("a question to suffer")
-    encode_corpus([], tmp_path / "corpus", vocabulary=300, validation=[str(tmp_path / "held.txt")])
+    encode_corpus([], tmp_path / "corpus", vocab_size=300, validation=[str(tmp_path / "held.txt")])
     corpus = open_corpus(tmp_path / "corpus", holdout=0.5)
-    assert corpus.validation is not None and corpus.tokenizer is not None
-    tokenizer = load_tokenizer(corpus.tokenizer)
+    assert corpus.validation is not None and corpus.tokenizer_path is not None
+    tokenizer = load_tokenizer(corpus.tokenizer_path)
     assert tokenizer.decode(corpus.train.ids.tolist()) == shakespeare()  # nothing of it is held out
     assert tokenizer.decode(corpus.validation.ids.tolist()) == "a question to suffer"
 
 
 def test_a_given_tokenizer_is_used_and_kept(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINES)
-    encode_corpus([tmp_path / "a.txt"], tmp_path / "corpus", tokenizer=saved(tmp_path), vocabulary=9)
+    encode_corpus([tmp_path / "a.txt"], tmp_path / "corpus", tokenizer=saved(tmp_path), vocab_size=9)
     corpus = open_corpus(tmp_path / "corpus", holdout=0)
-    assert corpus.vocabulary == 300 and corpus.validation is None
+    assert corpus.vocab_size == 300 and corpus.validation is None
     assert corpus.train.ids.tolist() == [*TOKENIZER.encode(LINES).ids, 0]
     assert load_tokenizer(tmp_path / "corpus").to_str() == TOKENIZER.to_str()
 
@@ -332,7 +332,7 @@ def test_a_token_file_is_used_where_it_lies(tmp_path: Path, name: str) -> None:
     encode_corpus([tmp_path / name], tmp_path / "corpus")
     corpus = open_corpus(tmp_path / "corpus", holdout=0.2)
     assert corpus.train.path == (tmp_path / name).resolve()
-    assert (corpus.tokenizer, corpus.vocabulary) == (None, None)
+    assert (corpus.tokenizer_path, corpus.vocab_size) == (None, None)
     assert corpus.validation is not None and corpus.validation.ids.tolist() == list(range(40, 50))
     assert [path.name for path in (tmp_path / "corpus").iterdir()] == ["corpus.json"]
 
@@ -346,7 +346,7 @@ def test_token_files_and_texts_go_together_with_a_tokenizer(tmp_path: Path) -> N
             encode_corpus(**paths)
         encode_corpus(**paths, tokenizer=saved(tmp_path))
         corpus = open_corpus(tmp_path / "corpus")
-        assert corpus.validation is not None and corpus.vocabulary == 300
+        assert corpus.validation is not None and corpus.vocab_size == 300
         encoded = {train: corpus.train, held_out: corpus.validation}
         assert encoded["t.npy"].ids.tolist() == [5, 6, 7]
         assert encoded["a.txt"].ids.tolist() == [*TOKENIZER.encode(LINES).ids, 0]
@@ -363,17 +363,17 @@ def test_a_token_file_stands_alone(tmp_path: Path) -> None:
 def test_a_corpus_is_encoded_again_only_when_something_changed(tmp_path: Path) -> None:
     text, directory = tmp_path / "a.txt", tmp_path / "corpus"
     text.write_text(LINES)
-    assert encode_corpus([text], directory, vocabulary=300)
+    assert encode_corpus([text], directory, vocab_size=300)
     made = (directory / "train.npy").stat().st_mtime_ns
-    assert not encode_corpus([text], directory, vocabulary=300)
+    assert not encode_corpus([text], directory, vocab_size=300)
     assert (directory / "train.npy").stat().st_mtime_ns == made
-    assert encode_corpus([text], directory, vocabulary=310)
+    assert encode_corpus([text], directory, vocab_size=310)
     text.write_text(LINES + "!")
-    assert encode_corpus([text], directory, vocabulary=310)
+    assert encode_corpus([text], directory, vocab_size=310)
     (directory / "train.npy").unlink()
-    assert encode_corpus([text], directory, vocabulary=310)
+    assert encode_corpus([text], directory, vocab_size=310)
     (directory / "corpus.json").write_text("{")
-    assert encode_corpus([text], directory, vocabulary=310)
+    assert encode_corpus([text], directory, vocab_size=310)
     assert encode_corpus([text], directory, tokenizer=saved(tmp_path))
     assert json.loads((directory / "corpus.json").read_text())["vocabulary"] == 300
 
@@ -381,9 +381,9 @@ def test_a_corpus_is_encoded_again_only_when_something_changed(tmp_path: Path) -
 def test_an_encoding_that_failed_leaves_no_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     (tmp_path / "b.txt").write_bytes(b"\xff")
-    encode_corpus([tmp_path / "a.txt"], tmp_path / "corpus", vocabulary=300)
+    encode_corpus([tmp_path / "a.txt"], tmp_path / "corpus", vocab_size=300)
     with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 at byte 0 \(0xff\)"):
-        encode_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "corpus", vocabulary=300)
+        encode_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "corpus", vocab_size=300)
     with pytest.raises(FileNotFoundError, match="holds no encoded corpus"):
         open_corpus(tmp_path / "corpus")
 
@@ -391,10 +391,10 @@ def test_an_encoding_that_failed_leaves_no_corpus(tmp_path: Path) -> None:
 def test_encoding_leaves_no_threads_that_a_fork_would_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(LINES)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    encode_corpus([tmp_path / "a.txt"], tmp_path / "one", vocabulary=300)
+    encode_corpus([tmp_path / "a.txt"], tmp_path / "one", vocab_size=300)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"  # the user's own
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    encode_corpus([tmp_path / "a.txt"], tmp_path / "two", vocabulary=300)
+    encode_corpus([tmp_path / "a.txt"], tmp_path / "two", vocab_size=300)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
@@ -403,14 +403,14 @@ def test_encoding_leaves_no_threads_that_a_fork_would_lack(tmp_path: Path, monke
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 2**40))
 def test_an_epoch_visits_every_window_once(size: int, seed: int, epoch: int) -> None:
-    order = shuffled(np.arange(size, dtype=np.uint64), size, seed, epoch)
+    order = shuffled_indices(np.arange(size, dtype=np.uint64), size, seed, epoch)
     assert sorted(order.tolist()) == list(range(size))
 
 
 @given(size=st.integers(2**20, 2**62), seed=st.integers(0, 2**64), start=st.integers(0, 2**61))
 def test_places_far_apart_in_a_huge_data_set_have_windows_of_their_own(size: int, seed: int, start: int) -> None:
     places = np.unique(np.concatenate([np.arange(100), np.arange(100) + start % (size - 100)]).astype(np.uint64))
-    found = shuffled(places, size, seed, 0).tolist()
+    found = shuffled_indices(places, size, seed, 0).tolist()
     assert len(set(found)) == len(places) and max(found) < size
 
 
@@ -418,13 +418,13 @@ def test_places_far_apart_in_a_huge_data_set_have_windows_of_their_own(size: int
 def test_seeds_and_epochs_have_orders_of_their_own(size: int, seed: int, epoch: int) -> None:
     places = np.arange(size, dtype=np.uint64)
     keys = [(seed, epoch), (seed + 1, epoch), (seed, epoch + 1), (seed + 1, epoch + 1)]
-    orders = {tuple(shuffled(places, size, *key).tolist()) for key in keys}
+    orders = {tuple(shuffled_indices(places, size, *key).tolist()) for key in keys}
     assert len(orders) == 4 and tuple(range(size)) not in orders
 
 
 def test_every_window_comes_to_every_place() -> None:
     size, draws = 7, 700
-    orders = np.stack([shuffled(np.arange(size, dtype=np.uint64), size, 0, epoch) for epoch in range(draws)])
+    orders = np.stack([shuffled_indices(np.arange(size, dtype=np.uint64), size, 0, epoch) for epoch in range(draws)])
     counts = np.stack([(orders == window).sum(0) for window in range(size)])
     assert counts.min() > 60 and counts.max() < 140  # 100 ± 9.3 are expected; the seeds are fixed
 
@@ -444,8 +444,8 @@ def test_the_order_stays_what_it_is_between_versions() -> None:
 # Loader
 
 
-def loader(tokens: int = 1000, **options: int) -> Loader:
-    return Loader(np.arange(tokens, dtype=np.uint16), **{"sequence": 9, "batch": 8, "seed": 5, **options})
+def loader(tokens: int = 1000, **options: int) -> TokenLoader:
+    return TokenLoader(np.arange(tokens, dtype=np.uint16), **{"sequence": 9, "batch": 8, "seed": 5, **options})
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
@@ -477,7 +477,7 @@ def test_a_resumed_run_sees_the_same_batches() -> None:
 @pytest.mark.parametrize("batch", [1, 6, 50])  # 50: more than an epoch a step
 def test_an_epoch_of_batches_holds_every_window_once(batch: int) -> None:
     loaded = loader(tokens=9 * 12 + 1, batch=batch)
-    assert loaded.windows == 12
+    assert loaded.num_windows == 12
     steps = -(-36 // batch)
     starts = torch.cat([loaded.batch(step, 0, 1)[0][:, 0] for step in range(steps)])
     for epoch in range(3):
@@ -487,24 +487,26 @@ def test_an_epoch_of_batches_holds_every_window_once(batch: int) -> None:
 @pytest.mark.parametrize(("tokens", "windows"), [(10, 1), (18, 1), (19, 2), (27, 2), (28, 3)])
 def test_windows_need_a_token_after_them(tokens: int, windows: int) -> None:
     loaded = loader(tokens)
-    assert loaded.windows == windows
-    assert loaded.in_order(windows - 1, 1)[1][0, -1] == 9 * windows
+    assert loaded.num_windows == windows
+    assert loaded.sequential_batch(windows - 1, 1)[1][0, -1] == 9 * windows
 
 
 def test_evaluation_reads_in_order_and_ends() -> None:
     loaded = loader(9 * 7 + 1)
-    assert loaded.in_order(0, 3)[0].flatten().tolist() == list(range(27))
-    assert loaded.in_order(1, 3)[1].flatten().tolist() == list(range(28, 55))
+    assert loaded.sequential_batch(0, 3)[0].flatten().tolist() == list(range(27))
+    assert loaded.sequential_batch(1, 3)[1].flatten().tolist() == list(range(28, 55))
     with pytest.raises(IndexError, match="no batch 2 of 3 windows in order: the 7 windows of an array make 2, counted"):
-        loaded.in_order(2, 3)
+        loaded.sequential_batch(2, 3)
     for index, rows in ((-1, 3), (0, 0), (0, 8)):
         with pytest.raises(IndexError, match=f"no batch {index} of {rows} windows"):
-            loaded.in_order(index, rows)
+            loaded.sequential_batch(index, rows)
 
 
 def test_a_held_out_part_is_read_from_its_own_beginning() -> None:
     _, held_out = TokenFile(np.arange(100)).split(0.4)
-    assert Loader(held_out, sequence=5, batch=1, seed=0).in_order(0, 1)[0].tolist() == [[60, 61, 62, 63, 64]]
+    assert TokenLoader(held_out, sequence=5, batch=1, seed=0).sequential_batch(0, 1)[0].tolist() == [
+        [60, 61, 62, 63, 64]
+    ]
 
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
@@ -513,14 +515,14 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(tmp_path: Path) ->
     write_tokens(tmp_path / "t.npy", ids)
     _, held_out = TokenFile.open(tmp_path / "t.npy").split(0.4)
     options = {"sequence": 5, "batch": 1, "seed": 0}
-    Loader(held_out, **options, vocabulary=301).in_order(5, 1)
-    loaded = Loader(held_out, **options, vocabulary=300)
-    loaded.in_order(0, 1)  # only where it is met
+    TokenLoader(held_out, **options, vocab_size=301).sequential_batch(5, 1)
+    loaded = TokenLoader(held_out, **options, vocab_size=300)
+    loaded.sequential_batch(0, 1)  # only where it is met
     with pytest.raises(ValueError, match=r"token 87 of .*t\.npy is 300, but ids go from 0 to 299: give the vocabulary"):
-        loaded.in_order(5, 1)
+        loaded.sequential_batch(5, 1)
     ids[87] = -2
     with pytest.raises(ValueError, match="token 87 of the array is -2, but ids go from 0:"):
-        Loader(ids, **options).in_order(17, 1)
+        TokenLoader(ids, **options).sequential_batch(17, 1)
 
 
 def test_what_a_loader_cannot_do_is_refused() -> None:

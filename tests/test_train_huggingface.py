@@ -18,9 +18,15 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import INDEX, Entry, Weights, write_file
+from zeroshard.checkpoint.weights import SAFETENSORS_INDEX_FILE, SafetensorsWeights, TensorInfo, write_safetensors
 from zeroshard.train.models import huggingface
-from zeroshard.train.models.huggingface import HuggingFaceModel, load_trained, loss, open_hugging_face, open_model
+from zeroshard.train.models.huggingface import (
+    HuggingFaceModel,
+    causal_lm_loss,
+    load_trained,
+    open_hugging_face,
+    open_model,
+)
 from zeroshard.train.options import ModelOptions
 
 VOCABULARY = 61
@@ -56,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     for kind in KINDS:
         plain(kind).save_pretrained(root / kind, max_shard_size="12KB")
-        assert (root / kind / INDEX).is_file()
+        assert (root / kind / SAFETENSORS_INDEX_FILE).is_file()
     return {kind: root / kind for kind in KINDS}
 
 
@@ -97,7 +103,7 @@ def train(model: Any, optimizer: Any, rank: int, world: int, steps: int = 2) -> 
     model.train()
     for step in range(steps):
         part = tokens(seed=10 + step).chunk(world)[rank]
-        loss(model, part[:, :-1], part[:, 1:]).backward()
+        causal_lm_loss(model, part[:, :-1], part[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -134,9 +140,9 @@ def test_the_first_rank_alone_reads_and_its_values_count(
 ) -> None:
     plain("llama", seed=5).save_pretrained(tmp_path)
     readers: list[int] = []
-    read = Weights.__getitem__
+    read = SafetensorsWeights.__getitem__
 
-    def noted(self: Weights, name: str) -> torch.Tensor:
+    def noted(self: SafetensorsWeights, name: str) -> torch.Tensor:
         readers.append(dist.get_rank())
         return read(self, name)
 
@@ -144,7 +150,7 @@ def test_the_first_rank_alone_reads_and_its_values_count(
         opened = open_model(saved["llama"] if rank == 0 else tmp_path)
         dist.barrier()  # all have looked at the shapes
         if rank == 0:
-            monkeypatch.setattr(Weights, "__getitem__", noted)
+            monkeypatch.setattr(SafetensorsWeights, "__getitem__", noted)
         dist.barrier()
         return logits_of(sharded(opened)[0])
 
@@ -165,7 +171,7 @@ def test_stored_16_bits_are_widened_to_the_master_copy_and_saved_in_16_bits(tmp_
         opened.save(model, tmp_path / "out" if rank == 0 else None)
 
     run_threads(2, body)
-    before, after = dict(Weights(tmp_path / "in")), dict(Weights(tmp_path / "out"))
+    before, after = dict(SafetensorsWeights(tmp_path / "in")), dict(SafetensorsWeights(tmp_path / "out"))
     assert_same_tensors(after, before)
     assert {name: tensor.dtype for name, tensor in after.items()} == {n: t.dtype for n, t in before.items()}
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16, torch.float32}
@@ -178,17 +184,17 @@ def test_experts_that_are_stored_together_are_loaded_and_saved_so(tmp_path: Path
     model, _ = sharded(opened)
     assert torch.equal(logits_of(model), logits_of(plain("mixtral")))
     opened.save(model, tmp_path / "out")
-    assert_same_tensors(dict(Weights(tmp_path / "out")), dict(Weights(tmp_path / "in")))
-    assert "model.layers.0.mlp.experts.down_proj" in Weights(tmp_path / "out")
+    assert_same_tensors(dict(SafetensorsWeights(tmp_path / "out")), dict(SafetensorsWeights(tmp_path / "in")))
+    assert "model.layers.0.mlp.experts.down_proj" in SafetensorsWeights(tmp_path / "out")
 
 
 def rewritten(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
     """The model of a directory with other tensors."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
-    tensors = {name: tensor.clone() for name, tensor in Weights(source).items()}
+    tensors = {name: tensor.clone() for name, tensor in SafetensorsWeights(source).items()}
     change(tensors)
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    write_file(target / "model.safetensors", entries, tensors.__getitem__, {"format": "pt"})
+    entries = [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_safetensors(target / "model.safetensors", entries, tensors.__getitem__, {"format": "pt"})
     return target
 
 
@@ -226,7 +232,7 @@ def test_a_loaded_model_trains_as_plainly(kind: str, recompute: bool, saved: dic
         opened = open_model(saved[kind])
         if recompute:
             opened.checkpoint_activations()
-            assert all("forward" in vars(layer) for layer in opened.base.model.layers)
+            assert all("forward" in vars(layer) for layer in opened.base_model.model.layers)
         model, optimizer = sharded(opened)
         train(model, optimizer, rank, 2)
         return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
@@ -244,11 +250,11 @@ def test_the_loss_is_the_models_own() -> None:
     model, ids = plain("mixtral"), tokens()
     targets = torch.cat([ids[:, 1:], torch.full((4, 1), -100)], dim=1)
     theirs = model(input_ids=ids, labels=ids)
-    torch.testing.assert_close(loss(model, ids, targets), theirs.loss)
+    torch.testing.assert_close(causal_lm_loss(model, ids, targets), theirs.loss)
     with torch.no_grad():  # what is only measured is the cross-entropy alone
-        torch.testing.assert_close(loss(model, ids, targets), theirs.loss - 0.5 * theirs.aux_loss)
+        torch.testing.assert_close(causal_lm_loss(model, ids, targets), theirs.loss - 0.5 * theirs.aux_loss)
     model.config.output_router_logits = False
-    torch.testing.assert_close(loss(model, ids, targets), theirs.loss - 0.5 * theirs.aux_loss)
+    torch.testing.assert_close(causal_lm_loss(model, ids, targets), theirs.loss - 0.5 * theirs.aux_loss)
 
 
 # ------------------------------------------------------------------------------------------------------------ saving
@@ -258,22 +264,22 @@ def test_the_loss_is_the_models_own() -> None:
 def test_a_trained_model_is_saved_as_it_came(
     kind: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface, "_LIMIT", 8000)
+    monkeypatch.setattr(huggingface, "_MAX_FILE_BYTES", 8000)
     source = shutil.copytree(saved[kind], tmp_path / "in")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (source / name).write_text(json.dumps({"of": name}))
 
     def body(rank: int) -> torch.Tensor:
         opened = open_model(source)
-        assert opened.tokenizer == source / "tokenizer.json"
+        assert opened.tokenizer_path == source / "tokenizer.json"
         model, optimizer = sharded(opened)
         train(model, optimizer, rank, 2)
         opened.save(model, tmp_path / "out" if rank == 0 else None)
         return logits_of(model)
 
     trained, _ = run_threads(2, body)
-    assert (tmp_path / "out" / INDEX).is_file()
-    assert set(Weights(tmp_path / "out")) == set(Weights(source))
+    assert (tmp_path / "out" / SAFETENSORS_INDEX_FILE).is_file()
+    assert set(SafetensorsWeights(tmp_path / "out")) == set(SafetensorsWeights(source))
     assert torch.equal(logits_of(from_pretrained(tmp_path / "out")), trained)
     assert not torch.equal(trained, logits_of(from_pretrained(source)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -307,7 +313,7 @@ def test_a_config_alone_is_trained_from_scratch_and_saved(kind: str, tmp_path: P
 
     def body(rank: int) -> Any:
         opened = open_model(source / "config.json" if rank else source)  # as good as the directory, when it is all
-        assert not opened.pretrained
+        assert not opened.is_pretrained
         model, optimizer = sharded(opened)
         first = {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -334,7 +340,7 @@ def test_weights_from_scratch_are_saved_in_the_configs_dtype(tmp_path: Path) -> 
     opened = open_model(config_only("llama", tmp_path / "in", dtype=torch.bfloat16))
     assert all(parameter.dtype == torch.float32 for parameter in opened.module.parameters())
     opened.save(sharded(opened)[0], tmp_path / "out")
-    assert {tensor.dtype for tensor in Weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in SafetensorsWeights(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 def test_a_modules_values_are_final_when_its_turn_is_over(tmp_path: Path) -> None:
@@ -422,8 +428,8 @@ def test_facts_for_the_loop(saved: dict[str, Path]) -> None:
     gpt2, llama = open_model(saved["gpt2"]), open_model(saved["llama"])
     for model, name in ((gpt2, "GPT2LMHeadModel"), (llama, "LlamaForCausalLM")):
         assert model.description == f"{name}, 2 layers, width 16"
-        assert (model.vocabulary, model.context, model.layers, model.width) == (VOCABULARY, 32, 2, 16)
-        assert model.pretrained and model.tokenizer is None
+        assert (model.vocab_size, model.context, model.layers, model.width) == (VOCABULARY, 32, 2, 16)
+        assert model.is_pretrained and model.tokenizer_path is None
         assert all(tensor.is_meta for tensor in (*model.module.parameters(), *model.module.buffers()))
     assert gpt2.module.lm_head.weight is gpt2.module.transformer.wte.weight
 
@@ -464,7 +470,7 @@ def test_paths_without_a_model_are_refused(saved: dict[str, Path], tmp_path: Pat
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"only as pytorch_model\.bin.*save_pretrained"):
         open_model(tmp_path)
-    assert not open_model(tmp_path / "config.json").pretrained
+    assert not open_model(tmp_path / "config.json").is_pretrained
     with pytest.raises(ValueError, match="--layers changes a preset"):
         open_hugging_face(ModelOptions(model=str(saved["llama"]), layers=3))
 

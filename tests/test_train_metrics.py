@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from zeroshard.train.flops import flops_per_token, peak_flops
-from zeroshard.train.metrics import Metrics, MetricsFile
+from zeroshard.train.metrics import MetricsFile, StepMetrics
 
 
-def figures(step: int, loss: float = 5.0, **others: float | None) -> Metrics:
+def figures(step: int, loss: float = 5.0, **others: float | None) -> StepMetrics:
     known = {"lr": 1e-3, "grad_norm": 1.0, "tokens": 100 * step, "tokens_per_s": 50.0, "seconds": 2.0 * step}
-    return Metrics(step=step, loss=loss, **(known | others))
+    return StepMetrics(step=step, loss=loss, **(known | others))
 
 
 def refuse(name: str) -> float:

@@ -23,8 +23,8 @@ pytest.importorskip("plotly", reason="the report needs plotly: pip install 'zero
 pytest.importorskip("jinja2", reason="the report needs jinja2: pip install 'zeroshard[train]'")
 
 from zeroshard.train.page import charts
-from zeroshard.train.page.page import read_metrics, write_page
-from zeroshard.train.page.series import POINTS, thin
+from zeroshard.train.page.page import read_metrics, write_html_report
+from zeroshard.train.page.series import MAX_POINTS, downsample
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -125,7 +125,7 @@ class Dom(HTMLParser):
 
 
 def page_of(run: Path) -> Dom:
-    return Dom(write_page(run).read_text(encoding="utf-8"))
+    return Dom(write_html_report(run).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Dom:
 def test_the_page_is_written_into_the_run_and_nothing_else_is_touched(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     before = (run / "run.json").read_bytes(), (run / "metrics.jsonl").read_bytes()
-    assert write_page(run) == run / "report.html"
+    assert write_html_report(run) == run / "report.html"
     assert {file.name for file in run.iterdir()} == {"run.json", "metrics.jsonl", "report.html"}
     assert ((run / "run.json").read_bytes(), (run / "metrics.jsonl").read_bytes()) == before
 
@@ -188,7 +188,10 @@ def test_every_colour_of_a_figure_is_one_of_the_stylesheet(full: Dom) -> None:
     style = "".join(data for tag, data in full.texts if tag == "style")
     named = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(full.figures())))
     assert {"--parameters", "--gathered", "--all-gather", "--held"} <= named
-    kinds = {charts.colour(kind)[4:-1] for kind in (*charts.STATES, *charts.WORKING, *charts.COLLECTIVES)}
+    kinds = {
+        charts.color_variable(kind)[4:-1]
+        for kind in (*charts.STATE_KINDS, *charts.BUFFER_KINDS, *charts.COLLECTIVE_KINDS)
+    }
     for name in named | kinds | {"--other"}:
         assert f"{name}: " in style, name
 
@@ -347,7 +350,7 @@ def test_a_run_stopped_before_its_first_step_has_a_page(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"run\.json is not there: give the directory of a run"):
-        write_page(tmp_path)
+        write_html_report(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +359,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
 def test_a_broken_record_is_an_error(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError, match=words):
-        write_page(tmp_path)
+        write_html_report(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["plotly", "jinja2"])
@@ -370,7 +373,7 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", importer)
     with pytest.raises(ImportError, match=rf"needs {missing}, which is not .* pip install 'zeroshard\[train\]'"):
-        write_page(make_run(tmp_path))
+        write_html_report(make_run(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ metrics
@@ -408,16 +411,16 @@ def test_a_long_run_is_thinned_and_keeps_its_shape(tmp_path: Path) -> None:
     lines[7777]["loss"], lines[12_345]["loss"] = 99.0, -5.0
     page = page_of(make_run(tmp_path, RUN, lines))
     raw, smoothed = page.figures()["loss"]["data"][:2]
-    assert 1000 < len(raw["x"]) == len(smoothed["x"]) <= POINTS
+    assert 1000 < len(raw["x"]) == len(smoothed["x"]) <= MAX_POINTS
     assert (raw["x"][0], raw["x"][-1]) == (1, 20_000)
     assert dict(zip(raw["x"], raw["y"], strict=True)).items() >= {7778: 99.0, 12_346: -5.0}.items()
     gaps = [after - before for before, after in pairwise(raw["x"])]
-    assert min(gaps) > 0 and max(gaps) <= 2 * 20_000 / (POINTS / 2 - 1)
+    assert min(gaps) > 0 and max(gaps) <= 2 * 20_000 / (MAX_POINTS / 2 - 1)
     assert len(page.html) < 6_000_000  # Plotly itself is 4.8 MB
 
 
 def test_a_short_run_is_not_thinned() -> None:
-    assert thin([1.0] * POINTS) == list(range(POINTS))
+    assert downsample([1.0] * MAX_POINTS) == list(range(MAX_POINTS))
 
 
 # ------------------------------------------------------------------------------------------------ in a browser
@@ -439,7 +442,7 @@ def console_of(lines: Iterable[str]) -> Iterator[str]:
 @in_browser
 def test_every_chart_is_drawn_offline_whatever_the_strings(tmp_path: Path) -> None:
     run = hostile_run() | {"timeline": RUN["timeline"], "memory": [RANK | {HOSTILE: held(1, 1)}] * 2}
-    page = write_page(make_run(tmp_path / "run", run))
+    page = write_html_report(make_run(tmp_path / "run", run))
     command = chromium(page, tmp_path / "profile", "virtual-time-budget=5000", "dump-dom")
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=True)
     assert list(console_of(done.stderr.splitlines())) == []
@@ -502,9 +505,9 @@ def listen(command: list[str], word: str) -> list[str]:
 
 @in_browser
 def test_the_page_fits_any_width_and_follows_the_preferred_colours(tmp_path: Path) -> None:
-    write_page(make_run(tmp_path / "run"))
+    write_html_report(make_run(tmp_path / "run"))
     early = {"name": "early" * 20, "outcome": "interrupted", "message": "x" * 200}
-    write_page(make_run(tmp_path / "bare", early, [training_step(1, grad_norm=None)]))
+    write_html_report(make_run(tmp_path / "bare", early, [training_step(1, grad_norm=None)]))
     (tmp_path / "frames.html").write_text(FRAMES, encoding="utf-8")
     options = ("allow-file-access-from-files", "blink-settings=preferredColorScheme=1", "window-size=1640,1200")
     command = chromium(tmp_path / "frames.html", tmp_path / "profile", "remote-debugging-port=0", *options)

@@ -19,16 +19,16 @@ from ranks import run_processes
 
 from zeroshard.presets import PRESETS
 from zeroshard.train.batching import Batching
-from zeroshard.train.directory import RunDirectory, new_directory, newest_run
+from zeroshard.train.directory import RunDirectory, create_run_directory, newest_run
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.launch import ACCOUNTS, HEEDED, first_failure, launch, report_failure
-from zeroshard.train.options import DataOptions, ModelOptions, Options, StepOptions
-from zeroshard.train.pulse import Pulse
+from zeroshard.train.launch import ERROR_DIR_ENV, STOP_SIGNALS, describe_first_failure, launch, report_failure
+from zeroshard.train.options import DataOptions, ModelOptions, StepOptions, TrainOptions
+from zeroshard.train.pulse import StepStatsReducer
 from zeroshard.train.record import paper_traffic
-from zeroshard.train.sample import continue_tokens
+from zeroshard.train.sample import generate_tokens
 from zeroshard.train.schedule import learning_rate
-from zeroshard.train.world import first_of_list, launched_as
+from zeroshard.train.world import first_slurm_host, launcher_environment
 
 # ------------------------------------------------------------------------------------------------ batches and rates
 
@@ -48,14 +48,14 @@ from zeroshard.train.world import first_of_list, launched_as
     ],
 )
 def test_any_two_of_batch_micro_batch_and_accumulation_give_the_third(ranks, given, wanted) -> None:
-    batching = Batching.divide(ranks, *given)
+    batching = Batching.resolve(ranks, *given)
     assert (batching.batch, batching.micro, batching.accumulate) == wanted
 
 
 @given(st.integers(1, 64), *[st.none() | st.integers(1, 64)] * 3)
 def test_a_batch_is_divided_exactly_or_refused(ranks, batch, micro, accumulate) -> None:
     try:
-        batching = Batching.divide(ranks, batch, micro, accumulate)
+        batching = Batching.resolve(ranks, batch, micro, accumulate)
     except ValueError as error:
         assert "leave one of batch, micro-batch and accumulate" in str(error)
         assert batch is not None
@@ -79,8 +79,8 @@ def test_the_rate_rises_and_falls_without_a_jump() -> None:
 
 
 def test_options_have_one_name_each_and_come_back_flat() -> None:
-    flat = Options().flat()
-    groups = [ModelOptions(), DataOptions(), StepOptions(), Options().sharding, Options().run]
+    flat = TrainOptions().to_flat_dict()
+    groups = [ModelOptions(), DataOptions(), StepOptions(), TrainOptions().sharding, TrainOptions().run]
     assert len(flat) == sum(len(vars(group)) for group in groups)
 
 
@@ -97,7 +97,7 @@ def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(
 
 @pytest.mark.parametrize(("model", "name"), [("tiny", "tiny"), ("a/llama/", "llama"), ("a/llama/config.json", "llama")])
 def test_a_run_is_named_after_its_model(model: str, name: str) -> None:
-    assert Options(model=ModelOptions(model=model)).name == name
+    assert TrainOptions(model=ModelOptions(model=model)).name == name
 
 
 def test_presets_have_the_papers_sizes() -> None:
@@ -111,9 +111,9 @@ def test_presets_have_the_papers_sizes() -> None:
 def test_new_runs_get_new_directories_and_the_newest_is_found(tmp_path: Path) -> None:
     assert newest_run(tmp_path) is None
     for name in ("tiny", "tiny-2", "tiny-3"):
-        path = new_directory(tmp_path, "tiny")
+        path = create_run_directory(tmp_path, "tiny")
         assert path == tmp_path / name
-        assert not RunDirectory(path).exists()  # before it is known what to run
+        assert not RunDirectory(path).has_run()  # before it is known what to run
         RunDirectory(path).write_config({"stage": 3})
     assert newest_run(tmp_path) == tmp_path / "tiny-3"
     assert RunDirectory(tmp_path / "tiny").read_config() == {"stage": 3}
@@ -124,26 +124,29 @@ def test_new_runs_get_new_directories_and_the_newest_is_found(tmp_path: Path) ->
 
 def test_torchruns_words_are_taken_as_they_are() -> None:
     said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-    assert launched_as({**said, "HOME": "/root"}) == said
+    assert launcher_environment({**said, "HOME": "/root"}) == said
 
 
 def test_half_of_torchruns_words_are_refused() -> None:
     with pytest.raises(TrainingError, match="not MASTER_ADDR and MASTER_PORT: set all or none"):
-        launched_as({"RANK": "0", "WORLD_SIZE": "2"})
+        launcher_environment({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_sruns_words_are_translated_and_sbatchs_are_not_a_rank() -> None:
     batch = {"SLURM_JOB_ID": "1234567", "SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[03-04]"}
-    assert launched_as(batch) is None
+    assert launcher_environment(batch) is None
     task = {**batch, "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
-    place = launched_as(task)
+    place = launcher_environment(task)
     assert place is not None
     assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == ("9", "16", "1")
     assert place["MASTER_ADDR"] == "gpu03"
     assert 20000 <= int(place["MASTER_PORT"]) < 30000
-    assert place == {**(launched_as({**task, "SLURM_PROCID": "0"}) or {}), "RANK": "9"}  # all ranks meet at one place
-    assert launched_as({**task, "SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell on the node
-    later = launched_as({**task, "SLURM_STEP_ID": "1"})
+    assert place == {
+        **(launcher_environment({**task, "SLURM_PROCID": "0"}) or {}),
+        "RANK": "9",
+    }  # all ranks meet at one place
+    assert launcher_environment({**task, "SLURM_STEP_NUM_TASKS": "1"}) is None  # a shell on the node
+    later = launcher_environment({**task, "SLURM_STEP_ID": "1"})
     assert later is not None and later["MASTER_PORT"] != place["MASTER_PORT"]
 
 
@@ -152,7 +155,7 @@ def test_sruns_words_are_translated_and_sbatchs_are_not_a_rank() -> None:
     [("a", "a"), ("a,b", "a"), ("n[1-4]", "n1"), ("n[07,09-11]-ib,m1", "n07-ib"), ("x1,n[1-2]", "x1")],
 )
 def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
-    assert first_of_list(hosts) == first
+    assert first_slurm_host(hosts) == first
 
 
 @pytest.mark.parametrize(
@@ -166,9 +169,9 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
 def test_what_gloo_says_of_another_rank_is_no_error_of_ones_own(
     error: str, missed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ACCOUNTS, str(tmp_path))
+    monkeypatch.setenv(ERROR_DIR_ENV, str(tmp_path))
     report_failure(RuntimeError(error), rank=0)
-    told = first_failure(tmp_path, {0: 1, 1: -9})
+    told = describe_first_failure(tmp_path, {0: 1, 1: -9})
     assert told.startswith("rank 1 was killed" if missed else "rank 0 failed")
 
 
@@ -177,17 +180,17 @@ def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
         account = {"rank": rank, "moment": moment, "account": f"story of {rank}", "missed": missed}
         (tmp_path / f"{rank}.account.json").write_text(json.dumps(account))
 
-    assert first_failure(tmp_path, {3: 7}) == "rank 3 ended with status 7"
+    assert describe_first_failure(tmp_path, {3: 7}) == "rank 3 ended with status 7"
     tell(0, 20.5, missed=True)
     tell(4, 20.6, missed=True)
-    assert first_failure(tmp_path, {0: 1, 4: 1, 2: -15}) == "story of 0"
-    assert first_failure(tmp_path, {0: 1, 2: -9}) == "rank 2 was killed by SIGKILL (out of memory?)"
+    assert describe_first_failure(tmp_path, {0: 1, 4: 1, 2: -15}) == "story of 0"
+    assert describe_first_failure(tmp_path, {0: 1, 2: -9}) == "rank 2 was killed by SIGKILL (out of memory?)"
     tell(1, 20.7, missed=False)  # an error of its own, though others were quicker to tell
     tell(5, 20.8, missed=False)
-    assert first_failure(tmp_path, {0: 1, 1: 1, 2: -9}) == "story of 1"
+    assert describe_first_failure(tmp_path, {0: 1, 1: 1, 2: -9}) == "story of 1"
 
 
-@pytest.mark.parametrize("number", HEEDED)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_forwarded_to_every_rank_and_is_the_exit_status(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,11 +219,13 @@ def test_a_signal_is_forwarded_to_every_rank_and_is_the_exit_status(
 
 
 def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
-    pulse = Pulse(torch.device("cpu"))
+    pulse = StepStatsReducer(torch.device("cpu"))
     seen = []
     for step in (1, 2):
-        pulse.send(step, torch.tensor(float(rank + step)), torch.tensor(2.0) if step == 1 else None, rank == step == 1)
-        seen += [(b.step, b.loss, b.norm, b.stop) for b in pulse.read()]
+        pulse.start_reduce(
+            step, torch.tensor(float(rank + step)), torch.tensor(2.0) if step == 1 else None, rank == step == 1
+        )
+        seen += [(b.step, b.loss, b.grad_norm, b.has_stop_request) for b in pulse.read_ready()]
     return seen
 
 
@@ -241,7 +246,7 @@ def test_samples_repeat_with_their_seed_keep_to_the_context_and_leave_the_genera
     prompt = torch.tensor([[1, 2, 3]])
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    first, again, other = (continue_tokens(logits, prompt, 12, context=4, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (generate_tokens(logits, prompt, 12, context=4, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert first.shape == (1, 15) and torch.equal(first[:, :3], prompt)
     assert max(lengths) == 4

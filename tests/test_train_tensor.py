@@ -28,7 +28,7 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.models.gpt import Block
 from zeroshard.planner.memory import predict_memory
 from zeroshard.presets import CONFIGURATIONS
-from zeroshard.tensor.plans import plan_of
+from zeroshard.tensor.plans import tensor_plan_for
 from zeroshard.train.batching import Batching
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
@@ -36,13 +36,13 @@ from zeroshard.train.directory import RunDirectory
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.flops import multiplied
-from zeroshard.train.job import prepare
+from zeroshard.train.flops import count_matmul_params
+from zeroshard.train.job import prepare_training
 from zeroshard.train.models.huggingface import HuggingFaceModel
 from zeroshard.train.models.language_model import open_language_model
-from zeroshard.train.options import Configuration, DataOptions, ModelOptions
+from zeroshard.train.options import ConfigurationName, DataOptions, ModelOptions
 from zeroshard.train.record import paper_traffic
-from zeroshard.train.world import World
+from zeroshard.train.world import RankInfo
 
 SHORT = "--steps 6 --eval-every 3 --checkpoint-every 3 --log-every 3".split()
 VOCABULARY = 301  # which two ranks cannot divide evenly
@@ -212,7 +212,7 @@ def test_a_hugging_face_model_recomputes_its_blocks(kind: str, offload: bool, mo
     for options in ({}, {"recompute": not offload, "offload_activations": offload}):
         opened = open_language_model(ModelOptions(model=str(path), lora=kind == "adapters", **options), DataOptions())
         assert isinstance(opened, HuggingFaceModel)
-        blocks = opened.base.model.layers if kind != "neox" else opened.base.gpt_neox.layers
+        blocks = opened.base_model.model.layers if kind != "neox" else opened.base_model.gpt_neox.layers
         assert ["forward" in vars(block) for block in blocks] == [bool(options)] * len(blocks)
         torch.manual_seed(0)
         model, _ = zeroshard.shard(opened.module, init_fn=opened.init_fn)
@@ -247,12 +247,12 @@ MAKERS: dict[str, Callable[[dict[str, Path]], nn.Module]] = {
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_plan_tells_without_ranks_what_torch_then_divides(kind: str, models: dict[str, Path]) -> None:
     model = MAKERS[kind](models)
-    plan = plan_of(model)
+    plan = tensor_plan_for(model)
     assert plan is not None
 
     def body(rank: int) -> None:
         ours = copy.deepcopy(model)
-        shares = plan.shares(ours, 2, rank)
+        shares = plan.tp_shards(ours, 2, rank)
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
         zeroshard.shard(ours, mesh=mesh, stage=0, timeout=20)
         divided = {
@@ -262,7 +262,9 @@ def test_a_plan_tells_without_ranks_what_torch_then_divides(kind: str, models: d
         for name, parameter in divided.items():
             assert parameter.placements[0].dim == shares[name].dim
             assert parameter.to_local().shape == shares[name].local_shape
-        assert multiplied(ours) == multiplied(model)  # whole matrices, which all ranks multiply together
+        assert count_matmul_params(ours) == count_matmul_params(
+            model
+        )  # whole matrices, which all ranks multiply together
 
     run_threads(2, body)
 
@@ -286,7 +288,7 @@ def test_the_states_of_a_divided_gpt_are_predicted_to_the_byte(
         )
         model(tokens, tokens).backward()
         optimizer.step()
-        assert multiplied(model) == multiplied(gpt())  # whole, also where the values are not there
+        assert count_matmul_params(model) == count_matmul_params(gpt())  # whole, also where the values are not there
         return {kind: held.peak for (kind, _), held in zeroshard.report(model).memory.items()}
 
     for rank, held in enumerate(run_threads(4, body)):
@@ -310,12 +312,12 @@ def test_ranks_that_no_division_fits_are_refused_by_the_planner() -> None:
 def test_a_configuration_sets_stage_and_activations(name: str) -> None:
     options, wanted = read_options(["--configuration", name]), CONFIGURATIONS[name]
     assert options.sharding.stage == wanted.stage
-    assert options.model.recomputed and options.model.activations == wanted.activations
+    assert options.model.has_activation_checkpointing and options.model.checkpoint_kwargs == wanted.checkpoint_options
     assert f"ZeRO      {name}: stage {wanted.stage}, fp32" in dry_run(options, ranks=2)
 
 
 def test_all_configurations_have_a_flag() -> None:
-    assert get_args(Configuration) == tuple(CONFIGURATIONS)
+    assert get_args(ConfigurationName) == tuple(CONFIGURATIONS)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,7 @@ def test_what_is_given_beside_a_configuration_counts_more(
     assert (options.sharding.stage, options.model.offload_activations) == (stage, offload)
     assert options.model.recompute
     run = RunDirectory(tmp_path)
-    run.write_config({name: value for name, value in options.flat().items() if name not in ("out", "config")})
+    run.write_config({name: value for name, value in options.to_flat_dict().items() if name not in ("out", "config")})
     again = read_options(["--out", str(tmp_path), "--resume"])
     assert (again.sharding, again.model) == (options.sharding, options.model)
     assert read_options(["--out", str(tmp_path), "--resume", "--configuration", "C1"]).sharding.stage == 1
@@ -385,14 +387,14 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_written(
     assert main([*given, "--dry-run"]) == 1
     told = capsys.readouterr().err
     assert told.startswith("zeroshard train: ") and words in told
-    world = World(0, int(flags[3]), torch.device("cpu"), "gloo")
+    world = RankInfo(0, int(flags[3]), torch.device("cpu"), "gloo")
     with pytest.raises(TrainingError, match=words):
-        prepare(read_options(given), world)  # as a rank that torchrun has started
+        prepare_training(read_options(given), world)  # as a rank that torchrun has started
     assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_divide_a_layer_count_as_one_to_the_batch() -> None:
-    assert Batching.divide(8, None, 4, None, tensor=4) == Batching.divide(2, None, 4, None)
+    assert Batching.resolve(8, None, 4, None, tensor=4) == Batching.resolve(2, None, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -400,5 +402,7 @@ def test_ranks_that_divide_a_layer_count_as_one_to_the_batch() -> None:
     [(2, 1, "3Ψ/N_m + P_a", 3 * 100 + 7), (2, 2, "3Ψ/N_m × 2 + P_a", 6 * 100 + 7), (1, 1, "P_a", 7)],
 )
 def test_the_papers_volume_of_a_divided_model(ranks: int, accumulate: int, formula: str, elements: int) -> None:
-    found = paper_traffic(3, ranks, trained=100, frozen=0, itemsize=2, accumulate=accumulate, tensor=2, inputs=7)
+    found = paper_traffic(
+        3, ranks, trained=100, frozen=0, itemsize=2, accumulate=accumulate, tensor=2, block_input_numel=7
+    )
     assert found == {"formula": formula, "bytes": 2 * elements}

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zeroshard.train.metrics import Metrics
+from zeroshard.train.metrics import StepMetrics
 from zeroshard.train.view import live as live_module
 from zeroshard.train.view import view as view_module
-from zeroshard.train.view.live import LiveView, picture
-from zeroshard.train.view.view import PlainView, View, open_view
+from zeroshard.train.view.live import LiveView, save_live_view_svg
+from zeroshard.train.view.view import PlainView, RunView, open_view
 
 HELD = {"parameters": 1_050_000, "gradients": 1_050_000, "optimizer states": 4_200_000}
 PLAIN = {kind: 4 * nbytes for kind, nbytes in HELD.items()}
@@ -26,12 +26,12 @@ def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_module, "monotonic", lambda: 100.0)
 
 
-def figures(step: int, loss: float = 5.812, **others: float | None) -> Metrics:
+def figures(step: int, loss: float = 5.812, **others: float | None) -> StepMetrics:
     known = {"lr": 1e-3, "grad_norm": 1.02, "tokens": 4096 * step, "tokens_per_s": 21_300.0, "seconds": 3.0 * step}
-    return Metrics(step=step, loss=loss, **(known | others))
+    return StepMetrics(step=step, loss=loss, **(known | others))
 
 
-def plain_lines(use: Callable[[View], None], *, total: int = 400, start: int = 0, log_every: int = 10) -> list[str]:
+def plain_lines(use: Callable[[RunView], None], *, total: int = 400, start: int = 0, log_every: int = 10) -> list[str]:
     stream = io.StringIO()
     with open_view(total_steps=total, start_step=start, stream=stream, log_every=log_every) as view:
         use(view)
@@ -47,7 +47,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def live_text(use: Callable[[View], None], *, columns: int = 80, total: int = 400, start: int = 0) -> str:
+def live_text(use: Callable[[RunView], None], *, columns: int = 80, total: int = 400, start: int = 0) -> str:
     from rich.console import Console
 
     console = Console(file=Terminal(), force_terminal=True, width=columns, height=40, color_system="truecolor")
@@ -64,10 +64,10 @@ def last_panel(text: str) -> list[str]:
 
 
 def test_plain_lines_have_fixed_columns() -> None:
-    def use(view: View) -> None:
-        view.step(figures(1, communication=0.27))
-        view.step(figures(20, 10.8, grad_norm=None, tokens_per_s=1_020.0))
-        view.step(figures(400, float("nan"), communication=1.0))
+    def use(view: RunView) -> None:
+        view.show_step(figures(1, communication=0.27))
+        view.show_step(figures(20, 10.8, grad_norm=None, tokens_per_s=1_020.0))
+        view.show_step(figures(400, float("nan"), communication=1.0))
 
     assert plain_lines(use) == [
         "step    1/400  loss 5.812   lr 1.0e-03  norm 1.02   21.3k tokens/s  comm 27%   eta -:--",
@@ -77,14 +77,14 @@ def test_plain_lines_have_fixed_columns() -> None:
 
 
 def test_plain_lines_of_a_gpu_tell_its_use() -> None:
-    (line,) = plain_lines(lambda view: view.step(figures(1, tflops=412.14, mfu=0.417)))
+    (line,) = plain_lines(lambda view: view.show_step(figures(1, tflops=412.14, mfu=0.417)))
     assert "  412.1 TFLOPS  mfu 42%   eta " in line
 
 
 def test_plain_lines_come_at_the_first_each_tenth_and_the_last_step() -> None:
-    def use(view: View) -> None:
+    def use(view: RunView) -> None:
         for step in range(13, 36):
-            view.step(figures(step))
+            view.show_step(figures(step))
 
     assert [int(line[4:9]) for line in plain_lines(use, total=35, start=12)] == [13, 20, 30, 35]
     assert [int(line[4:9]) for line in plain_lines(use, total=90, start=12)] == [13, 20, 30, 35]  # ended early
@@ -93,19 +93,19 @@ def test_plain_lines_come_at_the_first_each_tenth_and_the_last_step() -> None:
 def test_plain_lines_reach_the_file_at_once(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
         view = open_view(total_steps=400, start_step=0, stream=stream)
-        view.step(figures(1))
+        view.show_step(figures(1))
         assert (tmp_path / "log").read_text().startswith("step    1/400  loss 5.812")
 
 
 def test_plain_lines_for_all_else() -> None:
-    def use(view: View) -> None:
-        view.header([("model", "GPT"), ("out directory", "runs/a")])
+    def use(view: RunView) -> None:
+        view.show_header([("model", "GPT"), ("out directory", "runs/a")])
         for _ in range(2):  # the same bytes are told once
-            view.memory(HELD, PLAIN)
-        view.evaluation(20, 5.901)
-        view.note("saved")
-        view.sample("First:", "one\ntwo")
-        view.footer([("best", "5.901")])
+            view.show_memory(HELD, PLAIN)
+        view.show_evaluation(20, 5.901)
+        view.show_message("saved")
+        view.show_sample("First:", "one\ntwo")
+        view.show_footer([("best", "5.901")])
 
     assert plain_lines(use) == [
         "model          GPT",
@@ -126,15 +126,15 @@ def test_plain_lines_for_all_else() -> None:
 def test_plain_lines_survive_a_stream_that_knows_only_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    open_view(total_steps=1, start_step=0, stream=stream).note("Ψ is \ud800")
+    open_view(total_steps=1, start_step=0, stream=stream).show_message("Ψ is \ud800")
     assert raw.getvalue() == b"\\u03a8 is \\ud800\n"
 
 
-def nasty(view: View) -> None:
-    view.header([("model", NASTY)])
-    view.note(NASTY)
-    view.sample(NASTY, NASTY)
-    view.footer([("end", NASTY)])
+def nasty(view: RunView) -> None:
+    view.show_header([("model", NASTY)])
+    view.show_message(NASTY)
+    view.show_sample(NASTY, NASTY)
+    view.show_footer([("end", NASTY)])
 
 
 def test_plain_text_from_outside_is_shown_not_obeyed() -> None:
@@ -148,11 +148,11 @@ def test_live_text_from_outside_is_shown_not_obeyed() -> None:
     assert "\x1b[2J" not in text and "\x07" not in text and "\x9b" not in text
 
 
-def watched(view: View) -> None:
-    view.memory(HELD, PLAIN)
+def watched(view: RunView) -> None:
+    view.show_memory(HELD, PLAIN)
     for step in range(1, 21):
-        view.step(figures(step, 6.0 - step / 10, communication=0.27, tflops=412.1, mfu=0.417))
-    view.evaluation(20, 4.321)
+        view.show_step(figures(step, 6.0 - step / 10, communication=0.27, tflops=412.1, mfu=0.417))
+    view.show_evaluation(20, 4.321)
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -196,9 +196,9 @@ def test_before_the_first_step_there_is_a_bar_alone() -> None:
 
 
 def test_losses_that_are_not_finite_are_drawn() -> None:
-    def use(view: View) -> None:
+    def use(view: RunView) -> None:
         for step, loss in enumerate([3.0, float("nan"), float("inf")], start=1):
-            view.step(figures(step, loss, grad_norm=float("nan")))
+            view.show_step(figures(step, loss, grad_norm=float("nan")))
 
     assert re.search(r"loss +inf +▁××", "\n".join(last_panel(live_text(use))))
 
@@ -209,7 +209,7 @@ def test_the_cursor_is_never_left_hidden(error: type[BaseException]) -> None:
 
     console = Console(file=Terminal(), force_terminal=True, width=80)
     with pytest.raises(error), LiveView(console, total_steps=4, start_step=0) as view:
-        view.step(figures(1))
+        view.show_step(figures(1))
         during = console.file.getvalue()  # type: ignore[attr-defined]
         raise error
     after = console.file.getvalue()  # type: ignore[attr-defined]
@@ -219,11 +219,11 @@ def test_the_cursor_is_never_left_hidden(error: type[BaseException]) -> None:
 
 
 def test_messages_stand_above_and_the_footer_beneath_the_panel() -> None:
-    def use(view: View) -> None:
-        view.step(figures(1))
-        view.note("saved")
-        view.footer([("best", "5.901")])
-        view.step(figures(2))  # too late to be shown, but no error
+    def use(view: RunView) -> None:
+        view.show_step(figures(1))
+        view.show_message("saved")
+        view.show_footer([("best", "5.901")])
+        view.show_step(figures(2))  # too late to be shown, but no error
 
     text = live_text(use)
     assert text.index("saved") < text.rindex("elapsed") < text.index("best")
@@ -236,7 +236,7 @@ def test_print_lands_above_the_panel_and_stdout_is_given_back(monkeypatch: pytes
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("TERM", "xterm")
     with open_view(total_steps=4, start_step=0) as view:
-        view.step(figures(1))
+        view.show_step(figures(1))
         assert sys.stdout is not terminal
         print("from elsewhere")
     assert sys.stdout is terminal
@@ -244,7 +244,7 @@ def test_print_lands_above_the_panel_and_stdout_is_given_back(monkeypatch: pytes
 
 
 def test_the_view_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(stream: io.TextIOBase, plain: bool = False) -> type[View]:
+    def opened(stream: io.TextIOBase, plain: bool = False) -> type[RunView]:
         return type(open_view(total_steps=4, start_step=0, stream=stream, plain=plain))  # type: ignore[arg-type]
 
     monkeypatch.setenv("TERM", "xterm")
@@ -270,7 +270,7 @@ def test_without_rich_there_are_plain_lines_and_a_word_why(monkeypatch: pytest.M
 
 
 def test_ranks_above_0_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with View() as view:
+    with RunView() as view:
         watched(view)
         nasty(view)
     assert capfd.readouterr() == ("", "")
@@ -284,7 +284,15 @@ def test_log_every_must_be_positive() -> None:
 def test_a_picture_is_the_panel_and_needs_nothing_from_outside(tmp_path: Path) -> None:
     path = tmp_path / "run.svg"
     run = [figures(step, 6.0 - step / 10) for step in range(1, 21)]
-    picture(run, path=path, total_steps=40, header=[("model", NASTY)], memory=HELD, plain=PLAIN, evaluation=(20, 4.321))
+    save_live_view_svg(
+        run,
+        path=path,
+        total_steps=40,
+        header=[("model", NASTY)],
+        held_bytes=HELD,
+        ddp_bytes=PLAIN,
+        evaluation=(20, 4.321),
+    )
     text = path.read_text()
     shown = " ".join("".join(ElementTree.fromstring(text).itertext()).replace("\xa0", " ").split())
     for wanted in ("[bold]as is[/bold]", "step 20/40", "1:00 left", "4.000", "4.321", "1.05 MB of 4.20 MB"):
@@ -295,4 +303,4 @@ def test_a_picture_is_the_panel_and_needs_nothing_from_outside(tmp_path: Path) -
 
 def test_a_picture_of_no_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="metrics is empty"):
-        picture([], path=tmp_path / "run.svg")
+        save_live_view_svg([], path=tmp_path / "run.svg")

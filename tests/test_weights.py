@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zeroshard.checkpoint.weights import Entry, Weights, write_directory, write_file
+from zeroshard.checkpoint.weights import SafetensorsWeights, TensorInfo, write_safetensors, write_safetensors_directory
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -25,24 +25,24 @@ def test_tensors_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:
         "one": torch.tensor(2.5),
         "flags": torch.tensor([True, False]),
     }
-    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    write_file(tmp_path / "t.safetensors", entries, tensors.__getitem__, {"format": "pt"})
+    entries = [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_safetensors(tmp_path / "t.safetensors", entries, tensors.__getitem__, {"format": "pt"})
     read = load_file(tmp_path / "t.safetensors")
     assert_same(read, tensors)
     assert all(read[name].dtype == tensor.dtype for name, tensor in tensors.items())
-    with Weights(tmp_path / "t.safetensors") as weights:
+    with SafetensorsWeights(tmp_path / "t.safetensors") as weights:
         assert_same(dict(weights), tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
 
 
 def test_many_tensors_are_divided_over_files_with_an_index(tmp_path: Path) -> None:
     tensors = {f"w{number}": torch.full((10,), float(number)) for number in range(5)}
-    entries = [Entry(name, torch.float32, (10,)) for name in tensors]
-    write_directory(tmp_path, entries, tensors.__getitem__, {}, limit=80)
+    entries = [TensorInfo(name, torch.float32, (10,)) for name in tensors]
+    write_safetensors_directory(tmp_path, entries, tensors.__getitem__, {}, max_shard_bytes=80)
     assert len(list(tmp_path.glob("model-0000?-of-00003.safetensors"))) == 3
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 200
-    with Weights(tmp_path) as weights:
+    with SafetensorsWeights(tmp_path) as weights:
         assert_same(dict(weights), tensors)
 
 
@@ -53,15 +53,15 @@ def test_one_tensor_is_asked_for_at_a_time_and_a_wrong_one_is_refused(tmp_path: 
         asked.append(name)
         return torch.zeros(2)
 
-    entries = [Entry("a", torch.float32, (2,)), Entry("b", torch.float32, (3,))]
+    entries = [TensorInfo("a", torch.float32, (2,)), TensorInfo("b", torch.float32, (3,))]
     with pytest.raises(ValueError, match=r"'b' has shape \(2,\), announced as \(3,\)"):
-        write_file(tmp_path / "t.safetensors", entries, fetch, {})
+        write_safetensors(tmp_path / "t.safetensors", entries, fetch, {})
     assert asked == ["a", "b"]
     assert not (tmp_path / "t.safetensors").exists()
-    write_file(None, entries, fetch, {})  # a rank that only takes part
+    write_safetensors(None, entries, fetch, {})  # a rank that only takes part
     assert asked == ["a", "b", "a", "b"]
 
 
 def test_weights_that_are_missing_are_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model.safetensors is missing"):
-        Weights(tmp_path)
+        SafetensorsWeights(tmp_path)

@@ -59,7 +59,7 @@ __all__ = [
     "unshard",
 ]
 
-_HOMES = {
+_MODULE_OF = {
     "CheckpointError": "checkpoint.errors",
     "Config": "config",
     "Loaded": "checkpoint.load",
@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command line answers ``--help`` without waiting for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"zeroshard.{_HOMES.get(name, 'api')}"), name)
+    value = globals()[name] = getattr(import_module(f"zeroshard.{_MODULE_OF.get(name, 'api')}"), name)
     return value
 
 

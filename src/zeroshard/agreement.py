@@ -21,35 +21,35 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.watch import ERROR, Barrier, Fault, RanksDisagreeError, Watch
+from zeroshard.watch import FAULT_ERROR, BarrierWait, HeartbeatMonitor, RankFault, RanksDisagreeError
 
-__all__ = ["PASS_START", "SLICE", "Agreement", "RanksDisagreeError"]
+__all__ = ["PASS_START", "POLL_INTERVAL", "ConsistencyChecker", "RanksDisagreeError"]
 
 PASS_START = "start "  # the event with which a pass begins
-SLICE = timedelta(seconds=1)  # of a wait, after which the rank looks whether it waits in vain
-LATE_SECONDS = 1.0  # of waiting, after which the others are asked where they are
+POLL_INTERVAL = timedelta(seconds=1)  # of a wait, after which the rank looks whether it waits in vain
+LATE_AFTER_SECONDS = 1.0  # of waiting, after which the others are asked where they are
 _ADVICE = (
     "All ranks must run the same units in the same order: look for a branch on rank or data around that unit, or a "
     "rank that skipped a call."
 )
 
 
-class Progress(Protocol):
-    """How far this rank has come, as :class:`zeroshard.engine.order.Order` knows it."""
+class CollectiveProgress(Protocol):
+    """How far this rank has come, as :class:`zeroshard.engine.order.CollectiveOrder` knows it."""
 
-    moment: int
+    event_count: int
 
-    def event_at(self, moment: int) -> str:
+    def event_at(self, event_index: int) -> str:
         """What this rank did at a moment."""
 
-    def where(self) -> str:
+    def describe_last_event(self) -> str:
         """The last event, in words."""
 
 
-class Agreement:
+class ConsistencyChecker:
     """The announcements of the ranks of one sharded model, in the process group's key-value store.
 
-    >>> Agreement(None, "", 0, 1, 1.0).real  # one rank alone
+    >>> ConsistencyChecker(None, "", 0, 1, 1.0).is_distributed  # one rank alone
     False
     """
 
@@ -58,56 +58,56 @@ class Agreement:
         store: Store | None,
         prefix: str,
         rank: int,
-        ranks: int,
+        mesh_size: int,
         timeout: float,
-        members: Sequence[int] = (),
+        global_ranks: Sequence[int] = (),
         heartbeat_timeout: float = 8.0,
     ) -> None:
         self._store = store  # None: one rank, or a backend that communicates nothing
         self._prefix = prefix
-        self.rank, self._ranks = rank, ranks
-        self.members = list(members)  # the ranks of the mesh, as the job counts them
+        self.rank, self._mesh_size = rank, mesh_size
+        self.global_ranks = list(global_ranks)  # the ranks of the mesh, as the job counts them
         self.timeout = timeout
-        self._settled = -1  # the last moment all ranks announced and agreed at
-        self._asking = (-1, "")  # the moment this rank announced last, and what
-        self._stale: list[str] = []  # its keys, deleted once every rank has come to a later one
-        self._progress: weakref.ref[Progress] | None = None
-        self._longest_pause = 0.02 if ranks <= 64 else 0.2
-        self._watch: Watch | None = None
+        self._last_confirmed = -1  # the last moment all ranks announced and agreed at
+        self._last_announced = (-1, "")  # the moment this rank announced last, and what
+        self._stale_keys: list[str] = []  # its keys, deleted once every rank has come to a later one
+        self._progress: weakref.ref[CollectiveProgress] | None = None
+        self._max_poll_seconds = 0.02 if mesh_size <= 64 else 0.2
+        self._monitor: HeartbeatMonitor | None = None
         if store is not None:
-            self._watch = Watch(store, prefix, rank, self.members, self, heartbeat_timeout)
-        self.faults: list[Fault] = [] if self._watch is None else self._watch.faults
+            self._monitor = HeartbeatMonitor(store, prefix, rank, self.global_ranks, self, heartbeat_timeout)
+        self.faults: list[RankFault] = [] if self._monitor is None else self._monitor.faults
 
     @property
-    def real(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there are other ranks that really answer."""
         return self._store is not None
 
-    def follow(self, progress: Progress) -> None:
+    def track_progress(self, progress: CollectiveProgress) -> None:
         """Say whose moments these are."""
         self._progress = weakref.ref(progress)
-        if self._watch is not None:
-            self._watch.wake()  # by now all ranks have said who they are
+        if self._monitor is not None:
+            self._monitor.wake()  # by now all ranks have said who they are
 
     def close(self) -> None:
         """Watch over the other ranks no longer: the model is plain again."""
-        if self._watch is not None:
-            self._watch.close()
+        if self._monitor is not None:
+            self._monitor.close()
 
-    def leave(self, position: tuple[int, str]) -> None:
+    def announce_model_dropped(self, position: tuple[int, str]) -> None:
         """The model is dropped, after it came to this number of events, and to this one at last."""
-        if self._watch is not None:
-            self._watch.leave(position)
+        if self._monitor is not None:
+            self._monitor.announce_model_dropped(position)
 
     def __del__(self) -> None:
         """End the watch of a model that was refused before it had an order."""
-        watch = getattr(self, "_watch", None)
+        watch = getattr(self, "_monitor", None)
         if watch is not None:
-            watch.leave()
+            watch.announce_model_dropped()
 
     # -- agreeing -----------------------------------------------------------------------------------------------
 
-    def agree(self, moment: int, what: str, expected: str) -> None:
+    def confirm(self, event_index: int, what: str, expected: str) -> None:
         """Go on when all ranks are at ``moment`` and about to do ``what``; raise when they are not.
 
         ``expected`` is what the recorded order has there: what ranks that announce nothing are doing.
@@ -115,96 +115,98 @@ class Agreement:
         if self._store is None:
             return
         began = time.monotonic()
-        key = f"{self._prefix}/{moment}"
+        key = f"{self._prefix}/{event_index}"
         try:
-            self._asking = (moment, what)
-            self._store.set(f"{self._prefix}/rank {self.rank}", f"{moment}:{what}")
+            self._last_announced = (event_index, what)
+            self._store.set(f"{self._prefix}/rank {self.rank}", f"{event_index}:{what}")
             self._store.add(f"{key}/{what}", 1)
-            last = self._store.add(f"{key}/all", 1) == self._ranks
+            last = self._store.add(f"{key}/all", 1) == self._mesh_size
             if last:
-                same = self._store.add(f"{key}/{what}", 0) == self._ranks
+                same = self._store.add(f"{key}/{what}", 0) == self._mesh_size
                 self._store.set(f"{key}/verdict", "go" if same else "differ")
-            if not self._comes(f"{key}/verdict", what, moment, began):
-                raise self._disagree(f"waited {_since(began)} to {what}, where the recorded order has: {expected}")
+            if not self._wait_for_key(f"{key}/verdict", what, event_index, began):
+                raise self._disagreement_error(
+                    f"waited {_elapsed(began)} to {what}, where the recorded order has: {expected}"
+                )
             if self._store.get(f"{key}/verdict") != b"go":
-                raise self._disagree(f"is about to {what}, where the recorded order has: {expected}")
+                raise self._disagreement_error(f"is about to {what}, where the recorded order has: {expected}")
             if last:  # every rank has read the verdict before this one
-                for stale in self._stale:
+                for stale in self._stale_keys:
                     self._store.delete_key(stale)
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
-            raise self.stuck(what, error, began) from error
-        self._settled = moment
-        self._stale = [f"{key}/{what}", f"{key}/all", f"{key}/verdict"]
+            raise self.explain_failure(what, error, began) from error
+        self._last_confirmed = event_index
+        self._stale_keys = [f"{key}/{what}", f"{key}/all", f"{key}/verdict"]
 
-    def exchange(self, topic: str, text: str) -> str | None:
+    def broadcast_text(self, topic: str, text: str) -> str | None:
         """Return what rank 0 says on a topic; None where there is nobody to ask."""
         if self._store is None:
             return None
         key = f"{self._prefix}/{topic}"
         if self.rank == 0:
             self._store.set(key, text)
-        return str(self._get(key, f"hear from rank 0 about the {topic}").decode())
+        return str(self._wait_for_value(key, f"hear from rank 0 about the {topic}").decode())
 
-    def complain(self, topic: str, complaint: str) -> dict[int, str]:
+    def gather_text(self, topic: str, text: str) -> dict[int, str]:
         """Tell all ranks of a complaint, or of none (""), and return all complaints by rank."""
         if self._store is None:
             return {}
         key = f"{self._prefix}/{topic}"
-        self._store.set(f"{key} {self.rank}", complaint)
-        self._store.add(f"{key} bad", 1 if complaint else 0)
-        if self._store.add(f"{key} told", 1) == self._ranks:
+        self._store.set(f"{key} {self.rank}", text)
+        self._store.add(f"{key} bad", 1 if text else 0)
+        if self._store.add(f"{key} told", 1) == self._mesh_size:
             self._store.set(f"{key} verdict", str(self._store.add(f"{key} bad", 0)))
-        bad = int(self._get(f"{key} verdict", f"hear what all ranks say about the {topic}"))
+        bad = int(self._wait_for_value(f"{key} verdict", f"hear what all ranks say about the {topic}"))
         if not bad:
             return {}
-        said = {rank: self._store.get(f"{key} {rank}").decode() for rank in range(self._ranks)}
+        said = {rank: self._store.get(f"{key} {rank}").decode() for rank in range(self._mesh_size)}
         return {rank: text for rank, text in said.items() if text}
 
-    def _get(self, key: str, what: str) -> bytes:
-        if self._store is None or self._watch is None:
+    def _wait_for_value(self, key: str, what: str) -> bytes:
+        if self._store is None or self._monitor is None:
             raise ValueError("there is no store to read")
         began = time.monotonic()
         try:
-            if not self._comes(key, what, None, began):
-                missing = self._watch.missing()
+            if not self._wait_for_key(key, what, None, began):
+                missing = self._monitor.missing_ranks()
                 told = f": ranks {missing} have not called it" if missing else ""
-                text = f"rank {self.rank} waited {_since(began)} to {what}: have all ranks called shard(){told}?"
-                self._watch.post(ERROR, text)
+                text = f"rank {self.rank} waited {_elapsed(began)} to {what}: have all ranks called shard(){told}?"
+                self._monitor.post_fault(FAULT_ERROR, text)
                 raise RanksDisagreeError(text)
             return self._store.get(key)
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
-            raise self.stuck(what, error, began) from error
+            raise self.explain_failure(what, error, began) from error
 
-    def _comes(self, key: str, what: str, moment: int | None, began: float) -> bool:
+    def _wait_for_key(self, key: str, what: str, event_index: int | None, began: float) -> bool:
         """Wait until a key is in the store; return False at the timeout, and raise where it will never be."""
-        if self._store is None or self._watch is None:
+        if self._store is None or self._monitor is None:
             raise ValueError("there is no store to read")
         pause, late = 0.0002, False
         while not self._store.check([key]):  # a wait in the store could not be left, and blocks its other users
             waited = time.monotonic() - began
-            if self._fault(moment) is not None and not self._store.check([key]):
-                raise self._in_vain(what, began, moment)
+            if self._blocking_fault(event_index) is not None and not self._store.check([key]):
+                raise self._fault_error(what, began, event_index)
             if waited > self.timeout:
                 return False
-            if waited > LATE_SECONDS and not late:
+            if waited > LATE_AFTER_SECONDS and not late:
                 late = True
-                self._watch.announce_late()
+                self._monitor.request_comparison()
             time.sleep(pause)
-            pause = min(1.5 * pause, self._longest_pause)
+            pause = min(1.5 * pause, self._max_poll_seconds)
         return True
 
     # -- faults -------------------------------------------------------------------------------------------------
 
-    def refuse(self, moment: int, what: str) -> None:
+    def raise_on_fault(self, event_index: int, what: str) -> None:
         """Raise where a fault is known that keeps this rank from its event number ``moment``."""
-        if self._fault(moment) is not None:
-            raise self._in_vain(what, None, moment)
+        if self._blocking_fault(event_index) is not None:
+            raise self._fault_error(what, None, event_index)
 
-    def finish(self, work: Any, what: str, began: float) -> None:
+    def wait_for_work(self, work: Any, what: str, began: float) -> None:
         """Wait on for a collective that took longer than a slice; raise when it will not end any more."""
         while True:
             if work.is_completed():
@@ -212,43 +214,48 @@ class Agreement:
                     work.wait()
                     return
                 except RuntimeError as error:
-                    raise self.stuck(what, error, began) from error
-            if any(fault.is_settled for fault in self.faults):
-                raise self._in_vain(what, began, None)
+                    raise self.explain_failure(what, error, began) from error
+            if any(fault.is_final for fault in self.faults):
+                raise self._fault_error(what, began, None)
             if time.monotonic() - began > self.timeout:
-                raise self._disagree(f"could not finish to {what} within {_since(began)}")
+                raise self._disagreement_error(f"could not finish to {what} within {_elapsed(began)}")
             with contextlib.suppress(RuntimeError):  # it has not ended, or has failed: is_completed() tells
-                work.wait(SLICE / 4)
+                work.wait(POLL_INTERVAL / 4)
 
-    def stuck(self, what: str, error: BaseException, began: float | None = None) -> RanksDisagreeError:
+    def explain_failure(self, what: str, error: BaseException, began: float | None = None) -> RanksDisagreeError:
         """Explain a collective, or a look into the store, that failed: mostly because a rank has gone."""
         first_line = str(error).partition("\n")[0]
-        if self._watch is None:
+        if self._monitor is None:
             return RanksDisagreeError(f"{what} failed: {first_line}")
-        deadline = time.monotonic() + self._watch.patience
+        deadline = time.monotonic() + self._monitor.max_detection_seconds
         while not self.faults and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.faults:
-            return self._in_vain(what, began, None, first_line)
+            return self._fault_error(what, began, None, first_line)
         try:
-            return self._disagree(f"could not finish to {what}{_after(began)} ({first_line})")
+            return self._disagreement_error(f"could not finish to {what}{_elapsed_clause(began)} ({first_line})")
         except RuntimeError:  # the store went down with its rank
-            return RanksDisagreeError(f"rank {self.rank} could not finish to {what}{_after(began)}: {first_line}")
+            return RanksDisagreeError(
+                f"rank {self.rank} could not finish to {what}{_elapsed_clause(began)}: {first_line}"
+            )
 
-    def tell_failure(self, why: str) -> None:
+    def announce_failure(self, why: str) -> None:
         """Leave word for the ranks that will wait for this one in vain: it has left its pass by an exception."""
-        if self._store is not None and self._watch is not None:
+        if self._store is not None and self._monitor is not None:
             with contextlib.suppress(RuntimeError):  # the store went down with its rank
                 self._store.set(f"{self._prefix}/note {self.rank}", f"{self.position()[0]}:{why}")
-                self._watch.announce_late()
+                self._monitor.request_comparison()
 
     def position(self) -> tuple[int, str]:
         """How many events this rank has come to, and the last of them in words."""
         progress = self._progress() if self._progress is not None else None
-        return (0, "shard()") if progress is None else (progress.moment, progress.where())
+        return (0, "shard()") if progress is None else (progress.event_count, progress.describe_last_event())
 
-    def conflict(
-        self, announced: dict[int, tuple[int, str]], notes: dict[int, tuple[int, str]], barrier: Barrier | None
+    def describe_conflict(
+        self,
+        announced: dict[int, tuple[int, str]],
+        failure_notes: dict[int, tuple[int, str]],
+        barrier: BarrierWait | None,
     ) -> str:
         """Say how this rank differs from what others have announced; "" where it does not, or not yet.
 
@@ -259,8 +266,8 @@ class Agreement:
         progress = self._progress() if self._progress is not None else None
         if progress is None:
             return ""
-        passed = progress.moment  # first: what was agreed on is settled before it is passed
-        settled, (asking, asked) = self._settled, self._asking
+        passed = progress.event_count  # first: what was agreed on is settled before it is passed
+        settled, (asking, asked) = self._last_confirmed, self._last_announced
         for moment in sorted({moment for moment, _ in announced.values() if moment > settled}):
             theirs = {rank: what for rank, (at, what) in announced.items() if at == moment}
             mine = progress.event_at(moment) if moment <= passed else asked if moment == asking else ""
@@ -270,56 +277,58 @@ class Agreement:
                     f"ranks disagree: {said}, where rank {self.rank} has come to: {mine or 'another call'}. {_ADVICE}"
                 )
         for rank, (moment, what) in announced.items():
-            if barrier is not None and moment > max(settled, passed) and self.members[rank] in barrier.ranks:
-                here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.line})"
+            if barrier is not None and moment > max(settled, passed) and self.global_ranks[rank] in barrier.ranks:
+                here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.call_site})"
                 return f"ranks disagree: rank {rank} is about to {what}, where {here}. {_ADVICE}"
-        for rank, (moment, why) in notes.items():
+        for rank, (moment, why) in failure_notes.items():
             after = moment + 1
             mine = progress.event_at(after) if after <= passed else asked if after == asking else ""
             if mine and not mine.startswith(PASS_START):
                 return f"rank {rank} failed: {why}. Rank {self.rank} has come to: {mine}"
         return ""
 
-    def _fault(self, moment: int | None) -> Fault | None:
-        return next((fault for fault in self.faults if fault.stops(moment)), None)
+    def _blocking_fault(self, event_index: int | None) -> RankFault | None:
+        return next((fault for fault in self.faults if fault.is_blocking(event_index)), None)
 
-    def _in_vain(self, what: str, began: float | None, moment: int | None, error: str = "") -> RanksDisagreeError:
-        fault = self._fault(moment) or self.faults[0]
+    def _fault_error(
+        self, what: str, began: float | None, event_index: int | None, error: str = ""
+    ) -> RanksDisagreeError:
+        fault = self._blocking_fault(event_index) or self.faults[0]
         told = f" ({error})" if error else ""
-        notes = "".join(f" {note}." for note in self._failures() if note not in fault.text)
-        return RanksDisagreeError(f"rank {self.rank} cannot {what}{_after(began)}: {fault.text}{told}{notes}")
+        notes = "".join(f" {note}." for note in self._announced_failures() if note not in fault.text)
+        return RanksDisagreeError(f"rank {self.rank} cannot {what}{_elapsed_clause(began)}: {fault.text}{told}{notes}")
 
-    def _failures(self) -> list[str]:
-        """What other ranks said of themselves before they left their pass: see :meth:`tell_failure`."""
+    def _announced_failures(self) -> list[str]:
+        """What other ranks said of themselves before they left their pass: see :meth:`announce_failure`."""
         found = []
         with contextlib.suppress(RuntimeError):  # the store went down with its rank
-            for rank in range(self._ranks):
-                moment, why = self._said("note", rank) if rank != self.rank else (-1, "")
-                if why and moment >= self._settled:
+            for rank in range(self._mesh_size):
+                moment, why = self._read_announcement("note", rank) if rank != self.rank else (-1, "")
+                if why and moment >= self._last_confirmed:
                     found.append(f"rank {rank} failed: {why}")
         return found
 
-    def _disagree(self, what: str) -> RanksDisagreeError:
+    def _disagreement_error(self, what: str) -> RanksDisagreeError:
         """Say where all ranks are, here and to the others."""
-        if self._store is None or self._watch is None:
+        if self._store is None or self._monitor is None:
             raise ValueError("one rank cannot disagree with itself")
         elsewhere = []
-        positions = self._watch.positions()
-        for rank in range(self._ranks):
+        positions = self._monitor.last_positions()
+        for rank in range(self._mesh_size):
             if rank == self.rank:
                 continue
-            moment, said = self._said("rank", rank)
-            if moment > self._settled:
+            moment, said = self._read_announcement("rank", rank)
+            if moment > self._last_confirmed:
                 elsewhere.append(f"rank {rank} is about to {said}")
             else:
                 known = f"the last it was known to come to: {positions[rank]}" if rank in positions else "not heard of"
                 elsewhere.append(f"rank {rank} has announced nothing ({known})")
-        elsewhere += self._failures()
+        elsewhere += self._announced_failures()
         text = f"ranks disagree: rank {self.rank} {what}. {'; '.join(elsewhere)}. {_ADVICE}"
-        self._watch.post(ERROR, text)
+        self._monitor.post_fault(FAULT_ERROR, text)
         return RanksDisagreeError(text)
 
-    def _said(self, topic: str, rank: int) -> tuple[int, str]:
+    def _read_announcement(self, topic: str, rank: int) -> tuple[int, str]:
         key = f"{self._prefix}/{topic} {rank}"
         if self._store is None or not self._store.check([key]):
             return -1, ""
@@ -327,9 +336,9 @@ class Agreement:
         return int(moment), said
 
 
-def _since(began: float) -> str:
+def _elapsed(began: float) -> str:
     return f"{time.monotonic() - began:.1f} s"
 
 
-def _after(began: float | None) -> str:
-    return "" if began is None else f", after {_since(began)}"
+def _elapsed_clause(began: float | None) -> str:
+    return "" if began is None else f", after {_elapsed(began)}"

@@ -15,47 +15,54 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zeroshard.activations.traffic import compared
-from zeroshard.comm import Axis, Communicator, Traffic, axes_of, tensor_axis_name
+from zeroshard.activations.traffic import count_traffic
+from zeroshard.comm import Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
 from zeroshard.config import Config
 from zeroshard.engine import whole
-from zeroshard.engine.alike import open_agreement, open_tiers, verify_same_division, verify_same_model
-from zeroshard.engine.away import Away
-from zeroshard.engine.buffers import Buffers
-from zeroshard.engine.build import Builder, check_model
+from zeroshard.engine.alike import open_consistency_checker, open_tiers, verify_same_model, verify_same_tensor_plan
+from zeroshard.engine.away import OffloadedStates
+from zeroshard.engine.buffers import BufferBroadcaster
+from zeroshard.engine.build import UnitBuilder, check_model
 from zeroshard.engine.checks import check_max_norm
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.hooks import install
-from zeroshard.engine.order import Order
-from zeroshard.engine.parameter import card_of, values_of
+from zeroshard.engine.hooks import install_hooks
+from zeroshard.engine.order import CollectiveOrder
+from zeroshard.engine.parameter import local_data, param_info
 from zeroshard.engine.unit import Unit
 from zeroshard.engine.units import plan_units
-from zeroshard.memory.ledger import Bytes, Ledger
+from zeroshard.memory.ledger import MemoryTracker, NowAndPeak
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.profile import Moment, Profile
+from zeroshard.memory.profile import Profile, ProfileMoment
 from zeroshard.memory.report import Report
-from zeroshard.memory.tiers import Tiers
-from zeroshard.optimizer import ShardedOptimizer, described, refuse_states
-from zeroshard.optimizer_probe import refuse_unfit
+from zeroshard.memory.tiers import TierAllocator
+from zeroshard.optimizer import ShardedOptimizer, check_shardable_states, describe_full_states
+from zeroshard.optimizer_probe import check_elementwise
 from zeroshard.placement import Placement
 from zeroshard.precision import LossScale, Precision
-from zeroshard.runs import states_of_an_element
-from zeroshard.tensor.division import Division, divide
+from zeroshard.runs import state_bytes_per_element
+from zeroshard.tensor.division import TensorParallelState, parallelize
 
 
-class _Sharded:
+class ShardedModel:
     """What a sharded model carries: its engine, the handles of its hooks, and how it is divided by a tensor axis."""
 
     def __init__(
-        self, engine: Engine, handles: list[Any], division: Division | None, tiers: Tiers, why: str = ""
+        self,
+        engine: Engine,
+        hook_handles: list[Any],
+        tp_state: TensorParallelState | None,
+        tiers: TierAllocator,
+        plan_reason: str = "",
     ) -> None:
         self.engine = engine
         self.tiers = tiers
-        self.why = why  # this stage and offload, where they were chosen by a plan
-        self.handles = handles
-        self.division = division
-        self.profiled: tuple[Traffic, Traffic] | None = None  # of tensor parallelism, of P_a, in the last profile
+        self.plan_reason = plan_reason  # this stage and offload, where they were chosen by a plan
+        self.hook_handles = hook_handles
+        self.tp_state = tp_state
+        self.profiled_traffic: tuple[Traffic, Traffic] | None = (
+            None  # of tensor parallelism, of P_a, in the last profile
+        )
 
 
 def shard(
@@ -83,7 +90,7 @@ def shard(
     ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
     called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
     an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
-    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.Planning`: ``loss``,
+    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.PlanningOptions`: ``loss``,
     ``micro_batch``, ``accumulate``, ``memory`` and others.
 
     >>> import zeroshard
@@ -94,62 +101,62 @@ def shard(
     >>> optimizer.step()
     >>> optimizer.zero_grad()
     """
-    wanted = _left_open(options, checkpoint, inputs, planning)
+    wanted = _auto_options(options, checkpoint, inputs, planning)
     config = Config(**{name: value for name, value in options.items() if name not in wanted})
-    axes, tensor = axes_of(mesh)
+    axes, tensor = mesh_axes(mesh)
     if optimizer is not None:
-        _refuse_second(model, optimizer)
-    check_model(model, divided=tensor.size > 1)
-    device = _device(model, mesh, config)
-    control = open_agreement(mesh, config.timeout, config.heartbeat_timeout, device)
+        _check_single_optimizer(model, optimizer)
+    check_model(model, has_tensor_axis=tensor.size > 1)
+    device = _resolve_device(model, mesh, config)
+    control = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = _trained(optimizer, names, config)
+    trained = _optimized_param_ids(optimizer, names, config)
     replicas = math.prod(axis.size for axis in axes[:-1])
     why = ""
     if wanted:
-        from zeroshard.planner.auto import Site, choose  # late: most have no use for it
+        from zeroshard.planner.auto import JobTopology, choose_for_shard  # late: most have no use for it
 
-        site = Site(device, axes[-1].size * tensor.size, tensor.size, replicas)
-        chosen = choose(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
-        found = chosen.choice.sharding.items()
-        config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.why
+        site = JobTopology(device, axes[-1].size * tensor.size, tensor.size, replicas)
+        chosen = choose_for_shard(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
+        found = chosen.strategy.shard_options.items()
+        config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.reason
     check_max_norm(model, config, axes[-1].size * replicas)
-    verify_same_model(model, _described(optimizer, names), config, control)
+    verify_same_model(model, _optimizer_signature(optimizer, names), config, control)
     if "checkpoint" in wanted:
-        chosen.recompute(model)
-    cast = config.casts_masters and bool(trained)
-    placement = Placement.of_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
+        chosen.apply_checkpointing(model)
+    cast = config.needs_cast_on_gather and bool(trained)
+    placement = Placement.from_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
     comm = Communicator(axes, device, placement.optimizer, control, tensor)
-    ledger, pool, order, precision = Ledger(), Pool(device), Order(control), Precision(model, config)
-    tiers = Tiers(config.offload, device, ledger)
+    ledger, pool, order, precision = MemoryTracker(), Pool(device), CollectiveOrder(control), Precision(model, config)
+    tiers = TierAllocator(config.offload, device, ledger)
     open_tiers(tiers, control)
-    state_bytes = states_of_an_element(optimizer) if config.offload is not None else 0
+    state_bytes = state_bytes_per_element(optimizer) if config.offload is not None else 0
     plans = plan_units(model, config.units, config.bucket_size)
-    division = _divide(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
+    division = _parallelize(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
     try:
-        verify_same_division(division, control)
-        builder = Builder(
+        verify_same_tensor_plan(division, control)
+        builder = UnitBuilder(
             model, plans, trained, config, placement, precision, comm, ledger, pool, tiers, state_bytes, division
         )
         units = builder.build()
     except BaseException:
         if division is not None:
-            division.undo()
+            division.restore()
         raise
     reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
     gradients = Gradients(units, placement, comm, order, ledger, pool, tiers, config, reduce_dtypes)
-    buffers = Buffers(model, comm, order, config.broadcast_buffers, config.bucket_size)
+    buffers = BufferBroadcaster(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
-    engine.states.check_tiers = tiers.check
+    engine.state_guard.check_tiers = tiers.check_disk
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):
         for name in plan.modules:
             homes[name] = (*homes.get(name, ()), unit)
-    handles = install(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
-    model._zeroshard = _Sharded(engine, handles, division, tiers, why)  # type: ignore[assignment]
-    engine.states.rest()
-    comm.counters.roll()  # what building took is no step's
-    comm.counters.roll()
+    handles = install_hooks(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
+    model._zeroshard = ShardedModel(engine, handles, division, tiers, why)  # type: ignore[assignment]
+    engine.state_guard.expose_reduced_grads()
+    comm.counters.end_step()  # what building took is no step's
+    comm.counters.end_step()
     if optimizer is None:
         return model, None
     scale = LossScale(config.loss_scale, device) if config.precision == "fp16" else None
@@ -168,30 +175,30 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     >>> zeroshard.unshard(model)
     Linear(in_features=2, out_features=2, bias=True)
     """
-    sharded = _sharded(model)
+    sharded = _sharded_model(model)
     engine: Engine = sharded.engine
-    engine.states.refuse_gathered("unshard()")
+    engine.state_guard.check_not_gathered("unshard()")
     state = optimizer.state_dict() if optimizer is not None else None
     engine.close()
-    engine.order.begin("unshard")
+    engine.order.begin_pass("unshard")
     for unit in engine.units:
-        engine.order.check(unit.gather_event)
-        unit.dissolve()
-    if sharded.division is not None:
-        _undivide(engine, sharded.division)
-    for handle in sharded.handles:
+        engine.order.check(unit.all_gather_label)
+        unit.to_plain()
+    if sharded.tp_state is not None:
+        _restore_original_params(engine, sharded.tp_state)
+    for handle in sharded.hook_handles:
         handle.remove()
     del model._zeroshard
-    engine.comm.control.close()
+    engine.comm.consistency.close()
     if optimizer is None:
         return model
-    if sharded.division is not None:
-        sharded.division.divide_states(state or {}, optimizer.names)
+    if sharded.tp_state is not None:
+        sharded.tp_state.shard_optimizer_states(state or {}, optimizer.group_param_names)
     parameters = dict(model.named_parameters())
     inner = optimizer.inner
-    optimizer.give_modes_back()
+    optimizer.restore_train_eval()
     inner.state.clear()
-    for group, names in zip(inner.param_groups, optimizer.names, strict=True):
+    for group, names in zip(inner.param_groups, optimizer.group_param_names, strict=True):
         group["params"] = [parameters[name] for name in names]
     inner.load_state_dict(state or {})
     return model, inner
@@ -217,44 +224,45 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     tensor([[0., 0.],
             [0., 0.]], requires_grad=True)
     """
-    engine, units = _units_of(module)
-    if write_rank is not None and not 0 <= write_rank < engine.comm.ranks:
+    engine, units = _find_units(module)
+    if write_rank is not None and not 0 <= write_rank < engine.comm.data_parallel_size:
         raise ValueError(
-            f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.ranks - 1}, got {write_rank}"
+            f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.data_parallel_size - 1}, "
+            f"got {write_rank}"
         )
-    engine.states.refuse_away()
-    if write_rank is not None and engine.running:
+    engine.state_guard.check_states_reloaded()
+    if write_rank is not None and engine.is_running:
         raise RuntimeError(
             "gathered(write_rank=…) inside a forward or backward would change parameters that it is computing with: "
             "write between steps"
         )
-    if not engine.running:
-        engine.order.begin("gathered")
-        engine.states.finish_updates()
+    if not engine.is_running:
+        engine.order.begin_pass("gathered")
+        engine.state_guard.wait_updates()
     copied: list[Unit] = []
     written = False
     try:
         for unit in units:
-            if unit.copied:  # an outer block has it
+            if unit.has_gathered_copy:  # an outer block has it
                 continue
-            if unit.partitioned:
-                engine.order.check(unit.copy_event)
+            if unit.is_partitioned:
+                engine.order.check(unit.gather_copy_label)
             else:  # inside a forward its update may still be under way
-                engine.states.complete(unit)
-                unit.wait()
+                engine.state_guard.gather_updated_unit(unit)
+                unit.wait_for_unshard()
             unit.gather_copy()
             copied.append(unit)
         yield
         if write_rank is not None:
-            _units_of(module)  # raises where a parameter was replaced
+            _find_units(module)  # raises where a parameter was replaced
             written = True  # some of it, should it raise
             written = engine.write_back(units, write_rank)
     finally:
         for unit in copied:
             unit.drop_copy()
-            engine.states.note_versions(unit)
+            engine.state_guard.record_versions(unit)
         if written:
-            engine.drop_pins()
+            engine.release_retained()
 
 
 def offload_states(model: nn.Module) -> None:
@@ -272,10 +280,10 @@ def offload_states(model: nn.Module) -> None:
     >>> model(torch.ones(1, 64)).shape
     torch.Size([1, 64])
     """
-    sharded = _sharded(model)
-    sharded.engine.states.refuse_gathered("offload_states()")
-    if sharded.engine.states.away is None:
-        sharded.engine.states.away = Away(sharded.engine, sharded.tiers)
+    sharded = _sharded_model(model)
+    sharded.engine.state_guard.check_not_gathered("offload_states()")
+    if sharded.engine.state_guard.offloaded_states is None:
+        sharded.engine.state_guard.offloaded_states = OffloadedStates(sharded.engine, sharded.tiers)
 
 
 def reload_states(model: nn.Module) -> None:
@@ -285,10 +293,10 @@ def reload_states(model: nn.Module) -> None:
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
     >>> zeroshard.reload_states(model)  # nothing was out
     """
-    states = _sharded(model).engine.states
-    away, states.away = states.away, None
-    if away is not None:
-        away.back()
+    guard = _sharded_model(model).engine.state_guard
+    offloaded, guard.offloaded_states = guard.offloaded_states, None
+    if isinstance(offloaded, OffloadedStates):
+        offloaded.reload()
 
 
 @contextmanager
@@ -302,12 +310,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     >>> with zeroshard.no_sync(model):
     ...     model(torch.ones(1, 2)).sum().backward()
     """
-    engine = _sharded(model).engine
-    before, engine.sync = engine.sync, False
+    engine = _sharded_model(model).engine
+    before, engine.needs_grad_sync = engine.needs_grad_sync, False
     try:
         yield
     finally:
-        engine.sync = before
+        engine.needs_grad_sync = before
 
 
 def report(model: nn.Module) -> Report:
@@ -318,21 +326,21 @@ def report(model: nn.Module) -> Report:
     >>> zeroshard.report(model).states
     16384
     """
-    sharded = _sharded(model)
+    sharded = _sharded_model(model)
     engine = sharded.engine
     comm = engine.comm
-    tensor, activations = sharded.profiled or (None, None)
-    kinds = list(engine.ledger.kinds.items())  # at once: an update under way may add to them
+    tensor, activations = sharded.profiled_traffic or (None, None)
+    kinds = list(engine.tracker.by_kind.items())  # at once: an update under way may add to them
     return Report(
-        rank=comm.control.rank,
-        ranks=comm.ranks * comm.tensor.size,
+        rank=comm.consistency.rank,
+        ranks=comm.data_parallel_size * comm.tensor_axis.size,
         parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
-        memory={kind: Bytes(held.now, held.peak) for kind, held in kinds},
-        total=Bytes(engine.ledger.total.now, engine.ledger.total.peak),
+        memory={kind: NowAndPeak(held.now, held.peak) for kind, held in kinds},
+        total=NowAndPeak(engine.tracker.total.now, engine.tracker.total.peak),
         collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
         tensor_traffic=tensor,
         activation_traffic=activations,
-        chosen=sharded.why,
+        chosen=sharded.plan_reason,
     )
 
 
@@ -350,26 +358,26 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     >>> profile.moments[0].held["parameters"]
     16384
     """
-    sharded = _sharded(model)
+    sharded = _sharded_model(model)
     engine: Engine = sharded.engine
-    ledger, stopwatch, device = engine.ledger, engine.comm.stopwatch, engine.comm.device
+    ledger, stopwatch, device = engine.tracker, engine.comm.wait_timer, engine.comm.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    held = {kind: nbytes.now for (kind, tier), nbytes in ledger.kinds.items() if tier == "device"}
+    held = {kind: nbytes.now for (kind, tier), nbytes in ledger.by_kind.items() if tier == "device"}
     result = Profile(held=held, device=device)
-    result.moments.append(Moment(0.0, dict(held), None))
-    ledger.watch = result.note
-    engine.comm.counters.now = {}  # what came since the last step (an evaluation, say) is no part of this one
+    result.moments.append(ProfileMoment(0.0, dict(held), None))
+    ledger.on_change = result.record_bytes
+    engine.comm.counters.current_step = {}  # what came since the last step (an evaluation, say) is no part of this one
     stopwatch.start()
     try:
-        with compared(engine.comm) as sharded.profiled:
+        with count_traffic(engine.comm) as sharded.profiled_traffic:
             yield result
     finally:
-        ledger.watch = None
+        ledger.on_change = None
         stopwatch.stop()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        result.seconds = time.perf_counter() - result.began
+        result.seconds = time.perf_counter() - result.start_time
         result.waited = stopwatch.seconds
 
 
@@ -381,7 +389,7 @@ def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
     >>> zeroshard.full_parameter(model, "weight").shape
     torch.Size([1, 2])
     """
-    engine: Engine = _sharded(model).engine
+    engine: Engine = _sharded_model(model).engine
     with torch.no_grad():
         return whole.full_parameter(engine, name)
 
@@ -395,7 +403,7 @@ def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
     >>> zeroshard.full_gradient(model, "weight")
     tensor([[1., 1.]])
     """
-    engine: Engine = _sharded(model).engine
+    engine: Engine = _sharded_model(model).engine
     with torch.no_grad():
         return whole.full_gradient(engine, name)
 
@@ -414,7 +422,7 @@ def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
     return optimizer.full_state(name)
 
 
-def _left_open(
+def _auto_options(
     options: Mapping[str, Any], checkpoint: str | None, inputs: Any, planning: Mapping[str, Any] | None
 ) -> list[str]:
     """What a plan is to choose; refuses what only a plan would look at where there is none."""
@@ -431,16 +439,16 @@ def _left_open(
     return wanted
 
 
-def _sharded(model: nn.Module) -> Any:
-    sharded = model.__dict__.get("_zeroshard")
+def _sharded_model(model: nn.Module) -> ShardedModel:
+    sharded: ShardedModel | None = model.__dict__.get("_zeroshard")
     if sharded is None:
         raise ValueError(f"this {type(model).__name__} is not a sharded model: pass what zeroshard.shard() returned")
     return sharded
 
 
-def _divide(
-    model: nn.Module, mesh: DeviceMesh | None, tensor: Axis, plan: Mapping[str, ParallelStyle] | None
-) -> Division | None:
+def _parallelize(
+    model: nn.Module, mesh: DeviceMesh | None, tensor: MeshAxis, plan: Mapping[str, ParallelStyle] | None
+) -> TensorParallelState | None:
     name = tensor_axis_name(mesh) if mesh is not None else None
     if plan is not None and name is None:
         raise ValueError(
@@ -449,27 +457,27 @@ def _divide(
         )
     if mesh is None or name is None or tensor.size == 1:  # one rank has nothing to divide
         return None
-    return divide(model, mesh[name], plan)
+    return parallelize(model, mesh[name], plan)
 
 
 @torch.no_grad()
-def _undivide(engine: Engine, division: Division) -> None:
+def _restore_original_params(engine: Engine, tp_state: TensorParallelState) -> None:
     """Give the user's own parameters back, whole."""
     for unit in engine.units:
         for flat in unit.flats:
             for index, (name, parameter) in enumerate(flat.named_parameters):
-                if name in division.originals:
-                    part = values_of(parameter)
-                    division.originals[name].data = whole.undivided(engine.comm, part, flat, index)
-    division.undo()
+                if name in tp_state.original_params:
+                    part = local_data(parameter)
+                    tp_state.original_params[name].data = whole.gather_tp_shards(engine.comm, part, flat, index)
+    tp_state.restore()
 
 
-def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:
+def _find_units(module: nn.Module) -> tuple[Engine, list[Unit]]:
     """The engine of a model or of one of its modules, and the units that hold the module's parameters."""
     units: dict[Unit, None] = {}
     engine = None
     for name, parameter in module.named_parameters():
-        card = card_of(parameter)
+        card = param_info(parameter)
         unit = card.unit() if card is not None else None
         if card is None or unit is None:
             raise ValueError(
@@ -483,7 +491,7 @@ def _units_of(module: nn.Module) -> tuple[Engine, list[Unit]]:
     return engine, [unit for unit in engine.units if unit in units]
 
 
-def _device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.device:
+def _resolve_device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.device:
     """Where states live and are computed: the mesh's kind of device, else where the model is."""
     current = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     serves_cuda = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config()
@@ -498,14 +506,14 @@ def _device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _described(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> dict[str, str]:
+def _optimizer_signature(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> dict[str, str]:
     """Which optimizer, and which of its groups, updates each parameter."""
     groups = enumerate(optimizer.param_groups) if optimizer is not None else ()
     kind = type(optimizer).__name__
     return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
 
 
-def _refuse_second(model: nn.Module, optimizer: Any) -> None:
+def _check_single_optimizer(model: nn.Module, optimizer: Any) -> None:
     """Refuse what is no optimizer, and a second one: one model is updated by one optimizer."""
     one = "one model is updated by one optimizer: put the parameters of several into groups of one"
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -519,7 +527,7 @@ def _refuse_second(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
+def _optimized_param_ids(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
     """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
@@ -533,7 +541,9 @@ def _trained(optimizer: torch.optim.Optimizer | None, names: dict[int, str], con
                 )
             trained.add(id(parameter))
     if optimizer is not None:
-        refuse_unfit(optimizer, config.elementwise, None if config.precision is None else torch.float32)
+        check_elementwise(optimizer, config.elementwise, None if config.precision is None else torch.float32)
         shapes = {names[id(p)]: p.shape for p in optimizer.state if id(p) in names}
-        refuse_states(described({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes))
+        check_shardable_states(
+            describe_full_states({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes)
+        )
     return trained

@@ -112,7 +112,7 @@ class Config:
 
     def __new__(cls, **options: Any) -> Config:
         """Refuse unknown names, with the nearest right one."""
-        _refuse_unknown(options)
+        _check_option_names(options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -122,10 +122,10 @@ class Config:
             raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}{hint}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision is None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
-        object.__setattr__(self, "offload", Offload.of(self.offload))
-        object.__setattr__(self, "reduce_dtype", _dtype("reduce_dtype", self.reduce_dtype))
+        object.__setattr__(self, "offload", Offload.from_option(self.offload))
+        object.__setattr__(self, "reduce_dtype", _parse_dtype("reduce_dtype", self.reduce_dtype))
         for name in ("keep_fp32", "units"):
-            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+            object.__setattr__(self, name, _parse_patterns(name, getattr(self, name)))
         for name, least in (("bucket_size", 1), ("ring", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -155,12 +155,12 @@ class Config:
         return self.precision in ("bf16", "fp16")
 
     @property
-    def casts_masters(self) -> bool:
+    def needs_cast_on_gather(self) -> bool:
         """Whether that is the only copy that a rank keeps of what it has of partitioned parameters."""
         return self.cast_on_gather and self.has_master
 
 
-def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
+def _parse_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
     if isinstance(value, str):
         if value not in _DTYPES:
             raise ValueError(f"{name} is one of {', '.join(map(repr, _DTYPES))} or a torch.dtype, got {value!r}")
@@ -170,7 +170,7 @@ def _dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
     return value
 
 
-def _patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] | None:
+def _parse_patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] | None:
     if value is None:
         return None
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):  # one name, where a tuple of one was meant
@@ -181,7 +181,7 @@ def _patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] | None
     return tuple(value)
 
 
-def _refuse_unknown(options: dict[str, Any]) -> None:
+def _check_option_names(options: dict[str, Any]) -> None:
     known = [field.name for field in fields(Config)]
     for name in options:
         if name not in known:

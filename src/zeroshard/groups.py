@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.memory.lane import moment
+from zeroshard.memory.lane import record_blocking_event
 
-DIGEST = 8  # bytes
+DIGEST_BYTES = 8  # bytes
 
 
-class Group(dict[str, Any]):
+class ParamGroupView(dict[str, Any]):
     """One of ``ShardedOptimizer.param_groups``.
 
     The inner optimizer's groups hold slices of shards ([Note: runs]), which differ by rank and are no parameters of the
@@ -24,7 +24,7 @@ class Group(dict[str, Any]):
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> inner = {"params": ["a slice"], "lr": 0.1}
-    >>> group = Group(inner, [weight])
+    >>> group = ParamGroupView(inner, [weight])
     >>> group["lr"] = 0.2
     >>> inner["lr"], group["params"][0] is weight, isinstance(group, dict), dict(group)["lr"]
     (0.2, True, True, 0.2)
@@ -32,13 +32,14 @@ class Group(dict[str, Any]):
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self._inner, self._parameters, self._names = inner, parameters, len(parameters)
+        self._inner, self._parameters, self._param_count = inner, parameters, len(parameters)
 
-    def refuse_changed(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise where parameters were added to the list, or taken from it: nothing would come of it."""
-        if len(self._parameters) != self._names:
+        if len(self._parameters) != self._param_count:
             raise RuntimeError(
-                f"a parameter group of {self._names} parameters has {len(self._parameters)} now: to train more of the "
+                f"a parameter group of {self._param_count} parameters has {len(self._parameters)} now: to "
+                "train more of the "
                 "model's, call optimizer.add_param_group(); to train fewer, zeroshard.unshard() and shard again"
             )
 
@@ -99,15 +100,15 @@ class Group(dict[str, Any]):
         return dict, (self.copy(),)
 
 
-class Told:
+class HyperparamChecker:
     """What all ranks tell each other of their optimizers' hyper-parameters, within a message that is sent anyway.
 
     Each rank sends a digest and its complement; the largest of each byte over the ranks add up to 255 everywhere only
     where all ranks have sent the same. On a GPU nobody waits for the answer: it is read in the next step.
 
-    >>> told = Told(torch.device("cpu"))
-    >>> told.compare(told.mine([{"lr": 0.1}]), rank=0)
-    >>> both = torch.maximum(told.mine([{"lr": 0.1}]), told.mine([{"lr": 0.2}]))
+    >>> told = HyperparamChecker(torch.device("cpu"))
+    >>> told.compare(told.local_digest([{"lr": 0.1}]), rank=0)
+    >>> both = torch.maximum(told.local_digest([{"lr": 0.1}]), told.local_digest([{"lr": 0.2}]))
     >>> try:
     ...     told.compare(both, rank=0)
     ... except RuntimeError as error:
@@ -118,37 +119,39 @@ class Told:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._options: list[dict[str, Any]] | None = None
-        self._mine = torch.empty(0, dtype=torch.uint8)
-        self._memory = bytearray(2 * DIGEST)  # read without an operation of torch's
-        self._heard = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._pinned = torch.empty(2 * DIGEST, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
-        self._there: torch.cuda.Event | None = None  # when the device has written the answer
+        self._local_digest = torch.empty(0, dtype=torch.uint8)
+        self._received_bytes = bytearray(2 * DIGEST_BYTES)  # read without an operation of torch's
+        self._received = torch.frombuffer(self._received_bytes, dtype=torch.uint8)
+        self._pinned = (
+            torch.empty(2 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+        )
+        self._copy_done: torch.cuda.Event | None = None  # when the device has written the answer
 
-    def mine(self, groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    def local_digest(self, groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """What this rank sends."""
-        options = [_numbers(group) for group in groups]
+        options = [_numeric_options(group) for group in groups]
         if options != self._options:
-            digest = hashlib.blake2b(repr(options).encode(), digest_size=DIGEST).digest()
+            digest = hashlib.blake2b(repr(options).encode(), digest_size=DIGEST_BYTES).digest()
             both = [*digest, *(255 - byte for byte in digest)]
-            self._mine = torch.tensor(both, dtype=torch.uint8, device=self._device)
+            self._local_digest = torch.tensor(both, dtype=torch.uint8, device=self._device)
             self._options = options
-        return self._mine
+        return self._local_digest
 
     def compare(self, largest: torch.Tensor, rank: int) -> None:
         """Raise where ranks have sent different things. ``largest``: of each byte that they have sent."""
         if self._pinned is None:
-            self._heard.copy_(largest)
-            self._refuse(rank)
+            self._received.copy_(largest)
+            self._raise_if_different(rank)
             return
-        if self._there is not None:
-            self._there.synchronize()  # of the step before
-            self._heard.copy_(self._pinned)
-            self._refuse(rank)
+        if self._copy_done is not None:
+            self._copy_done.synchronize()  # of the step before
+            self._received.copy_(self._pinned)
+            self._raise_if_different(rank)
         self._pinned.copy_(largest, non_blocking=True)
-        self._there = moment(torch.cuda.current_stream())
+        self._copy_done = record_blocking_event(torch.cuda.current_stream())
 
-    def _refuse(self, rank: int) -> None:
-        if any(self._memory[i] + self._memory[DIGEST + i] != 255 for i in range(DIGEST)):
+    def _raise_if_different(self, rank: int) -> None:
+        if any(self._received_bytes[i] + self._received_bytes[DIGEST_BYTES + i] != 255 for i in range(DIGEST_BYTES)):
             raise RuntimeError(
                 f"the hyper-parameters of the optimizer differ between ranks: rank {rank} has {self._options}. Set the "
                 "same learning rate, and whatever else is in optimizer.param_groups, on all ranks: each updates its "
@@ -156,13 +159,13 @@ class Told:
             )
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def _numeric_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a group that are numbers. How many slices a rank has is its own affair."""
-    found = ((key, _number(value)) for key, value in group.items() if key not in ("params", "param_names"))
+    found = ((key, _numeric_value(value)) for key, value in group.items() if key not in ("params", "param_names"))
     return {key: number for key, number in found if number is not None}
 
 
-def _number(value: Any) -> Any:
+def _numeric_value(value: Any) -> Any:
     """A hyper-parameter that is a number, or several; None for anything else, and for what only a GPU knows."""
     if isinstance(value, (bool, int, float)):
         return value

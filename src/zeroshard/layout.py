@@ -1,8 +1,8 @@
 """The arithmetic of partitioning: parameter → flat → bucket → rank. Pure integers, no torch.
 
 [Note: the packed layout]
-The parameters of one *flat* lie end to end, each starting at a multiple of ``ALIGN`` elements. The flat is cut into
-*buckets* of at most ``bucket_size`` elements, the size of one collective, and every bucket is cut evenly over the
+The parameters of one *flat* lie end to end, each starting at a multiple of ``ALIGN_ELEMENTS`` elements. The flat is cut
+into *buckets* of at most ``bucket_size`` elements, the size of one collective, and every bucket is cut evenly over the
 ranks. Three ranks, two buckets::
 
     flat      |  weight 0                 |  w 1  | bias |  weight 2              |pad|
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-ALIGN = 64  # elements; 128 bytes in 16-bit, so that every parameter suits vector loads and matrix kernels
+ALIGN_ELEMENTS = 64  # elements; 128 bytes in 16-bit, so that every parameter suits vector loads and matrix kernels
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -61,61 +61,61 @@ class Range:
         """The same, to index with."""
         return slice(self.start, self.end)
 
-    def meet(self, other: Range) -> Range | None:
+    def intersect(self, other: Range) -> Range | None:
         """Return what both ranges hold, or None."""
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Range(start, end) if start < end else None
 
-    def moved(self, offset: int) -> Range:
+    def shift(self, offset: int) -> Range:
         """Return the range shifted by ``offset``."""
         return Range(self.start + offset, self.end + offset)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamRange:
     """A part of one parameter inside a bucket or a shard."""
 
-    parameter: int  # index in the flat
-    within: Range  # elements of the flattened parameter
-    at: int  # first element in the bucket or shard
+    param_index: int  # index in the flat
+    elements: Range  # elements of the flattened parameter
+    offset: int  # first element in the bucket or shard
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """How parameters of ``numels`` elements lie in one flat, and who owns what.
 
-    >>> layout = FlatLayout.build([100, 7], bucket_size=128, parts=2)
+    >>> layout = FlatLayout.build([100, 7], bucket_size=128, shard_count=2)
     >>> layout.starts, layout.numel, layout.shard_numel
     ((0, 128), 256, 128)
     >>> [bucket.start for bucket in layout.buckets]
     [0, 128]
-    >>> layout.segments(rank=1)
-    [Piece(parameter=0, within=Range(start=64, end=100), at=0)]
+    >>> layout.owned_ranges(rank=1)
+    [ParamRange(param_index=0, elements=Range(start=64, end=100), offset=0)]
     """
 
     numels: tuple[int, ...]
     starts: tuple[int, ...]
     buckets: tuple[Range, ...]
-    parts: int  # how many ranks share the flat
-    order: tuple[int, ...]  # the parameters as they lie
+    shard_count: int  # how many ranks share the flat
+    param_order: tuple[int, ...]  # the parameters as they lie
 
     @classmethod
-    def build(cls, numels: Sequence[int], bucket_size: int, parts: int) -> FlatLayout:
+    def build(cls, numels: Sequence[int], bucket_size: int, shard_count: int) -> FlatLayout:
         """Lay the parameters out and cut them: see [Note: the packed layout] and [Note: large parameters]."""
-        quantum = ALIGN * parts  # every bucket divides evenly, on vector boundaries
+        quantum = ALIGN_ELEMENTS * shard_count  # every bucket divides evenly, on vector boundaries
         alone = [bucket_size <= 3 * numel and numel % quantum == 0 for numel in numels]
         small, large = ([i for i, is_large in enumerate(alone) if is_large is kind] for kind in (False, True))
         starts, total = [0] * len(numels), 0
         for index in small:
             starts[index] = total
-            total += round_up(numels[index], ALIGN)
+            total += round_up(numels[index], ALIGN_ELEMENTS)
         total = round_up(total, quantum)
-        buckets = _cut(Range(0, total), bucket_size, quantum)
+        buckets = _split(Range(0, total), bucket_size, quantum)
         for index in large:
             starts[index] = total
             total += numels[index]
-            buckets += _cut(Range(starts[index], total), bucket_size, quantum)
-        return cls(tuple(numels), tuple(starts), tuple(buckets), parts, (*small, *large))
+            buckets += _split(Range(starts[index], total), bucket_size, quantum)
+        return cls(tuple(numels), tuple(starts), tuple(buckets), shard_count, (*small, *large))
 
     @property
     def numel(self) -> int:
@@ -125,63 +125,63 @@ class FlatLayout:
     @property
     def shard_numel(self) -> int:
         """Elements one rank owns."""
-        return self.numel // self.parts
+        return self.numel // self.shard_count
 
-    def parameter(self, index: int) -> Range:
+    def range_of_param(self, index: int) -> Range:
         """Where parameter ``index`` lies in the flat."""
         return Range(self.starts[index], self.starts[index] + self.numels[index])
 
-    def owned(self, bucket: Range, rank: int) -> Range:
+    def bucket_shard(self, bucket: Range, rank: int) -> Range:
         """What ``rank`` owns of ``bucket``, in the flat's coordinates."""
-        share = bucket.numel // self.parts
+        share = bucket.numel // self.shard_count
         return Range(bucket.start + rank * share, bucket.start + (rank + 1) * share)
 
-    def in_shard(self, bucket: Range) -> Range:
+    def shard_range(self, bucket: Range) -> Range:
         """Where a rank's part of ``bucket`` lies in its shard."""
-        return Range(bucket.start // self.parts, bucket.end // self.parts)
+        return Range(bucket.start // self.shard_count, bucket.end // self.shard_count)
 
-    def pieces(self, bucket: Range) -> list[Piece]:
+    def params_in_bucket(self, bucket: Range) -> list[ParamRange]:
         """The parts of parameters in ``bucket``, ``at`` counted from the bucket's start."""
-        return list(self._pieces(bucket, 0))
+        return list(self._param_ranges(bucket, 0))
 
-    def sole(self, bucket: Range) -> Piece | None:
+    def single_param(self, bucket: Range) -> ParamRange | None:
         """The part of a parameter that ``bucket`` is, if it is one and nothing else."""
-        pieces = self.pieces(bucket)
-        return pieces[0] if len(pieces) == 1 and pieces[0].within.numel == bucket.numel else None
+        pieces = self.params_in_bucket(bucket)
+        return pieces[0] if len(pieces) == 1 and pieces[0].elements.numel == bucket.numel else None
 
-    def gaps(self, bucket: Range) -> list[Range]:
+    def padding(self, bucket: Range) -> list[Range]:
         """The alignment in ``bucket`` that belongs to no parameter, counted from the bucket's start."""
         gaps, last = [], 0
-        for piece in self.pieces(bucket):
-            if piece.at > last:
-                gaps.append(Range(last, piece.at))
-            last = piece.at + piece.within.numel
+        for piece in self.params_in_bucket(bucket):
+            if piece.offset > last:
+                gaps.append(Range(last, piece.offset))
+            last = piece.offset + piece.elements.numel
         if last < bucket.numel:
             gaps.append(Range(last, bucket.numel))
         return gaps
 
-    def segments(self, rank: int) -> list[Piece]:
+    def owned_ranges(self, rank: int) -> list[ParamRange]:
         """The parts of parameters that ``rank`` owns, ``at`` counted from its shard's start."""
         return [
             piece
             for bucket in self.buckets
-            for piece in self._pieces(self.owned(bucket, rank), self.in_shard(bucket).start)
+            for piece in self._param_ranges(self.bucket_shard(bucket, rank), self.shard_range(bucket).start)
         ]
 
-    def owned_pieces(self, bucket: Range, rank: int) -> list[Piece]:
+    def owned_ranges_in_bucket(self, bucket: Range, rank: int) -> list[ParamRange]:
         """The parts of parameters that ``rank`` owns of ``bucket``, ``at`` counted from its part's start."""
-        return list(self._pieces(self.owned(bucket, rank), 0))
+        return list(self._param_ranges(self.bucket_shard(bucket, rank), 0))
 
-    def _pieces(self, span: Range, origin: int) -> Iterator[Piece]:
-        order, start = self.order, self.starts.__getitem__
+    def _param_ranges(self, span: Range, origin: int) -> Iterator[ParamRange]:
+        order, start = self.param_order, self.starts.__getitem__
         first = max(bisect_right(order, span.start, key=start) - 1, 0)  # the one that may begin before the span
         for index in order[first : bisect_left(order, span.end, key=start)]:
-            common = span.meet(self.parameter(index))
+            common = span.intersect(self.range_of_param(index))
             if common is not None:
-                yield Piece(index, common.moved(-self.starts[index]), origin + common.start - span.start)
+                yield ParamRange(index, common.shift(-self.starts[index]), origin + common.start - span.start)
 
 
-def _cut(span: Range, bucket_size: int, quantum: int) -> list[Range]:
+def _split(span: Range, bucket_size: int, quantum: int) -> list[Range]:
     """Cut a stretch into buckets, each a multiple of ``quantum``, as the stretch is."""
     most = max(bucket_size // quantum, 1) * quantum
     count = max(-(-span.numel // most), 1)
@@ -189,10 +189,10 @@ def _cut(span: Range, bucket_size: int, quantum: int) -> list[Range]:
     return [Range(a, b) for a, b in pairwise([*range(span.start, span.end, length), span.end])]
 
 
-def shared_rooms(sizes: Sequence[int]) -> list[int]:
+def round_to_shared_sizes(sizes: Sequence[int]) -> list[int]:
     """Round sizes up so that those of nearly one size become one: each then fits where another was.
 
-    >>> shared_rooms([100, 90, 50])
+    >>> round_to_shared_sizes([100, 90, 50])
     [100, 100, 50]
     """
     rooms, room = list(sizes), 0

@@ -9,11 +9,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 TIERS = ("device", "host", "disk")  # the nearest first
-KINDS = ("optimizer", "gradients", "parameters")
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+STATE_KINDS = ("optimizer", "gradients", "parameters")
+_BYTES_PER_UNIT = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+}
+_SIZE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
-Rest = str | tuple[str, float] | Mapping[str, float]
+TierSpec = str | tuple[str, float] | Mapping[str, float]
 """A tier, a tier and a fraction, or fractions by tier; what is left over stays on the device."""
 
 
@@ -72,59 +82,59 @@ class Offload:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, and bring every kind into one form: fractions by tier, the farthest first."""
-        for kind in KINDS:
+        for kind in STATE_KINDS:
             given = getattr(self, kind)
             if kind != "gradients" or given is not None:
-                object.__setattr__(self, kind, _fractions(kind, given))
+                object.__setattr__(self, kind, _parse_fractions(kind, given))
         for name in ("host_bytes", "disk_bytes"):
-            object.__setattr__(self, name, read_bytes(name, getattr(self, name)))
+            object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
         if not isinstance(self.speculate, bool):
             raise ValueError(f"speculate is True or False, got {self.speculate!r}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ValueError(f"threads is a whole number from 1 up, or None, got {self.threads!r}")
         if self.directory is None:
-            for kind in KINDS:
+            for kind in STATE_KINDS:
                 if "disk" in (getattr(self, kind) or ()):
                     raise ValueError(f"{kind} rests on disk: say where with directory=…, on a fast local disk")
         elif not isinstance(self.directory, (str, os.PathLike)):
             raise ValueError(f"directory is a path, got {self.directory!r}")
 
     @classmethod
-    def of(cls, given: Any) -> Offload | None:
+    def from_option(cls, option: Any) -> Offload | None:
         """What was given to ``shard(offload=…)``: None, a tier for the optimizer's states, a dictionary, or an Offload.
 
-        >>> Offload.of("host") == Offload.of({"optimizer": "host"}) == Offload(optimizer="host")
+        >>> Offload.from_option("host") == Offload.from_option({"optimizer": "host"}) == Offload(optimizer="host")
         True
-        >>> Offload.of(Offload()) is None  # nothing leaves the device
+        >>> Offload.from_option(Offload()) is None  # nothing leaves the device
         True
         """
-        if given is None or given is False:
+        if option is None or option is False:
             return None
-        if isinstance(given, str):
-            given = cls(optimizer=given)
-        elif isinstance(given, Mapping):
-            given = cls(**given)
-        if not isinstance(given, Offload):
-            raise ValueError(f"offload is None, 'host', a dictionary or a zeroshard.Offload, got {given!r}")
-        return given if any(getattr(given, kind) for kind in KINDS) else None
+        if isinstance(option, str):
+            option = cls(optimizer=option)
+        elif isinstance(option, Mapping):
+            option = cls(**option)
+        if not isinstance(option, Offload):
+            raise ValueError(f"offload is None, 'host', a dictionary or a zeroshard.Offload, got {option!r}")
+        return option if any(getattr(option, kind) for kind in STATE_KINDS) else None
 
-    def limit(self, tier: str) -> int | None:
+    def byte_limit(self, tier: str) -> int | None:
         """The most bytes of a tier."""
         found: int | None = getattr(self, f"{tier}_bytes", None)
         return found
 
     @property
-    def described(self) -> str:
+    def summary(self) -> str:
         """What all ranks must have alike, in words. Where a rank's file lies, and its threads, are its own."""
-        return ", ".join(f"{name} {getattr(self, name)}" for name in (*KINDS, "host_bytes", "disk_bytes"))
+        return ", ".join(f"{name} {getattr(self, name)}" for name in (*STATE_KINDS, "host_bytes", "disk_bytes"))
 
     @property
-    def uses_disk(self) -> bool:
+    def needs_disk(self) -> bool:
         """Whether anything rests on disk."""
-        return any("disk" in (getattr(self, kind) or ()) for kind in KINDS)
+        return any("disk" in (getattr(self, kind) or ()) for kind in STATE_KINDS)
 
 
-def _fractions(kind: str, given: Any) -> dict[str, float]:
+def _parse_fractions(kind: str, given: Any) -> dict[str, float]:
     """Fractions by tier, the farthest first, none that is zero, the device's left out."""
     if isinstance(given, str):
         given = {given: 1.0}
@@ -145,15 +155,15 @@ def _fractions(kind: str, given: Any) -> dict[str, float]:
     return {tier: float(given[tier]) for tier in reversed(TIERS[1:]) if given.get(tier)}
 
 
-def read_bytes(name: str, given: Any) -> int | None:
+def parse_bytes(name: str, given: Any) -> int | None:
     """A number of bytes as it may be given: as such, as in "64GB", or None.
 
-    >>> read_bytes("host_bytes", "1.5GiB")
+    >>> parse_bytes("host_bytes", "1.5GiB")
     1610612736
     """
-    found = _SIZE.fullmatch(given) if isinstance(given, str) else None
-    if found is not None and found[2] in _UNITS:
-        return int(float(found[1]) * _UNITS[found[2]])
+    found = _SIZE_PATTERN.fullmatch(given) if isinstance(given, str) else None
+    if found is not None and found[2] in _BYTES_PER_UNIT:
+        return int(float(found[1]) * _BYTES_PER_UNIT[found[2]])
     if given is None or (type(given) is int and given >= 0):
         return given
     raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB' or '60GiB', got {given!r}")

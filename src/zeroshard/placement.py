@@ -13,22 +13,22 @@ class Placement:
 
     Where they rest, on the device or further away, is ``rests.py``'s.
 
-    >>> Placement.of_stage(2, ranks=4)
+    >>> Placement.from_stage(2, ranks=4)
     Placement(parameters=False, gradients=True, optimizer=True)
 
     Over one rank there is nothing to partition:
 
-    >>> Placement.of_stage(3, ranks=1)
+    >>> Placement.from_stage(3, ranks=1)
     Placement(parameters=False, gradients=False, optimizer=False)
 
     unless states rest outside the device: then units come and go, and gradients leave during backward, as over many.
 
-    >>> Placement.of_stage(3, ranks=1, offload=Offload(optimizer="host"))
+    >>> Placement.from_stage(3, ranks=1, offload=Offload(optimizer="host"))
     Placement(parameters=False, gradients=True, optimizer=False)
 
     or a unit is cast from its master whenever it is brought: then units come and go.
 
-    >>> Placement.of_stage(3, ranks=1, cast=True)
+    >>> Placement.from_stage(3, ranks=1, casts_master=True)
     Placement(parameters=True, gradients=False, optimizer=False)
     """
 
@@ -37,26 +37,26 @@ class Placement:
     optimizer: bool  # partitioned: each rank updates its shard, and parameters are gathered from all
 
     @classmethod
-    def of_stage(
-        cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1, cast: bool = False
+    def from_stage(
+        cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1, casts_master: bool = False
     ) -> Placement:
         """Look the stage up, and refuse to offload what its ranks hold whole.
 
         ``ranks`` are those of the shard axis, of which there are ``replicas``. ``cast``: gathers cast masters.
         """
-        row = _TABLE[stage] if ranks > 1 else _TABLE[0]
+        row = _STAGE_TABLE[stage] if ranks > 1 else _STAGE_TABLE[0]
         if offload is None:
             alone = ranks * replicas == 1
-            return replace(row, parameters=_TABLE[stage].parameters) if cast and alone else row
-        if offload.parameters and not _TABLE[stage].parameters:
+            return replace(row, parameters=_STAGE_TABLE[stage].parameters) if casts_master and alone else row
+        if offload.parameters and not _STAGE_TABLE[stage].parameters:
             raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
-        leave = _TABLE[stage].gradients or ranks * replicas == 1  # one by one in backward
+        leave = _STAGE_TABLE[stage].gradients or ranks * replicas == 1  # one by one in backward
         if offload.gradients and not leave:
             raise ValueError(f"stage {stage} sums whole gradients on each rank: to offload them, take stage=2 or 3")
         return row if ranks > 1 else cls(parameters=bool(offload.parameters), gradients=leave, optimizer=False)
 
 
-_TABLE = {
+_STAGE_TABLE = {
     # stage        parameters  gradients  optimizer states
     0: Placement(False, False, False),
     1: Placement(False, False, True),  # P_os

@@ -19,36 +19,36 @@ GROWTH_INTERVAL = 2000  # steps without overflow after which the loss scale doub
 
 # Backwards under way, by autograd's number → inverse of the scale that their loss was multiplied by, None: of none.
 # One table for all models: a loss may reach several of them.
-_under_way: dict[int, torch.Tensor | None] = {}
+_running_backwards: dict[int, torch.Tensor | None] = {}
 
 
-def scaled_by() -> torch.Tensor | None:
+def current_inverse_scale() -> torch.Tensor | None:
     """The inverse of the loss scale that the backward under way carries; None where its loss was not scaled.
 
     From here on it counts as decided: a loss that turns out to be scaled later in the same backward is an error.
     """
     number = torch._C._current_graph_task_id()
-    if number not in _under_way:
-        _note(number, None)
-    return _under_way[number]
+    if number not in _running_backwards:
+        _record_backward(number, None)
+    return _running_backwards[number]
 
 
-def _note(number: int, inverse: torch.Tensor | None) -> None:
-    _under_way[number] = inverse
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_end, number))
+def _record_backward(number: int, inverse: torch.Tensor | None) -> None:
+    _running_backwards[number] = inverse
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_remove_backward, number))
 
 
-def _end(number: int) -> None:
-    _under_way.pop(number, None)
+def _remove_backward(number: int) -> None:
+    _running_backwards.pop(number, None)
 
 
-def _reached(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
+def _on_scaled_loss(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
     """A backward comes to a loss that was multiplied by the loss scale."""
     number = torch._C._current_graph_task_id()
-    if number not in _under_way:
-        _note(number, inverse)
+    if number not in _running_backwards:
+        _record_backward(number, inverse)
         return
-    known = _under_way[number]
+    known = _running_backwards[number]
     if known is None or (known is not inverse and bool(known != inverse)):
         other = "is not scaled" if known is None else "has another scale"
         raise RuntimeError(
@@ -79,19 +79,19 @@ class Precision:
         self._config = config
         kept = (*config.keep_fp32, _BatchNorm) if config.has_master else ()
         self.fp32_modules = [name for name, module in model.named_modules() if matches(name, module, kept)]
-        self._kept_names = {
+        self._fp32_param_names = {
             f"{name}.{key}" if name else key
             for name in self.fp32_modules
             for key, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
         }
-        self._patterns = [p for p in kept if isinstance(p, str)]
+        self._fp32_patterns = [p for p in kept if isinstance(p, str)]
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         """The dtype of the parameter in forward and backward."""
         wanted = self._config.compute_dtype
         if wanted is None or not parameter.is_floating_point():
             return parameter.dtype
-        kept = name in self._kept_names or any(fnmatchcase(name, pattern) for pattern in self._patterns)
+        kept = name in self._fp32_param_names or any(fnmatchcase(name, pattern) for pattern in self._fp32_patterns)
         return torch.float32 if kept else wanted
 
     def has_master(self, dtype: torch.dtype) -> bool:
@@ -109,18 +109,18 @@ class LossScale:
 
     def __init__(self, initial: float, device: torch.device) -> None:
         self.scale = torch.full((), initial, device=device)  # fp32
-        self.inverse = 1 / self.scale  # fp32
-        self.overflow = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
-        self._streak = torch.zeros((), dtype=torch.int32, device=device)
+        self.inverse_scale = 1 / self.scale  # fp32
+        self.found_inf = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, and have its backward know that."""
         scaled = loss.float() * self.scale
         if scaled.requires_grad:
-            scaled.register_hook(partial(_reached, self.inverse))  # type: ignore[no-untyped-call]
+            scaled.register_hook(partial(_on_scaled_loss, self.inverse_scale))  # type: ignore[no-untyped-call]
         return scaled
 
-    def look(self, gradients: list[torch.Tensor], magnitudes: Sequence[torch.Tensor] = ()) -> None:
+    def check_overflow(self, gradients: list[torch.Tensor], max_abs_values: Sequence[torch.Tensor] = ()) -> None:
         """Note values that are not finite, or would not be in fp32. Reads only, and makes no copy.
 
         ``magnitudes`` are the largest ones of gradients that are not at hand.
@@ -130,51 +130,51 @@ class LossScale:
             if gradient.numel():
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         norms = [torch.stack(torch._foreach_norm(group, math.inf)).float() for group in by_dtype.values()]
-        norms += [torch.stack(list(magnitudes))] if magnitudes else []
+        norms += [torch.stack(list(max_abs_values))] if max_abs_values else []
         if norms:  # the norm of what holds a NaN is NaN, which is not less than anything
-            torch.logical_not((torch.cat(norms) < math.inf).all(), out=self.overflow)
+            torch.logical_not((torch.cat(norms) < math.inf).all(), out=self.found_inf)
 
     def state(self) -> list[float]:
         """The scale and the length of the present streak without overflow, as plain numbers."""
-        return [float(self.scale), float(self._streak)]
+        return [float(self.scale), float(self._growth_tracker)]
 
     def load(self, state: list[float]) -> None:
         """Go on from :meth:`state`."""
         self.scale.fill_(state[0])
-        self._streak.fill_(int(state[1]))
-        self.inverse = 1 / self.scale
+        self._growth_tracker.fill_(int(state[1]))
+        self.inverse_scale = 1 / self.scale
 
     def update(self) -> None:
         """Halve the scale after an overflow, double it after a long streak without, and clear the note."""
-        torch._amp_update_scale_(self.scale, self._streak, self.overflow, 2.0, 0.5, GROWTH_INTERVAL)
-        self.inverse = 1 / self.scale
-        self.forget()
+        torch._amp_update_scale_(self.scale, self._growth_tracker, self.found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+        self.inverse_scale = 1 / self.scale
+        self.clear_overflow()
 
-    def forget(self) -> None:
+    def clear_overflow(self) -> None:
         """Clear the note of an overflow."""
-        self.overflow.zero_()
+        self.found_inf.zero_()
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def tree_map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply ``change`` to every tensor in nested containers and dataclasses; the value itself where none changes.
 
-    >>> map_tensors({"a": [torch.ones(1)], "b": 2}, lambda t: t + 1)
+    >>> tree_map_tensors({"a": [torch.ones(1)], "b": 2}, lambda t: t + 1)
     {'a': [tensor([2.])], 'b': 2}
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):  # also Hugging Face's ModelOutput, which is both a dict and a dataclass
-        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        changed = {key: tree_map_tensors(item, change) for key, item in value.items()}
         if all(changed[key] is item for key, item in value.items()):
             return value
         return changed if type(value) is dict else type(value)(**changed)
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
+        items = [tree_map_tensors(item, change) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
+        new = {f.name: tree_map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
         if all(new[key] is getattr(value, key) for key in new):
             return value
         return dataclasses.replace(value, **new)
@@ -183,4 +183,4 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in nested containers."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return tree_map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

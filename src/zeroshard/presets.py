@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Preset:
+class GPTPreset:
     """The shape of a GPT that has a name."""
 
     layers: int
@@ -28,30 +28,30 @@ class Preset:
 
 
 PRESETS = {
-    "tiny": Preset(4, 4, 128, context=128, vocabulary=1024),
-    "gpt2": Preset(12, 12, 768),
-    "gpt2-medium": Preset(24, 16, 1024),
-    "gpt2-large": Preset(36, 20, 1280),
-    "gpt2-xl": Preset(48, 25, 1600),
-    "1.4b": Preset(24, 16, 2048),
-    "7.6b": Preset(36, 32, 4096),
+    "tiny": GPTPreset(4, 4, 128, context=128, vocabulary=1024),
+    "gpt2": GPTPreset(12, 12, 768),
+    "gpt2-medium": GPTPreset(24, 16, 1024),
+    "gpt2-large": GPTPreset(36, 20, 1280),
+    "gpt2-xl": GPTPreset(48, 25, 1600),
+    "1.4b": GPTPreset(24, 16, 2048),
+    "7.6b": GPTPreset(36, 32, 4096),
     # Table 5 of the paper, ZeRO's rows
-    "paper-1.5b": Preset(48, 16, 1600),
-    "paper-8b": Preset(72, 24, 3072),
-    "paper-40b": Preset(88, 32, 6144),
-    "paper-60b": Preset(132, 32, 6144),
-    "paper-80b": Preset(100, 64, 8192),
-    "paper-100b": Preset(125, 64, 8192),
-    "paper-120b": Preset(150, 64, 8192),
-    "paper-140b": Preset(175, 64, 8192),
-    "paper-170b": Preset(212, 64, 8192),
+    "paper-1.5b": GPTPreset(48, 16, 1600),
+    "paper-8b": GPTPreset(72, 24, 3072),
+    "paper-40b": GPTPreset(88, 32, 6144),
+    "paper-60b": GPTPreset(132, 32, 6144),
+    "paper-80b": GPTPreset(100, 64, 8192),
+    "paper-100b": GPTPreset(125, 64, 8192),
+    "paper-120b": GPTPreset(150, 64, 8192),
+    "paper-140b": GPTPreset(175, 64, 8192),
+    "paper-170b": GPTPreset(212, 64, 8192),
     # Table 10, the largest without model parallelism
-    "paper-13b": Preset(62, 32, 4096),
+    "paper-13b": GPTPreset(62, 32, 4096),
 }
 
 
 @dataclass(frozen=True)
-class Configuration:
+class PaperConfiguration:
     """One of the paper's configurations: a stage, and what becomes of the activations that checkpointing keeps.
 
     Buffers of constant size (C_B) and arenas against fragmentation (M_D) belong to all of them; zeroshard always has
@@ -62,37 +62,37 @@ class Configuration:
         zeroshard.checkpoint_activations(model, **chosen.activations)
     """
 
-    letters: str
+    notation: str
     """What it has beside C_B and M_D, in the paper's letters."""
     stage: int
-    partitioned: bool = False
+    partition_activations: bool = False
     """P_a: each rank of the tensor axis keeps its part of an activation that all have alike."""
-    offloaded: bool = False
+    offload_activations: bool = False
     """P_a+cpu: and keeps it in host memory."""
 
     @property
-    def sharding(self) -> dict[str, Any]:
+    def shard_options(self) -> dict[str, Any]:
         """Options of :func:`zeroshard.shard`.
 
-        >>> CONFIGURATIONS["C4"].sharding
+        >>> CONFIGURATIONS["C4"].shard_options
         {'stage': 2}
         """
         return {"stage": self.stage}
 
     @property
-    def activations(self) -> dict[str, Any]:
+    def checkpoint_options(self) -> dict[str, Any]:
         """Options of :func:`zeroshard.checkpoint_activations`. ``None``: over the mesh's tensor axis, if it has one.
 
-        >>> CONFIGURATIONS["C4"].activations
+        >>> CONFIGURATIONS["C4"].checkpoint_options
         {'partition': None, 'offload': False}
         """
-        return {"partition": None if self.partitioned else False, "offload": self.offloaded}
+        return {"partition": None if self.partition_activations else False, "offload": self.offload_activations}
 
 
 CONFIGURATIONS = {  # Table 3 of the paper
-    "C1": Configuration("P_os", stage=1),
-    "C2": Configuration("P_os + P_a", stage=1, partitioned=True),
-    "C3": Configuration("P_os+g", stage=2),
-    "C4": Configuration("P_os+g + P_a", stage=2, partitioned=True),
-    "C5": Configuration("P_os+g + P_a+cpu", stage=2, partitioned=True, offloaded=True),
+    "C1": PaperConfiguration("P_os", stage=1),
+    "C2": PaperConfiguration("P_os + P_a", stage=1, partition_activations=True),
+    "C3": PaperConfiguration("P_os+g", stage=2),
+    "C4": PaperConfiguration("P_os+g + P_a", stage=2, partition_activations=True),
+    "C5": PaperConfiguration("P_os+g + P_a+cpu", stage=2, partition_activations=True, offload_activations=True),
 }

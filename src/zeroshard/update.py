@@ -27,19 +27,19 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zeroshard.device.one_pass import OnePass, kernel_for
-from zeroshard.device.strip import Factors
+from zeroshard.device.one_pass import FusedAdam, kernel_for
+from zeroshard.device.strip import GradScale
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat import Flat
-from zeroshard.engine.flat_gradient import norms_of
-from zeroshard.host.updates import HostUpdates
-from zeroshard.host.verdict import Verdict
-from zeroshard.layout import ALIGN, round_up
+from zeroshard.engine.flat import FlatParam
+from zeroshard.engine.flat_gradient import compute_norms
+from zeroshard.host.updates import CpuUpdates
+from zeroshard.host.verdict import GradScaleReadback
+from zeroshard.layout import ALIGN_ELEMENTS, round_up
 from zeroshard.precision import LossScale
-from zeroshard.runs import Guard, Run, is_elementwise, longest_run
+from zeroshard.runs import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
 
 # Their step() looks at nothing but the parameters with a gradient, and counts for each of them apart.
-COUNT_BY_PARAMETER = (
+ELEMENTWISE_OPTIMIZERS = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -55,45 +55,45 @@ COUNT_BY_PARAMETER = (
 
 
 @dataclass(frozen=True)
-class Due:
+class SliceWithGrad:
     """A run that is to be updated, and its reduced gradient."""
 
-    run: Run
-    reduced: list[torch.Tensor]  # where the gradient lies, in the dtype it was reduced in
+    optimizer_slice: OptimizerSlice
+    grad_views: list[torch.Tensor]  # where the gradient lies, in the dtype it was reduced in
 
     @property
-    def copied(self) -> bool:
+    def needs_copy(self) -> bool:
         """Whether the optimizer needs a copy: the gradient lies in several places, elsewhere, or has another dtype."""
-        first, parameter = self.reduced[0], self.run.parameter
-        return len(self.reduced) > 1 or first.dtype != parameter.dtype or first.device != parameter.device
+        first, parameter = self.grad_views[0], self.optimizer_slice.parameter
+        return len(self.grad_views) > 1 or first.dtype != parameter.dtype or first.device != parameter.device
 
     @property
-    def room(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of the buffer that the copy takes."""
-        parameter = self.run.parameter
-        return round_up(parameter.numel(), ALIGN) * parameter.element_size() if self.copied else 0
+        parameter = self.optimizer_slice.parameter
+        return round_up(parameter.numel(), ALIGN_ELEMENTS) * parameter.element_size() if self.needs_copy else 0
 
 
-class Update:
+class OptimizerStep:
     """Steps one optimizer: see [Note: the update in batches]."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, engine: Engine, scale: LossScale | None, host: HostUpdates | None
+        self, inner: torch.optim.Optimizer, engine: Engine, loss_scale: LossScale | None, cpu_updates: CpuUpdates | None
     ) -> None:
         self._inner: Any = inner
-        self._engine, self._scale, self._host = engine, scale, host
-        self.guard = Guard(engine)
-        self._most = longest_run(engine.config.bucket_size)  # elements of a batch
+        self._engine, self._loss_scale, self._cpu_updates = engine, loss_scale, cpu_updates
+        self.slice_guard = SliceGuard(engine)
+        self._max_batch_numel = max_slice_numel(engine.config.bucket_size)  # elements of a batch
         kernel = kernel_for(inner, engine.comm.device)
-        self._one_pass = None if kernel is None else OnePass(inner, engine, kernel)
+        self._fused_adam = None if kernel is None else FusedAdam(inner, engine, kernel)
 
     @property
-    def longest(self) -> int | None:
+    def max_slice_numel(self) -> int | None:
         """Elements of a run; None: as many as there are, since all are updated by one call anyway."""
-        return self._most if type(self._inner) in COUNT_BY_PARAMETER else None
+        return self._max_batch_numel if type(self._inner) in ELEMENTWISE_OPTIMIZERS else None
 
-    def _in_one_call(self) -> bool:
-        if type(self._inner) not in COUNT_BY_PARAMETER:
+    def _needs_single_call(self) -> bool:
+        if type(self._inner) not in ELEMENTWISE_OPTIMIZERS:
             return True
         # A learning rate scheduler's replacement only notes that there was a call; of any other nothing is known.
         replaced = vars(self._inner).get("step")
@@ -106,104 +106,114 @@ class Update:
         )
         return any(hooks) or not (replaced is None or noted)
 
-    def run(self, runs: list[Run], backwards: int) -> list[Flat] | None:
+    def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:
         """Update the runs, which all have a gradient. None: one overflowed on some rank, and nothing was updated.
 
         Returned are the flats whose new values are in the master alone. What rests outside the device is only started:
         see [Note: just in time].
         """
         gradients = self._engine.gradients
-        apart = self._host is not None and not self._in_one_call()
-        if self._host is not None:
-            self._host.wait()  # its thread may be stepping the very optimizer that is stepped here
-        ours, theirs = self._sorted([run for run in runs if not (apart and run.stretch is not None)])
-        due = [Due(run, run.reduced(gradients.of_flat)) for run in theirs]
-        uncopied = list(dict.fromkeys(part.flat for run in theirs for part in run.parts)) if ours else self._flats()
-        if self._scale is None:
-            self._step_at_once(ours, Factors(gradients.inverse, gradients.coefficient))
-            self._step(due)
-            self._owe(ours, theirs)
-            self._step_far(runs, apart, backwards, Verdict(gradients.inverse, gradients.coefficient))
+        apart = self._cpu_updates is not None and not self._needs_single_call()
+        if self._cpu_updates is not None:
+            self._cpu_updates.wait()  # its thread may be stepping the very optimizer that is stepped here
+        ours, theirs = self._split_by_backend([run for run in slices if not (apart and run.tier_segment is not None)])
+        due = [SliceWithGrad(run, run.grad_views(gradients.flat_grads)) for run in theirs]
+        uncopied = (
+            list(dict.fromkeys(part.flat for run in theirs for part in run.flat_ranges)) if ours else self._flats()
+        )
+        if self._loss_scale is None:
+            self._step_fused(ours, GradScale(gradients.inverse_scale, gradients.clip_coef))
+            self._step_batches(due)
+            self._defer_clip(ours, theirs)
+            self._step_offloaded(
+                slices, apart, backwards, GradScaleReadback(gradients.inverse_scale, gradients.clip_coef)
+            )
             return uncopied
-        self._scale.look(*self._to_look_at(runs))
+        self._loss_scale.check_overflow(*self._overflow_inputs(slices))
         what = "look for overflow"
         self._engine.order.check(what)
-        self._engine.comm.all_reduce_everywhere(self._scale.overflow, what, dist.ReduceOp.MAX)
-        verdict = Verdict(gradients.inverse, gradients.coefficient, self._scale.overflow)
-        self._step_at_once(ours, Factors(gradients.inverse, gradients.coefficient, self._scale.overflow))
-        updated = self._step_unless_overflow(due, self._scale)
-        self._owe(ours, theirs)
-        self._step_far(runs, apart, backwards, verdict)
-        if gradients.inverse is not None:
-            self._scale.update()
+        self._engine.comm.all_reduce_over_mesh(self._loss_scale.found_inf, what, dist.ReduceOp.MAX)
+        verdict = GradScaleReadback(gradients.inverse_scale, gradients.clip_coef, self._loss_scale.found_inf)
+        self._step_fused(ours, GradScale(gradients.inverse_scale, gradients.clip_coef, self._loss_scale.found_inf))
+        updated = self._step_unless_overflow(due, self._loss_scale)
+        self._defer_clip(ours, theirs)
+        self._step_offloaded(slices, apart, backwards, verdict)
+        if gradients.inverse_scale is not None:
+            self._loss_scale.update()
         else:  # no loss was scaled: the scale has nothing to learn from this step
-            self._scale.forget()
+            self._loss_scale.clear_overflow()
         return uncopied if updated else None
 
-    def _step_unless_overflow(self, due: list[Due], scale: LossScale) -> bool:
+    def _step_unless_overflow(self, slices: list[SliceWithGrad], scale: LossScale) -> bool:
         """Step torch's way; False: all ranks have seen an overflow, and nothing has changed on any."""
-        if self._skips_on_device():  # the kernel itself leaves everything as it is: no host sync
-            self._inner.found_inf, self._inner.grad_scale = scale.overflow, None
-            self._step(due)
+        if self._can_skip_on_device():  # the kernel itself leaves everything as it is: no host sync
+            self._inner.found_inf, self._inner.grad_scale = scale.found_inf, None
+            self._step_batches(slices)
             del self._inner.found_inf, self._inner.grad_scale
             return True
         # A rank that has nothing to step here need not look: where there may be such, all go on as it does.
-        some_need_not = self._host is not None or any(group.get("fused") for group in self._inner.param_groups)
-        if (due or not some_need_not) and bool(scale.overflow):
+        some_need_not = self._cpu_updates is not None or any(group.get("fused") for group in self._inner.param_groups)
+        if (slices or not some_need_not) and bool(scale.found_inf):
             return some_need_not
-        self._step(due)
+        self._step_batches(slices)
         return True
 
-    def _flats(self) -> list[Flat]:
+    def _flats(self) -> list[FlatParam]:
         return [flat for unit in self._engine.units for flat in unit.flats]
 
-    def _sorted(self, runs: list[Run]) -> tuple[list[Run], list[Run]]:
+    def _split_by_backend(self, slices: list[OptimizerSlice]) -> tuple[list[OptimizerSlice], list[OptimizerSlice]]:
         """The runs that are updated in one pass, and those that the optimizer itself is to step."""
-        if self._one_pass is None or self._in_one_call():
-            return [], runs
-        return self._one_pass.sorted(runs)
+        if self._fused_adam is None or self._needs_single_call():
+            return [], slices
+        return self._fused_adam.partition(slices)
 
-    def _step_at_once(self, runs: list[Run], factors: Factors) -> None:
-        if self._one_pass is not None and runs:
-            self._one_pass.step(runs, factors)
+    def _step_fused(self, slices: list[OptimizerSlice], factors: GradScale) -> None:
+        if self._fused_adam is not None and slices:
+            self._fused_adam.step(slices, factors)
 
-    def _owe(self, ours: list[Run], theirs: list[Run]) -> None:
+    def _defer_clip(self, fused: list[OptimizerSlice], stepped: list[OptimizerSlice]) -> None:
         """Note that gradients were clipped on their way only: a loop may go on without zero_grad()."""
         gradients = self._engine.gradients
-        if gradients.coefficient is None or not ours:
+        if gradients.clip_coef is None or not fused:
             return
-        alone = not theirs and self._host is None
-        views = gradients.shards() if alone else [v for run in ours for v in run.reduced(gradients.of_flat)]
-        gradients.owed.append((views, gradients.coefficient))
+        alone = not stepped and self._cpu_updates is None
+        views = gradients.shards() if alone else [v for run in fused for v in run.grad_views(gradients.flat_grads)]
+        gradients.deferred_scales.append((views, gradients.clip_coef))
 
-    def _step_far(self, runs: list[Run], apart: bool, backwards: int, verdict: Verdict) -> None:
-        if self._host is None:
+    def _step_offloaded(
+        self, slices: list[OptimizerSlice], apart: bool, backwards: int, verdict: GradScaleReadback
+    ) -> None:
+        if self._cpu_updates is None:
             return
         if not apart:
-            self._host.together(runs)
+            self._cpu_updates.write_through(slices)
             return
-        self._host.step(runs, verdict, backwards)
+        self._cpu_updates.step(slices, verdict, backwards)
         gradients = self._engine.gradients
-        if gradients.coefficient is not None:
-            far = [view for run in runs if run.stretch is not None for view in run.reduced(gradients.of_flat)]
-            gradients.owed.append((far, gradients.coefficient))
+        if gradients.clip_coef is not None:
+            far = [
+                view for run in slices if run.tier_segment is not None for view in run.grad_views(gradients.flat_grads)
+            ]
+            gradients.deferred_scales.append((far, gradients.clip_coef))
 
-    def _to_look_at(self, runs: list[Run]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _overflow_inputs(self, slices: list[OptimizerSlice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The runs' gradients on the device, and the largest magnitudes of those measured on their way out of it."""
         near: list[torch.Tensor] = []
         magnitudes: list[torch.Tensor] = []
-        gradients = {part.flat: self._engine.gradients.of_flat[part.flat] for run in runs for part in run.parts}
-        for run in runs:
-            parts = [(part, gradients[part.flat]) for part in run.parts]
-            near += [part.of(g.shard) for part, g in parts if g.shard is not None and not g.far]
+        gradients = {
+            part.flat: self._engine.gradients.flat_grads[part.flat] for run in slices for part in run.flat_ranges
+        }
+        for run in slices:
+            parts = [(part, gradients[part.flat]) for part in run.flat_ranges]
+            near += [part.view(g.shard) for part, g in parts if g.shard is not None and not g.is_offloaded]
         for gradient in gradients.values():
-            magnitudes += [norm for norms in gradient.largest.values() for norm in norms]
-            if gradient.far and not gradient.largest and gradient.shard is not None:  # changed where it rests
-                gradient.settle()
-                magnitudes += [norm.to(self._engine.comm.device) for norm in norms_of([gradient.shard], math.inf)]
+            magnitudes += [norm for norms in gradient.max_abs.values() for norm in norms]
+            if gradient.is_offloaded and not gradient.max_abs and gradient.shard is not None:  # changed where it rests
+                gradient.wait_copy()
+                magnitudes += [norm.to(self._engine.comm.device) for norm in compute_norms([gradient.shard], math.inf)]
         return near, magnitudes
 
-    def _skips_on_device(self) -> bool:
+    def _can_skip_on_device(self) -> bool:
         fused = all(group.get("fused") for group in self._inner.param_groups)
         if not (getattr(self._inner, "_step_supports_amp_scaling", False) and fused):
             return False
@@ -213,81 +223,87 @@ class Update:
         parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         return all(self._inner.state.get(parameter) for parameter in parameters)
 
-    def _step(self, due: list[Due]) -> None:
-        batches = self._batches(due)
-        nbytes = max(sum(one.room for one in batch) for batch in batches)
+    def _step_batches(self, slices: list[SliceWithGrad]) -> None:
+        batches = self._split_batches(slices)
+        nbytes = max(sum(one.copy_bytes for one in batch) for batch in batches)
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._engine.comm.device)
-        self._engine.ledger.add("step", nbytes)
+        self._engine.tracker.add("step", nbytes)
         try:
             for batch in batches:
                 self._step_batch(batch, buffer)
         finally:
-            self._engine.ledger.add("step", -nbytes)
+            self._engine.tracker.add("step", -nbytes)
 
-    def _step_batch(self, batch: list[Due], buffer: torch.Tensor) -> None:
-        new = [one.run.parameter for one in batch if not self._inner.state.get(one.run.parameter)]
-        with self.guard.lifted([one.run.parameter for one in batch]):  # gradients are gone after it
+    def _step_batch(self, batch: list[SliceWithGrad], buffer: torch.Tensor) -> None:
+        new = [
+            one.optimizer_slice.parameter for one in batch if not self._inner.state.get(one.optimizer_slice.parameter)
+        ]
+        with self.slice_guard.allow_step(
+            [one.optimizer_slice.parameter for one in batch]
+        ):  # gradients are gone after it
             self._set_gradients(batch, buffer)
-            self._engine.gradients.memory.shown |= self._in_one_call()  # to whom the library does not know
+            self._engine.gradients.memory.is_exposed |= self._needs_single_call()  # to whom the library does not know
             self._inner.step()
-            self._house(new)
-        coefficient = self._engine.gradients.coefficient
-        copied = [view for one in batch if one.copied for view in one.reduced]
+            self._move_states_to_pool(new)
+        coefficient = self._engine.gradients.clip_coef
+        copied = [view for one in batch if one.needs_copy for view in one.grad_views]
         if coefficient is not None and copied:  # only the copy was clipped, and a loop may go on without zero_grad()
-            self._engine.gradients.multiply(copied, coefficient)
+            self._engine.gradients.scale_shards(copied, coefficient)
 
-    def _house(self, parameters: list[torch.nn.Parameter]) -> None:
+    def _move_states_to_pool(self, parameters: list[torch.nn.Parameter]) -> None:
         """Move states that were just made, among the step's temporaries, to memory apart: [Note: memory apart]."""
         if self._engine.comm.device.type == "cpu":
             return
-        self._engine.pool.make_room(
-            value.nbytes for parameter in parameters for value in self._elementwise(parameter).values()
+        self._engine.pool.reserve(
+            value.nbytes for parameter in parameters for value in self._elementwise_states(parameter).values()
         )
         for parameter in parameters:
-            for key in list(self._elementwise(parameter)):  # the keys alone: each value goes when its copy is there
+            for key in list(
+                self._elementwise_states(parameter)
+            ):  # the keys alone: each value goes when its copy is there
                 with self._engine.pool:
                     self._inner.state[parameter][key] = self._inner.state[parameter][key].clone()
 
-    def _elementwise(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    def _elementwise_states(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Of its states, those with as many elements."""
         states = self._inner.state.get(parameter, {}).items()
         return {key: value for key, value in states if is_elementwise(key, value, parameter.shape)}
 
-    def _batches(self, due: list[Due]) -> list[list[Due]]:
+    def _split_batches(self, slices: list[SliceWithGrad]) -> list[list[SliceWithGrad]]:
         """Cut the list into batches; into one at least, since the optimizer is stepped in any case."""
-        if self._in_one_call():
-            return [due]
-        batches: list[list[Due]] = [[]]
-        left = self._most
-        for one in due:
-            numel = round_up(one.run.parameter.numel(), ALIGN)
+        if self._needs_single_call():
+            return [slices]
+        batches: list[list[SliceWithGrad]] = [[]]
+        left = self._max_batch_numel
+        for one in slices:
+            numel = round_up(one.optimizer_slice.parameter.numel(), ALIGN_ELEMENTS)
             if numel > left:
                 batches.append([])
-                left = self._most
+                left = self._max_batch_numel
             batches[-1].append(one)
             left -= numel
         return batches
 
-    def _set_gradients(self, batch: list[Due], buffer: torch.Tensor) -> None:
+    def _set_gradients(self, batch: list[SliceWithGrad], buffer: torch.Tensor) -> None:
         """Give each run its gradient, unscaled and clipped: the reduced one itself or a copy in the buffer."""
         taken, found = 0, []
         for one in batch:
-            parameter, gradient = one.run.parameter, one.reduced[0]
-            if one.copied:
+            parameter, gradient = one.optimizer_slice.parameter, one.grad_views[0]
+            if one.needs_copy:
                 gradient = buffer[taken : taken + parameter.nbytes].view(parameter.dtype)
                 if parameter.device != buffer.device:
-                    self._engine.gradients.settle_far()
+                    self._engine.gradients.wait_offloaded()
                     gradient = torch.empty_like(parameter)
-                places = list(torch.split(gradient, [view.numel() for view in one.reduced]))
-                torch._foreach_copy_(places, one.reduced)
-                taken += one.room
+                places = list(torch.split(gradient, [view.numel() for view in one.grad_views]))
+                torch._foreach_copy_(places, one.grad_views)
+                taken += one.copy_bytes
             parameter.grad = gradient
             found.append(gradient)
         gradients = self._engine.gradients
-        if gradients.inverse is not None:
-            gradients.multiply(found, gradients.inverse)
-            themselves = [one.reduced[0] for one in batch if not one.copied]
+        if gradients.inverse_scale is not None:
+            gradients.scale_shards(found, gradients.inverse_scale)
+            themselves = [one.grad_views[0] for one in batch if not one.needs_copy]
             if themselves:  # whoever reads or adds to them finds them scaled, as the others are
-                gradients.owed.append((themselves, 1 / gradients.inverse))
-        if gradients.coefficient is not None:
-            gradients.multiply(found, gradients.coefficient)
+                gradients.deferred_scales.append((themselves, 1 / gradients.inverse_scale))
+        if gradients.clip_coef is not None:
+            gradients.scale_shards(found, gradients.clip_coef)

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.engine.units import repeated
+from zeroshard.engine.units import find_repeated_blocks
 from zeroshard.precision import matches
 
-Blocks = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
+BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 
 
-def choose(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:
     """Find the modules that ``blocks`` means, by name, in the order the model defines them.
 
     >>> class Block(nn.Module):
@@ -23,20 +23,20 @@ def choose(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     ...     def forward(self, x):
     ...         return self.linear(x)
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(*[Block() for _ in range(4)]))
-    >>> list(choose(model, None)), list(choose(model, 2)), list(choose(model, ["1.[01]"]))
+    >>> list(select_blocks(model, None)), list(select_blocks(model, 2)), list(select_blocks(model, ["1.[01]"]))
     (['1.0', '1.1', '1.2', '1.3'], ['1.0', '1.2'], ['1.0', '1.1'])
     """
     names = {module: name for name, module in model.named_modules()}
     if blocks is None or isinstance(blocks, int):
-        found = _every(model, 1 if blocks is None else blocks)
+        found = _every_nth_block(model, 1 if blocks is None else blocks)
     elif isinstance(blocks, (str, type)) or (isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable)):
         raise TypeError(f"blocks={blocks!r} is one block: give a list of them, [{blocks!r}]")
     elif isinstance(blocks, Iterable):
-        found = {module for entry in blocks for module in _meant(entry, names)}
+        found = {module for entry in blocks for module in _match_entry(entry, names)}
     elif callable(blocks):
         found = {module for module, name in names.items() if name and blocks(name, module)}
         if not found:
-            raise ValueError(f"blocks={blocks!r} says no to every module; {_known(model)}")
+            raise ValueError(f"blocks={blocks!r} says no to every module; {_module_names_hint(model)}")
     else:
         raise TypeError(f"blocks is None, an int, a list or a function (name, module) -> bool, got {blocks!r}")
     chosen = {name: module for module, name in names.items() if module in found}
@@ -46,17 +46,17 @@ def choose(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     return chosen
 
 
-def _every(model: nn.Module, step: int) -> set[nn.Module]:
-    if isinstance(step, bool) or step < 1:
-        raise ValueError(f"blocks={step!r} means every so many-th block: give an int of at least 1, or a list")
-    found = set(repeated(model))
+def _every_nth_block(model: nn.Module, n: int) -> set[nn.Module]:
+    if isinstance(n, bool) or n < 1:
+        raise ValueError(f"blocks={n!r} means every so many-th block: give an int of at least 1, or a list")
+    found = set(find_repeated_blocks(model))
     in_order = [module for module in model.modules() if module in found]
     if not in_order:
-        raise ValueError(f"this {type(model).__name__} has no repeated blocks: name some; {_known(model)}")
-    return set(in_order[::step])  # the last ones, which backward needs first, gain least
+        raise ValueError(f"this {type(model).__name__} has no repeated blocks: name some; {_module_names_hint(model)}")
+    return set(in_order[::n])  # the last ones, which backward needs first, gain least
 
 
-def _meant(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
+def _match_entry(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
     """The modules that one entry of a list means."""
     if isinstance(entry, nn.Module):
         found = [module for module in names if module is entry]
@@ -66,11 +66,11 @@ def _meant(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
         raise TypeError(f"blocks holds patterns of names, classes of modules or modules, got {entry!r}")
     if not found:
         what = f"the {type(entry).__name__} given" if isinstance(entry, nn.Module) else repr(entry)
-        raise ValueError(f"blocks: {what} matches no module of the model; {_known(next(iter(names)))}")
+        raise ValueError(f"blocks: {what} matches no module of the model; {_module_names_hint(next(iter(names)))}")
     return found
 
 
-def _known(model: nn.Module) -> str:
+def _module_names_hint(model: nn.Module) -> str:
     """What there is to choose from."""
     names = [name for name, module in model.named_modules() if name and next(module.children(), None) is not None]
     names = names or [name for name, _ in model.named_modules() if name]

@@ -30,15 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from zeroshard.activations.form import Form
-from zeroshard.activations.keeper import Keeper
-from zeroshard.activations.replicas import verify_same
-from zeroshard.activations.store import Kept, Store
-from zeroshard.comm import Axis, gather
+from zeroshard.activations.form import TensorLayout
+from zeroshard.activations.keeper import RecomputeContext
+from zeroshard.activations.replicas import check_replicated
+from zeroshard.activations.store import ActivationStore, SavedActivation
+from zeroshard.comm import MeshAxis, all_gather_sync
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class InputReference:
     """An input that stays where it is."""
 
     tensor: torch.Tensor
@@ -46,19 +46,19 @@ class Reference:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SavedInput:
     """What this rank keeps of an input."""
 
-    store: Store
-    kept: Kept
-    form: Form
-    axis: Axis
-    spread: Spread | None  # of a DTensor
-    whole: torch.Tensor | None = None  # the input itself, where all of it stays on the device
+    store: ActivationStore
+    saved: SavedActivation
+    layout: TensorLayout
+    axis: MeshAxis
+    dtensor_spec: DTensorSpec | None  # of a DTensor
+    full_copy: torch.Tensor | None = None  # the input itself, where all of it stays on the device
 
 
 @dataclass(frozen=True)
-class Spread:
+class DTensorSpec:
     """How a DTensor lies on its mesh."""
 
     mesh: DeviceMesh
@@ -67,34 +67,34 @@ class Spread:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spread | None:
+    def from_tensor(cls, tensor: torch.Tensor) -> DTensorSpec | None:
         """Describe a DTensor; None for any other tensor."""
         if not isinstance(tensor, DTensor):
             return None
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
-    def around(self, local: torch.Tensor) -> DTensor:
+    def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """The DTensor of which this rank has ``local``."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
 
-class Call:
+class BlockCall:
     """One run of a block: packs its inputs in forward, unpacks them in backward."""
 
-    def __init__(self, name: str, keeper: Keeper, block: nn.Module) -> None:
+    def __init__(self, name: str, context: RecomputeContext, block: nn.Module) -> None:
         self._name = name
-        self._keeper = keeper
-        self._comm, self.axis = keeper.look_up(block)
-        self._parts: list[Part] = []
-        self._before, keeper.last = keeper.last, weakref.ref(self)
+        self._context = context
+        self._comm, self.axis = context.find_comm_and_axis(block)
+        self._saved_inputs: list[SavedInput] = []
+        self._previous_call, context.last_call = context.last_call, weakref.ref(self)
 
-    def verify(self, inputs: Sequence[torch.Tensor]) -> bool:
+    def check_inputs_replicated(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Refuse inputs that are not the same on all ranks of the axis; tell whether there were any to compare."""
         if self.axis.size == 1:
             return True
-        divided = [tensor for tensor in inputs if not _stays(tensor)]
+        divided = [tensor for tensor in inputs if not _is_kept_by_reference(tensor)]
         for tensor in divided:
             if isinstance(tensor, DTensor) and not _is_replicated(tensor, self.axis):
                 raise ValueError(
@@ -103,93 +103,93 @@ class Call:
                     "Replicate() there; otherwise give partition=False"
                 )
         with torch.no_grad():
-            verify_same(self._name, [_local(tensor) for tensor in divided], self.axis)
+            check_replicated(self._name, [_local_tensor(tensor) for tensor in divided], self.axis)
         return bool(divided)
 
-    def pack(self, tensor: torch.Tensor) -> Reference | Part:
+    def pack(self, tensor: torch.Tensor) -> InputReference | SavedInput:
         """Keep an input."""
-        if _stays(tensor):
-            return Reference(tensor, _version(tensor))
-        part = self._keeper.find(tensor)
+        if _is_kept_by_reference(tensor):
+            return InputReference(tensor, _version_counter(tensor))
+        part = self._context.find_saved(tensor)
         if part is None or part.axis != self.axis:
-            part = self._keep(tensor)
-            self._keeper.remember(tensor, part)
-        self._parts.append(part)
+            part = self._save(tensor)
+            self._context.record_saved(tensor, part)
+        self._saved_inputs.append(part)
         return part
 
-    def unpack(self, packed: Reference | Part) -> torch.Tensor:
+    def unpack(self, packed: InputReference | SavedInput) -> torch.Tensor:
         """Give an input back."""
-        if isinstance(packed, Reference):
-            if packed.version != _version(packed.tensor):
-                raise RuntimeError(f"{_changed(self._name)} before backward came to the block.")
+        if isinstance(packed, InputReference):
+            if packed.version != _version_counter(packed.tensor):
+                raise RuntimeError(f"{_modified_input_message(self._name)} before backward came to the block.")
             return packed.tensor
-        if packed.whole is not None:
-            return packed.whole.clone()
-        near = list(self._near())
-        packed.store.only(part.kept for part in near)
+        if packed.full_copy is not None:
+            return packed.full_copy.clone()
+        near = list(self._needed_on_device())
+        packed.store.evict_except(part.saved for part in near)
         for part in near:
-            part.store.bring(part.kept)
-        return self._whole(packed)
+            part.store.prefetch(part.saved)
+        return self._gather_full(packed)
 
-    def versions(self, inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-        """What :meth:`check_unchanged` compares with: the inputs that are copied, before the block runs."""
-        return [(tensor, _version(tensor)) for tensor in inputs if not _stays(tensor)]
+    def input_versions(self, inputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+        """What :meth:`check_inputs_unchanged` compares with: the inputs that are copied, before the block runs."""
+        return [(tensor, _version_counter(tensor)) for tensor in inputs if not _is_kept_by_reference(tensor)]
 
-    def check_unchanged(self, versions: list[tuple[torch.Tensor, int]]) -> None:
+    def check_inputs_unchanged(self, versions: list[tuple[torch.Tensor, int]]) -> None:
         """Refuse a block that has written into its inputs."""
-        if any(_version(tensor) != version for tensor, version in versions):
-            raise RuntimeError(f"{_changed(self._name)} by the block itself.")
+        if any(_version_counter(tensor) != version for tensor, version in versions):
+            raise RuntimeError(f"{_modified_input_message(self._name)} by the block itself.")
 
-    def _near(self) -> Iterator[Part]:
+    def _needed_on_device(self) -> Iterator[SavedInput]:
         """What should be on the device: see [Note: near and far]."""
-        before = self._before() if self._before is not None else None
-        yield from self._parts
-        yield from before._parts if before is not None else ()
+        before = self._previous_call() if self._previous_call is not None else None
+        yield from self._saved_inputs
+        yield from before._saved_inputs if before is not None else ()
 
     @torch.no_grad()
-    def _keep(self, tensor: torch.Tensor) -> Part:
-        local = _local(tensor).resolve_conj().resolve_neg()
-        form, store = Form.of(local), self._keeper.store(local.device)
-        if self.axis.size == 1 and local is tensor and form.dense and not store.offload:
-            kept = store.keep_whole(local)  # few operations: most blocks are kept so
-            return Part(store, kept, form, self.axis, None, kept.whole)
-        length = -(-form.numel // self.axis.size)
-        values = form.line(local)[length * self.axis.rank : length * (self.axis.rank + 1)]
-        store.only(part.kept for part in self._near())
-        kept = store.keep(values, length * local.itemsize)
-        return Part(store, kept, form, self.axis, Spread.of(tensor))
+    def _save(self, tensor: torch.Tensor) -> SavedInput:
+        local = _local_tensor(tensor).resolve_conj().resolve_neg()
+        form, store = TensorLayout.from_tensor(local), self._context.store_for(local.device)
+        if self.axis.size == 1 and local is tensor and form.is_dense and not store.is_offloaded:
+            kept = store.save_full(local)  # few operations: most blocks are kept so
+            return SavedInput(store, kept, form, self.axis, None, kept.full_copy)
+        length = -(-form.unexpanded_numel // self.axis.size)
+        values = form.flatten(local)[length * self.axis.rank : length * (self.axis.rank + 1)]
+        store.evict_except(part.saved for part in self._needed_on_device())
+        kept = store.save(values, length * local.itemsize)
+        return SavedInput(store, kept, form, self.axis, DTensorSpec.from_tensor(tensor))
 
     @torch.no_grad()
-    def _whole(self, part: Part) -> torch.Tensor:
-        mine, form, axis = part.store.read(part.kept), part.form, part.axis
+    def _gather_full(self, saved_input: SavedInput) -> torch.Tensor:
+        mine, form, axis = saved_input.store.load(saved_input.saved), saved_input.layout, saved_input.axis
         whole = mine.new_empty(axis.size * mine.numel())
         if axis.size == 1:
             whole.copy_(mine)
         elif self._comm is not None:
-            self._comm.gather_activation(whole, mine, axis, f"gather the input of block {self._name!r}").wait()
+            self._comm.all_gather_activation(whole, mine, axis, f"gather the input of block {self._name!r}").wait()
         else:
-            gather(whole, mine, axis)
-        local = form.shaped(whole.view(form.dtype)[: form.numel])
-        return local if part.spread is None else part.spread.around(local)
+            all_gather_sync(whole, mine, axis)
+        local = form.unflatten(whole.view(form.dtype)[: form.unexpanded_numel])
+        return local if saved_input.dtensor_spec is None else saved_input.dtensor_spec.to_dtensor(local)
 
 
-def _stays(tensor: torch.Tensor) -> bool:
+def _is_kept_by_reference(tensor: torch.Tensor) -> bool:
     """Whether an input is kept by reference: see [Note: P_a]. So are kinds of tensors that have no plain memory."""
     plain = type(tensor) in (torch.Tensor, DTensor, AsyncCollectiveTensor) and tensor.layout is torch.strided
     return tensor.grad_fn is None or not plain or tensor.is_meta or tensor.numel() == 0
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version_counter(tensor: torch.Tensor) -> int:
     """How often it was changed in place. Parameters change under the engine's hands, and are no activations."""
     return 0 if tensor.is_inference() or isinstance(tensor, nn.Parameter) else tensor._version
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _is_replicated(tensor: DTensor, axis: Axis) -> bool:
+def _is_replicated(tensor: DTensor, axis: MeshAxis) -> bool:
     ranks = dist.get_process_group_ranks(axis.group)
     return all(
         placement.is_replicate() or dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)) != ranks
@@ -197,7 +197,7 @@ def _is_replicated(tensor: DTensor, axis: Axis) -> bool:
     )
 
 
-def _changed(name: str) -> str:
+def _modified_input_message(name: str) -> str:
     return (
         f"an input of block {name!r} cannot be used to run the block again, since it was changed in place: write "
         "`x = x + y` instead of `x += y`, or leave the block out of checkpoint_activations(). It was changed"

@@ -21,91 +21,94 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from zeroshard.activations.surroundings import Surroundings
+from zeroshard.activations.surroundings import RngAndAutocast
 
-Shape = tuple[torch.Size, torch.dtype]
+ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
-class _Enough(BaseException):
+class _StopRecomputation(BaseException):
     """Everything that backward will ask for is there. No block's own ``except Exception`` is meant to hear of it."""
 
 
-class Rerun:
+class BlockRecomputation:
     """A run of ``run`` on some tensors, which are kept as ``inputs`` give them back: see [Note: lean recomputation].
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> again = Rerun("tanh", lambda x: (x * weight).tanh(), [torch.ones(2)])
+    >>> again = BlockRecomputation("tanh", lambda x: (x * weight).tanh(), [torch.ones(2)])
     >>> again.forward(lambda: [torch.ones(2)]).sum().backward()
     >>> torch.allclose(weight.grad, 1 - torch.ones(2).tanh() ** 2)
     True
     """
 
-    def __init__(self, name: str, run: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
-        self._name, self._run, self._given = name, run, given
-        self._differentiable = [tensor.requires_grad for tensor in given]
-        self._surroundings = Surroundings(given)
-        self._inputs: Callable[[], Sequence[torch.Tensor]] = list
-        self._saved: list[Shape] = []  # what autograd would have kept
-        self._again: list[torch.Tensor | None] = []  # the same, computed again and not handed out yet
+    def __init__(self, name: str, run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+        self._name, self._run, self._first_inputs = name, run, inputs
+        self._requires_grad = [tensor.requires_grad for tensor in inputs]
+        self._rng_and_autocast = RngAndAutocast(inputs)
+        self._load_inputs: Callable[[], Sequence[torch.Tensor]] = list
+        self._saved_metadata: list[ShapeAndDtype] = []  # what autograd would have kept
+        self._recomputed: list[torch.Tensor | None] = []  # the same, computed again and not handed out yet
 
-    def forward(self, inputs: Callable[[], Sequence[torch.Tensor]]) -> Any:
+    def forward(self, load_inputs: Callable[[], Sequence[torch.Tensor]]) -> Any:
         """Run for the first time. ``inputs`` gives the tensors back when backward comes."""
-        self._inputs = inputs
-        given, self._given = self._given, ()
-        with saved_tensors_hooks(self._number, self._answer):
+        self._load_inputs = load_inputs
+        given, self._first_inputs = self._first_inputs, ()
+        with saved_tensors_hooks(self._pack, self._unpack):
             output = self._run(*given)
-        self._again = []  # where the block has computed gradients inside
+        self._recomputed = []  # where the block has computed gradients inside
         return output
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        saved = self._saved
+    def _pack(self, tensor: torch.Tensor) -> int:
+        saved = self._saved_metadata
         saved.append((tensor.shape, tensor.dtype))
         return len(saved) - 1
 
-    def _answer(self, number: int) -> torch.Tensor:
-        again = self._again
-        tensor = again[number] if number < len(again) else None
+    def _unpack(self, index: int) -> torch.Tensor:
+        again = self._recomputed
+        tensor = again[index] if index < len(again) else None
         if tensor is None:
-            again = self._run_again()
-            tensor = again[number]
+            again = self._recompute()
+            tensor = again[index]
             assert tensor is not None
-        again[number] = None
+        again[index] = None
         return tensor
 
-    def _run_again(self) -> list[torch.Tensor | None]:
+    def _recompute(self) -> list[torch.Tensor | None]:
         again: list[torch.Tensor | None] = []
-        saved = self._saved
+        saved = self._saved_metadata
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if len(again) == len(saved):  # somebody has caught it
-                raise _Enough
+                raise _StopRecomputation
             if (tensor.shape, tensor.dtype) != saved[len(again)]:
-                self._refuse(f"{_form(saved[len(again)])}, and now {_form((tensor.shape, tensor.dtype))}", len(again))
+                self._raise_mismatch(
+                    f"{_describe_shape(saved[len(again)])}, and now {_describe_shape((tensor.shape, tensor.dtype))}",
+                    len(again),
+                )
             kept = tensor.detach()
             again.append(kept)
             if len(again) == len(saved):
-                raise _Enough
+                raise _StopRecomputation
             return kept  # a block may compute gradients inside
 
         given = [
             tensor.detach().requires_grad_(differentiable)
-            for tensor, differentiable in zip(self._inputs(), self._differentiable, strict=True)
+            for tensor, differentiable in zip(self._load_inputs(), self._requires_grad, strict=True)
         ]
         hooks = saved_tensors_hooks(keep, lambda kept: kept)
-        with torch.enable_grad(), self._surroundings.restored(), hooks, contextlib.suppress(_Enough):
+        with torch.enable_grad(), self._rng_and_autocast.restored(), hooks, contextlib.suppress(_StopRecomputation):
             self._run(*given)
         if len(again) < len(saved):
-            self._refuse(f"{_form(saved[len(again)])}, and now nothing", len(again))
-        self._again = again
+            self._raise_mismatch(f"{_describe_shape(saved[len(again)])}, and now nothing", len(again))
+        self._recomputed = again
         return again
 
-    def _refuse(self, differs: str, number: int) -> None:
+    def _raise_mismatch(self, difference: str, index: int) -> None:
         raise RuntimeError(
             f"block {self._name!r} did something else when it ran again in backward: the first time autograd saved as "
-            f"its tensor number {number} one of {differs}. A block has to compute the same from the same inputs: see "
+            f"its tensor number {index} one of {difference}. A block has to compute the same from the same inputs: see "
             "whether it looks at something that changes in between, or leave it out of checkpoint_activations()"
         )
 
 
-def _form(form: Shape) -> str:
-    return f"shape {tuple(form[0])} and {form[1]}"
+def _describe_shape(shape_and_dtype: ShapeAndDtype) -> str:
+    return f"shape {tuple(shape_and_dtype[0])} and {shape_and_dtype[1]}"

@@ -25,167 +25,172 @@ from collections.abc import Callable
 import torch
 
 from zeroshard.layout import round_up
-from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.room import Room
+from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.room import PoolBuffer
 
-ALIGN = 16  # bytes: what copies and collectives like to begin at
+ALIGN_BYTES = 16  # bytes: what copies and collectives like to begin at
 
-Event = torch.Event | None
-Note = tuple["Chunk", int, int, "Event"]  # where from, start, bytes, what still reads or writes it
+OptionalEvent = torch.Event | None
+PendingFree = tuple["StackChunk", int, int, "OptionalEvent"]  # where from, start, bytes, what still reads or writes it
 
 
-class Slot:
+class StackSlot:
     """Some bytes of a stack, until the last reference to this object goes."""
 
-    __slots__ = ("_busy", "_chunk", "_notes", "_start", "bytes")
+    __slots__ = ("_chunk", "_last_use", "_pending_frees", "_start", "data")
 
-    def __init__(self, chunk: Chunk, start: int, nbytes: int, notes: deque[Note]) -> None:
-        self.bytes = chunk.room.tensor[start : start + nbytes]
-        self._busy: Event = None
-        self._chunk, self._start, self._notes = chunk, start, notes
+    def __init__(self, chunk: StackChunk, start: int, nbytes: int, pending_frees: deque[PendingFree]) -> None:
+        self.data = chunk.buffer.tensor[start : start + nbytes]
+        self._last_use: OptionalEvent = None
+        self._chunk, self._start, self._pending_frees = chunk, start, pending_frees
 
-    def used_until(self, event: Event) -> None:
+    def set_last_use(self, event: OptionalEvent) -> None:
         """A side stream reads or writes the bytes until ``event``."""
-        self._busy = self._chunk.busy = event
+        self._last_use = self._chunk.last_use = event
 
     def __del__(self) -> None:
-        self._notes.append((self._chunk, self._start, self.bytes.numel(), self._busy))
+        self._pending_frees.append((self._chunk, self._start, self.data.numel(), self._last_use))
 
 
-class Chunk:
+class StackChunk:
     """One allocation of a stack, and which of its bytes are free."""
 
-    def __init__(self, room: Room) -> None:
-        self.room = room
-        self.nbytes = room.tensor.numel()
-        self.busy: Event = None  # the last use of any of its bytes on the side stream
-        self._free = [(0, self.nbytes)]  # [start, end), in order, never touching
-        self._ledger: Ledger | None = None
+    def __init__(self, buffer: PoolBuffer) -> None:
+        self.buffer = buffer
+        self.nbytes = buffer.tensor.numel()
+        self.last_use: OptionalEvent = None  # the last use of any of its bytes on the side stream
+        self._free_ranges = [(0, self.nbytes)]  # [start, end), in order, never touching
+        self._tracker: MemoryTracker | None = None
         self._tier = ""
 
-    def take(self, nbytes: int) -> int | None:
+    def alloc(self, nbytes: int) -> int | None:
         """Take the first bytes that are free and enough; return where they start, None where there are none."""
-        for index, (start, end) in enumerate(self._free):
+        for index, (start, end) in enumerate(self._free_ranges):
             if end - start >= nbytes:
-                self._free[index : index + 1] = [(start + nbytes, end)] if start + nbytes < end else []
+                self._free_ranges[index : index + 1] = [(start + nbytes, end)] if start + nbytes < end else []
                 return start
         return None
 
-    def give(self, start: int, nbytes: int) -> None:
+    def free(self, start: int, nbytes: int) -> None:
         """Take bytes back."""
         end = start + nbytes
-        index = bisect(self._free, (start, end))
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index > 0 and self._free[index - 1][1] == start:
+        index = bisect(self._free_ranges, (start, end))
+        if index < len(self._free_ranges) and self._free_ranges[index][0] == end:
+            end = self._free_ranges.pop(index)[1]
+        if index > 0 and self._free_ranges[index - 1][1] == start:
             index -= 1
-            start = self._free.pop(index)[0]
-        self._free.insert(index, (start, end))
+            start = self._free_ranges.pop(index)[0]
+        self._free_ranges.insert(index, (start, end))
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing is in it."""
-        return self._free == [(0, self.nbytes)]
+        return self._free_ranges == [(0, self.nbytes)]
 
-    def charge(self, ledger: Ledger | None, tier: str) -> None:
+    def set_tracker(self, tracker: MemoryTracker | None, tier: str) -> None:
         """Count it in a ledger, and no more in the one before."""
-        if ledger is not self._ledger:
-            self._count(-self.nbytes)
-            self._ledger, self._tier = ledger, tier
-            self._count(self.nbytes)
+        if tracker is not self._tracker:
+            self._record_bytes(-self.nbytes)
+            self._tracker, self._tier = tracker, tier
+            self._record_bytes(self.nbytes)
 
-    def _count(self, nbytes: int) -> None:
-        if self._ledger is not None:
-            self._ledger.add("activations", nbytes, self._tier)
+    def _record_bytes(self, nbytes: int) -> None:
+        if self._tracker is not None:
+            self._tracker.add("activations", nbytes, self._tier)
 
     def __del__(self) -> None:
-        self._count(-self.nbytes)
-        if self.busy is not None:
-            self.busy.synchronize()
+        self._record_bytes(-self.nbytes)
+        if self.last_use is not None:
+            self.last_use.synchronize()
 
 
-class Stack:
+class ActivationStack:
     """Memory that slots are pushed on: see [Note: stacks].
 
-    >>> stack = Stack("device", lambda nbytes: Room(nbytes, torch.device("cpu")), join=lambda event: None)
+    >>> allocate = lambda nbytes: PoolBuffer(nbytes, torch.device("cpu"))
+    >>> stack = ActivationStack("device", allocate, wait_event=lambda event: None)
     >>> first, second = stack.push(100), stack.push(50)
-    >>> stack.held
+    >>> stack.allocated_bytes
     176
     >>> del first, second
     >>> slots = stack.push(100), stack.push(50)  # side by side from now on
-    >>> slots[1].bytes.data_ptr() - slots[0].bytes.data_ptr()
+    >>> slots[1].data.data_ptr() - slots[0].data.data_ptr()
     112
     """
 
-    def __init__(self, tier: str, allocate: Callable[[int], Room], join: Callable[[Event], None]) -> None:
+    def __init__(
+        self, tier: str, allocate: Callable[[int], PoolBuffer], wait_event: Callable[[OptionalEvent], None]
+    ) -> None:
         self._tier = tier
         self._allocate = allocate
-        self._join = join  # makes the compute stream wait
-        self._ledger: Ledger | None = None
-        self._chunks: list[Chunk] = []
-        self._notes: deque[Note] = deque()
-        self._used = 0  # bytes
-        self._most = 0  # bytes that were used at once
-        self._size = 0  # bytes of the one chunk that all is placed in
+        self._wait_event = wait_event  # makes the compute stream wait
+        self._tracker: MemoryTracker | None = None
+        self._chunks: list[StackChunk] = []
+        self._pending_frees: deque[PendingFree] = deque()
+        self._used_bytes = 0  # bytes
+        self._peak_bytes = 0  # bytes that were used at once
+        self._chunk_bytes = 0  # bytes of the one chunk that all is placed in
 
     @property
-    def held(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes allocated."""
-        self._settle()
+        self._apply_pending_frees()
         return sum(chunk.nbytes for chunk in self._chunks)
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes in use."""
-        self._settle()
-        return self._used
+        self._apply_pending_frees()
+        return self._used_bytes
 
-    def charge(self, ledger: Ledger | None) -> None:
+    def set_tracker(self, tracker: MemoryTracker | None) -> None:
         """Count what is allocated in a ledger."""
-        self._ledger = ledger
+        self._tracker = tracker
         for chunk in self._chunks:
-            chunk.charge(ledger, self._tier)
+            chunk.set_tracker(tracker, self._tier)
 
-    def push(self, nbytes: int) -> Slot:
+    def push(self, nbytes: int) -> StackSlot:
         """Place so many bytes."""
-        self._settle()
-        length = round_up(nbytes, ALIGN)
-        chunk, start = self._find(length) or self._grow(length)
-        self._used += length
-        self._most = max(self._most, self._used)
-        return Slot(chunk, start, nbytes, self._notes)
+        self._apply_pending_frees()
+        length = round_up(nbytes, ALIGN_BYTES)
+        chunk, start = self._alloc_in_chunks(length) or self._alloc_new_chunk(length)
+        self._used_bytes += length
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        return StackSlot(chunk, start, nbytes, self._pending_frees)
 
-    def _find(self, nbytes: int) -> tuple[Chunk, int] | None:
+    def _alloc_in_chunks(self, nbytes: int) -> tuple[StackChunk, int] | None:
         for chunk in self._chunks:
-            start = chunk.take(nbytes)
+            start = chunk.alloc(nbytes)
             if start is not None:
                 return chunk, start
         return None
 
-    def _grow(self, nbytes: int) -> tuple[Chunk, int]:
-        self._chunks = [chunk for chunk in self._chunks if not chunk.empty]  # what is free is too small: it goes first
-        chunk = Chunk(self._room(nbytes))
-        chunk.charge(self._ledger, self._tier)
+    def _alloc_new_chunk(self, nbytes: int) -> tuple[StackChunk, int]:
+        self._chunks = [
+            chunk for chunk in self._chunks if not chunk.is_empty
+        ]  # what is free is too small: it goes first
+        chunk = StackChunk(self._allocate_buffer(nbytes))
+        chunk.set_tracker(self._tracker, self._tier)
         self._chunks.append(chunk)
-        return chunk, chunk.take(nbytes) or 0
+        return chunk, chunk.alloc(nbytes) or 0
 
-    def _room(self, nbytes: int) -> Room:
-        if not self._chunks and self._size > nbytes:
+    def _allocate_buffer(self, nbytes: int) -> PoolBuffer:
+        if not self._chunks and self._chunk_bytes > nbytes:
             try:
-                return self._allocate(self._size)
+                return self._allocate(self._chunk_bytes)
             except torch.OutOfMemoryError:  # there is no such piece left: as in the first step, then
                 pass
         return self._allocate(nbytes)
 
-    def _settle(self) -> None:
+    def _apply_pending_frees(self) -> None:
         """Take back what was let go of."""
-        while self._notes:
-            chunk, start, nbytes, busy = self._notes.popleft()
-            self._join(busy)
-            length = round_up(nbytes, ALIGN)
-            chunk.give(start, length)
-            self._used -= length
-        if self._used == 0 and len(self._chunks) > 1:
-            gaps = self._most <= self._size  # it did not fit though it was not too much
-            self._size = sum(chunk.nbytes for chunk in self._chunks) if gaps else self._most
+        while self._pending_frees:
+            chunk, start, nbytes, busy = self._pending_frees.popleft()
+            self._wait_event(busy)
+            length = round_up(nbytes, ALIGN_BYTES)
+            chunk.free(start, length)
+            self._used_bytes -= length
+        if self._used_bytes == 0 and len(self._chunks) > 1:
+            gaps = self._peak_bytes <= self._chunk_bytes  # it did not fit though it was not too much
+            self._chunk_bytes = sum(chunk.nbytes for chunk in self._chunks) if gaps else self._peak_bytes
             self._chunks.clear()

@@ -17,101 +17,103 @@ from functools import partial
 
 import torch
 
-from zeroshard.activations.stack import Event, Slot, Stack
-from zeroshard.memory.lane import Lane
-from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.room import PinnedRoom, Room
-from zeroshard.stopwatch import Stopwatch
+from zeroshard.activations.stack import ActivationStack, OptionalEvent, StackSlot
+from zeroshard.memory.lane import SideStream
+from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.room import PinnedBuffer, PoolBuffer
+from zeroshard.stopwatch import WaitTimer
 
 
-class Kept:
+class SavedActivation:
     """What this rank keeps of one tensor, until nothing needs it any more."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.near: Slot | None = None
-        self.far: Slot | None = None
-        self.arrives: Event = None  # when what was far is near
-        self.whole: torch.Tensor | None = None  # the tensor as it lies in ``near``, where it never goes far
+        self.device_slot: StackSlot | None = None
+        self.host_slot: StackSlot | None = None
+        self.copy_done: OptionalEvent = None  # when what was far is near
+        self.full_copy: torch.Tensor | None = None  # the tensor as it lies in ``near``, where it never goes far
 
 
-class Store:
+class ActivationStore:
     """Keeps bytes of one device.
 
-    >>> store = Store(torch.device("cpu"), offload=True)
-    >>> kept = store.keep(torch.arange(4, dtype=torch.uint8), 4)
-    >>> store.only([])  # it is far now
-    >>> store.near.used, store.far.used
+    >>> store = ActivationStore(torch.device("cpu"), offload=True)
+    >>> kept = store.save(torch.arange(4, dtype=torch.uint8), 4)
+    >>> store.evict_except([])  # it is far now
+    >>> store.device_stack.used_bytes, store.host_stack.used_bytes
     (0, 16)
-    >>> store.bring(kept)
-    >>> store.read(kept)
+    >>> store.prefetch(kept)
+    >>> store.load(kept)
     tensor([0, 1, 2, 3], dtype=torch.uint8)
     """
 
     def __init__(self, device: torch.device, offload: bool) -> None:
-        self.offload = offload
-        self._lane = Lane(device, Stopwatch(on_stream=False))
+        self.is_offloaded = offload
+        self._copy_stream = SideStream(device, WaitTimer(on_stream=False))
         on_gpu = device.type == "cuda"
-        host = partial(PinnedRoom, serves=device) if on_gpu else partial(Room, device=torch.device("cpu"))
-        self.near = Stack("device", partial(Room, device=device), self._lane.join)
-        self.far = Stack("host", host, lambda event: None)  # only the lane uses it, in order
-        self._present: weakref.WeakSet[Kept] = weakref.WeakSet()  # that are both near and far
+        host = partial(PinnedBuffer, device=device) if on_gpu else partial(PoolBuffer, device=torch.device("cpu"))
+        self.device_stack = ActivationStack(
+            "device", partial(PoolBuffer, device=device), self._copy_stream.compute_wait_event
+        )
+        self.host_stack = ActivationStack("host", host, lambda event: None)  # only the lane uses it, in order
+        self._on_both_tiers: weakref.WeakSet[SavedActivation] = weakref.WeakSet()  # that are both near and far
 
-    def charge(self, ledger: Ledger | None) -> None:
+    def set_tracker(self, tracker: MemoryTracker | None) -> None:
         """Count what is allocated in a ledger."""
-        self.near.charge(ledger)
-        self.far.charge(ledger)
+        self.device_stack.set_tracker(tracker)
+        self.host_stack.set_tracker(tracker)
 
-    def keep(self, values: torch.Tensor, nbytes: int) -> Kept:
+    def save(self, values: torch.Tensor, nbytes: int) -> SavedActivation:
         """Keep a copy of one-dimensional ``values`` at the beginning of ``nbytes`` bytes."""
-        kept = Kept(nbytes)
-        kept.near = self.near.push(nbytes)
-        kept.near.bytes[: values.nbytes].view(values.dtype).copy_(values)
-        if self.offload:
-            kept.far = self.far.push(nbytes)
-            with self._lane:
-                kept.far.bytes.copy_(kept.near.bytes, non_blocking=True)
-            self._note_use(kept)
+        kept = SavedActivation(nbytes)
+        kept.device_slot = self.device_stack.push(nbytes)
+        kept.device_slot.data[: values.nbytes].view(values.dtype).copy_(values)
+        if self.is_offloaded:
+            kept.host_slot = self.host_stack.push(nbytes)
+            with self._copy_stream:
+                kept.host_slot.data.copy_(kept.device_slot.data, non_blocking=True)
+            self._record_last_use(kept)
         return kept
 
-    def keep_whole(self, tensor: torch.Tensor) -> Kept:
+    def save_full(self, tensor: torch.Tensor) -> SavedActivation:
         """Keep a copy of a tensor whose elements fill its memory, on the device."""
-        kept = Kept(tensor.nbytes)
-        kept.near = self.near.push(tensor.nbytes)
-        kept.whole = kept.near.bytes.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-        kept.whole.copy_(tensor)
+        kept = SavedActivation(tensor.nbytes)
+        kept.device_slot = self.device_stack.push(tensor.nbytes)
+        kept.full_copy = kept.device_slot.data.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        kept.full_copy.copy_(tensor)
         return kept
 
-    def only(self, wanted: Iterable[Kept]) -> None:
+    def evict_except(self, needed: Iterable[SavedActivation]) -> None:
         """Leave on the device only these, of what is in host memory too."""
-        if not self._present:
+        if not self._on_both_tiers:
             return
-        for kept in self._present.difference(wanted):
-            kept.near = None
-            self._present.discard(kept)
+        for kept in self._on_both_tiers.difference(needed):
+            kept.device_slot = None
+            self._on_both_tiers.discard(kept)
 
-    def bring(self, kept: Kept) -> None:
+    def prefetch(self, saved: SavedActivation) -> None:
         """Start to copy to the device what is not there."""
-        if kept.near is None and kept.far is not None:
-            kept.near = self.near.push(kept.nbytes)
-            with self._lane:
-                kept.near.bytes.copy_(kept.far.bytes, non_blocking=True)
-            kept.arrives = self._note_use(kept)
+        if saved.device_slot is None and saved.host_slot is not None:
+            saved.device_slot = self.device_stack.push(saved.nbytes)
+            with self._copy_stream:
+                saved.device_slot.data.copy_(saved.host_slot.data, non_blocking=True)
+            saved.copy_done = self._record_last_use(saved)
 
-    def read(self, kept: Kept) -> torch.Tensor:
+    def load(self, saved: SavedActivation) -> torch.Tensor:
         """The bytes, on the device, for use by what comes next on this stream."""
-        self.bring(kept)
-        if kept.near is None:
+        self.prefetch(saved)
+        if saved.device_slot is None:
             raise RuntimeError("an activation was asked for that nobody kept: please report this")
-        self._lane.join(kept.arrives)
-        kept.arrives = None
-        return kept.near.bytes
+        self._copy_stream.compute_wait_event(saved.copy_done)
+        saved.copy_done = None
+        return saved.device_slot.data
 
-    def _note_use(self, kept: Kept) -> Event:
+    def _record_last_use(self, saved: SavedActivation) -> OptionalEvent:
         """Both places of a tensor are in use until the lane has done what it was given."""
-        end = self._lane.mark()
-        for slot in (kept.near, kept.far):
+        end = self._copy_stream.record_event()
+        for slot in (saved.device_slot, saved.host_slot):
             if slot is not None:
-                slot.used_until(end)
-        self._present.add(kept)
+                slot.set_last_use(end)
+        self._on_both_tiers.add(saved)
         return end

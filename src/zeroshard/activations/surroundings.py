@@ -10,43 +10,45 @@ import torch
 
 
 @dataclass(frozen=True)
-class Autocast:
+class AutocastState:
     """Whether, and to what, operations on a kind of device cast by themselves."""
 
-    kind: str
-    enabled: bool
+    device_type: str
+    is_enabled: bool
     dtype: torch.dtype
-    caches: bool
+    is_cache_enabled: bool
 
     @classmethod
-    def now(cls, kind: str) -> Autocast:
+    def capture(cls, device_type: str) -> AutocastState:
         """What holds at this moment."""
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        return cls(kind, enabled, dtype, torch.is_autocast_cache_enabled())
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
-    def entered(self) -> contextlib.AbstractContextManager[object]:
+    def context(self) -> contextlib.AbstractContextManager[object]:
         """Have it hold inside."""
-        return torch.amp.autocast(self.kind, self.dtype, self.enabled, self.caches)
+        return torch.amp.autocast(self.device_type, self.dtype, self.is_enabled, self.is_cache_enabled)
 
 
-class Surroundings:
+class RngAndAutocast:
     """What a run depends on beside its inputs: random states, and automatic casts."""
 
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        devices = dict.fromkeys(tensor.device for tensor in given if tensor.is_cuda)
-        self._generators = [torch.default_generator, *(_generator(device) for device in devices)]
-        self._casts = [Autocast.now(kind) for kind in ("cpu", *dict.fromkeys(device.type for device in devices))]
-        self._states = [generator.get_state() for generator in self._generators]
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        devices = dict.fromkeys(tensor.device for tensor in inputs if tensor.is_cuda)
+        self._generators = [torch.default_generator, *(_cuda_generator(device) for device in devices)]
+        self._autocast_states = [
+            AutocastState.capture(kind) for kind in ("cpu", *dict.fromkeys(device.type for device in devices))
+        ]
+        self._rng_states = [generator.get_state() for generator in self._generators]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Have inside what there was."""
         with contextlib.ExitStack() as stack:
-            for cast in self._casts:
-                if cast.enabled or torch.is_autocast_enabled(cast.kind):
-                    stack.enter_context(cast.entered())
+            for cast in self._autocast_states:
+                if cast.is_enabled or torch.is_autocast_enabled(cast.device_type):
+                    stack.enter_context(cast.context())
             present = [generator.get_state() for generator in self._generators]
-            for generator, state, now in zip(self._generators, self._states, present, strict=True):
+            for generator, state, now in zip(self._generators, self._rng_states, present, strict=True):
                 if not torch.equal(state, now):
                     generator.set_state(state)
             try:
@@ -56,6 +58,6 @@ class Surroundings:
                     generator.set_state(state)
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def _cuda_generator(device: torch.device) -> torch.Generator:
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]

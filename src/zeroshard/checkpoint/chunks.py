@@ -9,7 +9,7 @@ stretches meet which wanted ones, whatever the ranks, stages and buckets were th
 The elements of a tensor lie in the order of its strides. A convolution in channels-last format has another *order* of
 dimensions than a plain one, and what is divided along a tensor axis lies part by part (see [Note: lines of divided
 tensors]). The index keeps the order, and a tensor that is wanted in another one than it was saved in is read whole and
-turned (:class:`Turned`), one at a time, by the ranks that hold something of it.
+turned (:class:`ReorderedTensor`), one at a time, by the ranks that hold something of it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zeroshard.checkpoint.order import Order
+from zeroshard.checkpoint.order import ElementOrder
 from zeroshard.layout import Range
 
-Parts = Sequence[tuple[Range, torch.Tensor]]  # elements of the line, and their values: 1-D, contiguous
+ShardList = Sequence[tuple[Range, torch.Tensor]]  # elements of the line, and their values: 1-D, contiguous
 
 
-class Chunks(torch.Tensor):
+class FlatShards(torch.Tensor):
     """A line of ``numel`` elements, of which this rank holds ``parts``. It has no memory of its own.
 
-    >>> chunks = Chunks(6, torch.float32, [(Range(2, 4), torch.ones(2))])
+    >>> chunks = FlatShards(6, torch.float32, [(Range(2, 4), torch.ones(2))])
     >>> [(list(c.offsets), list(c.sizes)) for c in chunks.__create_chunk_list__()]
     [([2], [2])]
     """
 
-    parts: dict[int, torch.Tensor]
+    shards_by_start: dict[int, torch.Tensor]
     """The stretches by their first element."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, numel: int, dtype: torch.dtype, parts: Parts) -> Chunks:
+    def __new__(cls, numel: int, dtype: torch.dtype, shards: ShardList) -> FlatShards:
         """Make the wrapper: torch only ever asks for its size, dtype and chunks."""
-        chunks: Chunks = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype)
-        chunks.parts = {stretch.start: tensor for stretch, tensor in parts}
+        chunks: FlatShards = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype)
+        chunks.shards_by_start = {stretch.start: tensor for stretch, tensor in shards}
         return chunks
 
     @classmethod
@@ -67,56 +67,63 @@ class Chunks(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size([start]), torch.Size([tensor.numel()]))
-            for start, tensor in self.parts.items()
+            for start, tensor in self.shards_by_start.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.parts[index.offset[0] if index.offset is not None else 0]
+        return self.shards_by_start[index.offset[0] if index.offset is not None else 0]
 
-    def arrived(self, numel: int) -> None:
+    def on_elements_read(self, numel: int) -> None:
         """Take note that ``numel`` elements have been loaded."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forget the values: torch's plans may hold the wrapper until the next collection of garbage."""
-        self.parts = {}
+        self.shards_by_start = {}
 
 
-class Turned(Chunks):
+class ReorderedTensor(FlatShards):
     """A tensor that was saved in another order than it is wanted in: read whole, then turned into its parts."""
 
-    target: Parts  # what is wanted
-    whole_shape: tuple[int, ...]
-    saved: Order
-    wanted: Order
-    missing: int  # elements
+    target_shards: ShardList  # what is wanted
+    full_shape: tuple[int, ...]
+    saved_order: ElementOrder
+    target_order: ElementOrder
+    remaining_numel: int  # elements
 
     @classmethod
-    def make(cls, shape: tuple[int, ...], dtype: torch.dtype, saved: Order, wanted: Order, parts: Parts) -> Turned:
+    def make(
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        saved_order: ElementOrder,
+        target_order: ElementOrder,
+        shards: ShardList,
+    ) -> ReorderedTensor:
         """``parts`` are stretches of the line as it is wanted."""
-        turned: Turned = Chunks.__new__(cls, torch.Size(shape).numel(), dtype, [])  # type: ignore[assignment]
-        turned.target, turned.missing = parts, turned.numel()
-        turned.whole_shape, turned.saved, turned.wanted = shape, saved, wanted
+        turned: ReorderedTensor = FlatShards.__new__(cls, torch.Size(shape).numel(), dtype, [])  # type: ignore[assignment]
+        turned.target_shards, turned.remaining_numel = shards, turned.numel()
+        turned.full_shape, turned.saved_order, turned.target_order = shape, saved_order, target_order
         return turned
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([0]), self.size())] if self.target else []
+        return [ChunkStorageMetadata(torch.Size([0]), self.size())] if self.target_shards else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if 0 not in self.parts:
-            self.parts[0] = torch.empty(self.numel(), dtype=self.dtype)
-        return self.parts[0]
+        if 0 not in self.shards_by_start:
+            self.shards_by_start[0] = torch.empty(self.numel(), dtype=self.dtype)
+        return self.shards_by_start[0]
 
-    def arrived(self, numel: int) -> None:
+    def on_elements_read(self, numel: int) -> None:
         """Turn the whole tensor when all of it is there, and let it go."""
-        self.missing -= numel
-        if self.missing == 0:
-            whole = self.saved.whole(self.parts.pop(0), self.whole_shape)
-            first, last = min(s.start for s, _ in self.target), max(s.end for s, _ in self.target)
-            line = self.wanted.line(whole, Range(first, last))  # of a divided tensor, this rank's part alone
-            for stretch, tensor in self.target:
+        self.remaining_numel -= numel
+        if self.remaining_numel == 0:
+            whole = self.saved_order.unflatten(self.shards_by_start.pop(0), self.full_shape)
+            first, last = min(s.start for s, _ in self.target_shards), max(s.end for s, _ in self.target_shards)
+            line = self.target_order.flatten(whole, Range(first, last))  # of a divided tensor, this rank's part alone
+            for stretch, tensor in self.target_shards:
                 tensor.copy_(line[stretch.start - first : stretch.end - first])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forget the values."""
-        super().let_go()
-        self.target = []
+        super().release()
+        self.target_shards = []

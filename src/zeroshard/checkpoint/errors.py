@@ -15,13 +15,13 @@ class CheckpointError(RuntimeError):
     """
 
     @classmethod
-    def of_ranks(cls, failures: Mapping[int, str], ranks: int) -> CheckpointError:
+    def from_rank_failures(cls, failures: Mapping[int, str], world_size: int) -> CheckpointError:
         """Tell what went wrong on which of so many ranks.
 
-        >>> CheckpointError.of_ranks({0: "no such file", 1: "no such file"}, 4)
+        >>> CheckpointError.from_rank_failures({0: "no such file", 1: "no such file"}, 4)
         CheckpointError('no such file (ranks 0, 1)')
         """
-        if set(failures.values()) == {failures[min(failures)]} and len(failures) == ranks:
+        if set(failures.values()) == {failures[min(failures)]} and len(failures) == world_size:
             return cls(failures[min(failures)])
         ranks_of: dict[str, list[int]] = {}
         for rank, text in failures.items():

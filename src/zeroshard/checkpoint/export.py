@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.contents import Contents
+from zeroshard.checkpoint.contents import CheckpointReader
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.weights import Entry, write_directory
-from zeroshard.checkpoint.whole import read_json, sync_directory
+from zeroshard.checkpoint.weights import TensorInfo, write_safetensors_directory
+from zeroshard.checkpoint.whole import fsync_directory, read_json
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 # what belongs to a model beside its config and weights, in the libraries' patterns of names
-_BESIDE = (
+_COMPANION_FILE_PATTERNS = (
     "generation_config.json tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken "
     "tekken.json chat_template* preprocessor_config.json processor_config.json"
 ).split()
@@ -61,34 +61,34 @@ def export(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is a floating-point one, or None to keep each tensor's own, got {dtype}")
     target = Path(directory).absolute()
-    config = None if like is None else _config_of(Path(like))
-    with Contents(Path(checkpoint)) as contents, _whole_or_absent(target) as partial:
-        entries = _entries(contents, dtype)
+    config = None if like is None else _read_config(Path(like))
+    with CheckpointReader(Path(checkpoint)) as contents, _atomic_directory(target) as partial:
+        entries = _tensors_to_export(contents, dtype)
         names = [f"model/{entry.name}" for entry in entries]
-        files = {stretch.file for name in names for stretch in contents.index.tensors[name].stretches}
-        contents.index.check_sizes(contents.path, sorted(files))  # before memory is taken for what is in them
+        files = {stretch.file_number for name in names for stretch in contents.index.tensors[name].shards}
+        contents.index.check_file_sizes(contents.path, sorted(files))  # before memory is taken for what is in them
         memory = torch.empty(max((entry.nbytes for entry in entries), default=0), dtype=torch.uint8)
         wanted = {entry.name: entry.dtype for entry in entries}
 
         def fetch(name: str) -> torch.Tensor:
-            tensor = contents.tensor(f"model/{name}", wanted[name], memory)
+            tensor = contents.read_tensor(f"model/{name}", wanted[name], memory)
             if wanted[name] != contents.index.tensors[f"model/{name}"].dtype:
-                _warn_of_infinity(name, tensor)
+                _warn_if_overflowed(name, tensor)
             return tensor
 
-        write_directory(partial, entries, fetch, {"format": "pt"}, max_shard)
+        write_safetensors_directory(partial, entries, fetch, {"format": "pt"}, max_shard)
         if like is None:
             config = contents.index.config
         else:
-            _copy_beside(Path(like), partial)
+            _copy_companion_files(Path(like), partial)
         if config is not None:
             text = json.dumps(_with_dtype(config, entries), indent=2, ensure_ascii=False)
-            (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+            (partial / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     return target
 
 
 @contextmanager
-def _whole_or_absent(directory: Path) -> Iterator[Path]:
+def _atomic_directory(directory: Path) -> Iterator[Path]:
     """Give a directory to write into, which becomes ``directory`` at the end, or goes where something went wrong.
 
     One that is there already may be a mounted volume, and cannot be replaced: it is then written into a directory
@@ -111,40 +111,42 @@ def _whole_or_absent(directory: Path) -> Iterator[Path]:
             partial.rmdir()
         else:
             partial.rename(directory)
-        sync_directory(directory if inside else directory.parent)
+        fsync_directory(directory if inside else directory.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _entries(contents: Contents, dtype: torch.dtype | None) -> list[Entry]:
+def _tensors_to_export(reader: CheckpointReader, dtype: torch.dtype | None) -> list[TensorInfo]:
     """What is written: parameters in the model's order, then buffers."""
-    found = contents.index.names("model")
-    if not found and contents.index.parameters:
+    found = reader.index.tensors_of_kind("model")
+    if not found and reader.index.parameters:
         raise CheckpointError(
-            f"{contents.path} holds no weights: it was saved with weights=False. Export one that was saved with them"
+            f"{reader.path} holds no weights: it was saved with weights=False. Export one that was saved with them"
         )
-    left_out = [name for name in contents.index.parameters if name not in found]
+    left_out = [name for name in reader.index.parameters if name not in found]
     if left_out:
         raise CheckpointError(
-            f"{contents.path} was saved with frozen=False and lacks {len(left_out)} parameters that were not trained, "
+            f"{reader.path} was saved with frozen=False and lacks {len(left_out)} parameters that were not trained, "
             f"{left_out[0]} and so on: load it into the model and save that whole"
         )
-    parameters = list(contents.index.parameters)
-    names = [*parameters, *(name for name in found if name not in contents.index.parameters)]
+    parameters = list(reader.index.parameters)
+    names = [*parameters, *(name for name in found if name not in reader.index.parameters)]
     entries = []
     for name in names:
         own = found[name].dtype
-        entries.append(Entry(name, dtype if dtype is not None and own.is_floating_point else own, found[name].shape))
+        entries.append(
+            TensorInfo(name, dtype if dtype is not None and own.is_floating_point else own, found[name].shape)
+        )
     return entries
 
 
-def _warn_of_infinity(name: str, tensor: torch.Tensor) -> None:
+def _warn_if_overflowed(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype == torch.float16 and tensor.numel() and torch.stack(tensor.aminmax()).isinf().any():
         warnings.warn(f"{name} has values beyond ±65504, which fp16 has as infinite: bf16 keeps them", stacklevel=6)
 
 
-def _with_dtype(config: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+def _with_dtype(config: dict[str, Any], entries: Sequence[TensorInfo]) -> dict[str, Any]:
     """A config that names the dtype of most elements, if it names one: a model is loaded in what it names."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in entries:
@@ -157,15 +159,17 @@ def _with_dtype(config: dict[str, Any], entries: Sequence[Entry]) -> dict[str, A
     return {**config, **dict.fromkeys(named, common)}
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} holds no {CONFIG}: give the directory of a model that is like this one")
+        raise FileNotFoundError(
+            f"{directory} holds no {CONFIG_FILE}: give the directory of a model that is like this one"
+        )
     return read_json(path)
 
 
-def _copy_beside(source: Path, directory: Path) -> None:
-    for pattern in _BESIDE:
+def _copy_companion_files(source: Path, directory: Path) -> None:
+    for pattern in _COMPANION_FILE_PATTERNS:
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, directory / path.name)

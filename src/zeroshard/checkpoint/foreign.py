@@ -10,25 +10,25 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.index import Saved, Stretch
-from zeroshard.checkpoint.order import Order
-from zeroshard.checkpoint.reader import LoadPlans, TensorReader
-from zeroshard.checkpoint.weights import INDEX, SINGLE, Weights
+from zeroshard.checkpoint.index import ShardEntry, TensorEntry
+from zeroshard.checkpoint.order import ElementOrder
+from zeroshard.checkpoint.reader import SafetensorsLoadPlanner, TensorStorageReader
+from zeroshard.checkpoint.weights import SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE, SafetensorsWeights
 
-PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def is_foreign(path: Path) -> bool:
+def is_external_weights(path: Path) -> bool:
     """Whether a path looks like weights that others wrote."""
     if path.is_dir():
-        return (path / INDEX).is_file() or (path / SINGLE).is_file()
-    return path.suffix in (".safetensors", *PICKLED)
+        return (path / SAFETENSORS_INDEX_FILE).is_file() or (path / SAFETENSORS_FILE).is_file()
+    return path.suffix in (".safetensors", *PICKLE_SUFFIXES)
 
 
-def open_foreign(path: Path, rename: Callable[[str], str] | None) -> Mapping[str, torch.Tensor]:
+def open_external_weights(path: Path, rename: Callable[[str], str] | None) -> Mapping[str, torch.Tensor]:
     """Open weights by name. Tensors are mapped from the files: memory is read where it is touched."""
     try:
-        tensors = _pickled(path) if path.suffix in PICKLED and path.is_file() else Weights(path)
+        tensors = _open_pickled(path) if path.suffix in PICKLE_SUFFIXES and path.is_file() else SafetensorsWeights(path)
     except (ValueError, FileNotFoundError) as error:
         raise CheckpointError(str(error)) from error
     if rename is None:
@@ -36,10 +36,10 @@ def open_foreign(path: Path, rename: Callable[[str], str] | None) -> Mapping[str
     names = {rename(name): name for name in tensors}
     if len(names) != len(tensors):
         raise CheckpointError(f"rename gives several tensors of {path} the same name")
-    return _Renamed(tensors, names)
+    return _RenamedTensors(tensors, names)
 
 
-def _pickled(path: Path) -> Mapping[str, torch.Tensor]:
+def _open_pickled(path: Path) -> Mapping[str, torch.Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -58,7 +58,7 @@ def _pickled(path: Path) -> Mapping[str, torch.Tensor]:
     )
 
 
-class _Renamed(Mapping[str, torch.Tensor]):
+class _RenamedTensors(Mapping[str, torch.Tensor]):
     """Weights under other names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: dict[str, str]) -> None:
@@ -74,27 +74,27 @@ class _Renamed(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def saved_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Saved]:
+def make_tensor_entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
     """Describe foreign weights as a checkpoint's: each tensor is one stretch, in the order of its dimensions."""
     described = {}
     for name, tensor in tensors.items():
-        order = Order(tuple(range(tensor.dim())))
-        stretches = [Stretch(0, tensor.numel(), 0, 0)] if tensor.numel() else []
-        described[f"model/{name}"] = Saved(tuple(tensor.shape), tensor.dtype, order, stretches)
+        order = ElementOrder(tuple(range(tensor.dim())))
+        stretches = [ShardEntry(0, tensor.numel(), 0, 0)] if tensor.numel() else []
+        described[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, order, stretches)
     return described
 
 
-class ForeignReader(TensorReader):
+class ExternalWeightsReader(TensorStorageReader):
     """Reads foreign weights: each rank touches only the elements it holds."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(saved_of(tensors))
-        self._source = tensors
+        super().__init__(make_tensor_entries(tensors))
+        self._weights = tensors
 
-    def read(self, items: Sequence[ReadItem], planner: LoadPlans) -> None:
+    def read_items(self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner) -> None:
         """Copy out of the mapped files."""
         for item in items:
-            tensor = self._source[self.saved_name(item).removeprefix("model/")]
+            tensor = self._weights[self.saved_name(item).removeprefix("model/")]
             start, numel = item.storage_offsets[0], item.lengths[0]
             planner.resolve_tensor(item).copy_(tensor.reshape(-1)[start : start + numel])
             planner.commit_tensor(item, tensor)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # of each generator's state: its dtype, and its length where that is the same everywhere
-LENGTHS = {
+RNG_STATE_SPECS = {
     "python": (torch.int64, 627),
     "torch": (torch.uint8, None),
     "numpy": (torch.int64, 627),
@@ -19,31 +19,31 @@ LENGTHS = {
 }
 
 
-def generator_states() -> dict[str, torch.Tensor]:
+def get_rng_states() -> dict[str, torch.Tensor]:
     """Python's, NumPy's (where it is in use) and torch's generators on this rank.
 
-    >>> states = generator_states()
+    >>> states = get_rng_states()
     >>> drawn = random.random(), torch.rand(1)
-    >>> set_generators(states)
+    >>> set_rng_states(states)
     >>> (random.random(), torch.rand(1)) == drawn
     True
     """
     _, words, gauss = random.getstate()
     states = {
-        "python": torch.tensor([*words, *_optional(gauss)], dtype=torch.int64),
+        "python": torch.tensor([*words, *_encode_optional_float(gauss)], dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         _, words, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-        numbers = [*map(int, words), int(position), *_optional(float(cached) if has_gauss else None)]
+        numbers = [*map(int, words), int(position), *_encode_optional_float(float(cached) if has_gauss else None)]
         states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def set_generators(states: dict[str, torch.Tensor]) -> None:
+def set_rng_states(states: dict[str, torch.Tensor]) -> None:
     """Give the generators their states back."""
     random.setstate(_python_state(states["python"]))
     torch.set_rng_state(states["torch"])
@@ -54,10 +54,10 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def check_generators(states: dict[str, torch.Tensor]) -> None:
+def check_rng_states(states: dict[str, torch.Tensor]) -> None:
     """Raise where a generator would not take its state; none of those in use changes.
 
-    >>> check_generators(generator_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
+    >>> check_rng_states(get_rng_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
     Traceback (most recent call last):
         ...
     ValueError: the state of torch's random numbers is not one: ...
@@ -81,20 +81,20 @@ def check_generators(states: dict[str, torch.Tensor]) -> None:
 
 def _python_state(state: torch.Tensor) -> tuple[int, tuple[int, ...], float | None]:
     words = state.tolist()
-    return 3, tuple(words[:625]), _number(words[625:])
+    return 3, tuple(words[:625]), _decode_optional_float(words[625:])
 
 
 def _numpy_state(state: torch.Tensor) -> tuple[Any, ...]:
     words = state.tolist()
-    gauss = _number(words[625:])
+    gauss = _decode_optional_float(words[625:])
     keys = sys.modules["numpy"].array(words[:624], dtype="uint32")
     return "MT19937", keys, words[624], int(gauss is not None), gauss or 0.0
 
 
-def _optional(number: Any) -> tuple[int, int]:
+def _encode_optional_float(number: Any) -> tuple[int, int]:
     """A float or None as two whole numbers: whether it is there, and its bits."""
     return (0, 0) if number is None else (1, struct.unpack("<q", struct.pack("<d", number))[0])
 
 
-def _number(pair: list[int]) -> float | None:
+def _decode_optional_float(pair: list[int]) -> float | None:
     return struct.unpack("<d", struct.pack("<q", pair[1]))[0] if pair[0] else None

@@ -13,16 +13,16 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
-from zeroshard.checkpoint.chunks import Chunks
+from zeroshard.checkpoint.chunks import FlatShards
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.generators import check_generators, set_generators
-from zeroshard.checkpoint.match import Match, match
-from zeroshard.checkpoint.meeting import Meeting
-from zeroshard.checkpoint.pending import wait_for_pending
-from zeroshard.checkpoint.plain import give_state
-from zeroshard.checkpoint.reader import LoadPlans
-from zeroshard.checkpoint.source import Source, find_source
-from zeroshard.checkpoint.states import engine_of, unwrapped
+from zeroshard.checkpoint.generators import check_rng_states, set_rng_states
+from zeroshard.checkpoint.match import LoadMapping, map_states
+from zeroshard.checkpoint.meeting import CheckpointGroup
+from zeroshard.checkpoint.pending import wait_for_pending_save
+from zeroshard.checkpoint.plain import load_into
+from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
+from zeroshard.checkpoint.source import LoadSource, find_source
+from zeroshard.checkpoint.states import engine_of, unwrap_compiled
 
 
 @dataclass
@@ -84,52 +84,52 @@ def load(
     """
     if not weights and optimizer is None:
         raise ValueError("weights=False loads the optimizer's states alone, and no optimizer was given")
-    wait_for_pending()
-    model = unwrapped(model)
+    wait_for_pending_save()
+    model = unwrap_compiled(model)
     engine = engine_of(model)
     if engine is not None:
-        engine.states.refuse_gathered("zeroshard.load()")
-    meeting = Meeting.call(engine, "load")
+        engine.state_guard.check_not_gathered("zeroshard.load()")
+    meeting = CheckpointGroup.open(engine, "load")
     if engine is not None:
-        engine.states.settle()
+        engine.state_guard.wait_readers()
     what = f"{path} cannot be loaded"
-    found = meeting.first(meeting.together(what, lambda: find_source(Path(path))))  # `latest` may move meanwhile
-    source = meeting.together(what, lambda: Source.open(found, rename, meeting.rank, meeting.size))
+    found = meeting.broadcast(meeting.run_on_all(what, lambda: find_source(Path(path))))  # `latest` may move meanwhile
+    source = meeting.run_on_all(what, lambda: LoadSource.open(found, rename, meeting.rank, meeting.size))
 
-    def plan() -> Match:
-        if engine is not None and engine.running:
+    def plan() -> LoadMapping:
+        if engine is not None and engine.is_running:
             raise CheckpointError("a forward or backward is under way: load between steps")
-        return match(source, model, optimizer, weights, strict)
+        return map_states(source, model, optimizer, weights, strict)
 
-    planned = meeting.together(what, plan)
-    given = meeting.together(what, lambda: _Given.read(source, meeting.rank, extra))
+    planned = meeting.run_on_all(what, plan)
+    given = meeting.run_on_all(what, lambda: _ExtraData.read(source, meeting.rank, extra))
     parts = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
     if engine is not None:
         why = f"the load of {source.path} was not finished: load a whole checkpoint"
-        engine.states.spoilt |= dict.fromkeys(parts, why)
-    targets = meeting.together(what, planned.make_room)
-    _read(source, targets, meeting)
+        engine.state_guard.invalid_states |= dict.fromkeys(parts, why)
+    targets = meeting.run_on_all(what, planned.allocate_targets)
+    _load_tensors(source, targets, meeting)
     if weights:
-        planned.states.adopt()
+        planned.train_state.sync_loaded_parameters()
     if engine is not None:
         for part in parts:
-            del engine.states.spoilt[part]
-    if (optimizer is not None if random is None else random) and given.random is not None:
-        set_generators(given.random)
-    meeting.together("a state of extra was not taken", lambda: give_state(dict(extra or {}), given.extra))
+            del engine.state_guard.invalid_states[part]
+    if (optimizer is not None if random is None else random) and given.rng_states is not None:
+        set_rng_states(given.rng_states)
+    meeting.run_on_all("a state of extra was not taken", lambda: load_into(dict(extra or {}), given.extra))
     return Loaded(source.path, given.extra, given.rank_extra, planned.missing, planned.unexpected)
 
 
 @dataclass
-class _Given:
+class _ExtraData:
     """What a checkpoint holds besides tensors of the model and optimizer."""
 
     extra: dict[str, Any] = field(default_factory=dict)
     rank_extra: list[Any] = field(default_factory=list)
-    random: dict[str, torch.Tensor] | None = None
+    rng_states: dict[str, torch.Tensor] | None = None
 
     @classmethod
-    def read(cls, source: Source, rank: int, wanted: Mapping[str, Any] | None) -> _Given:
+    def read(cls, source: LoadSource, rank: int, wanted: Mapping[str, Any] | None) -> _ExtraData:
         """Read it, and refuse what is wanted and not there."""
         extra: dict[str, Any] = {}
         given = cls()
@@ -139,7 +139,7 @@ class _Given:
             extra, each, random = source.decode([source.index.extra, [one["extra"] for one in own], random])
             given = cls(extra, each, random)
             try:
-                check_generators(random or {})
+                check_rng_states(random or {})
             except ValueError as error:
                 raise CheckpointError(f"{source.path}: {error}. Load an earlier checkpoint") from error
         lacking = [name for name in wanted or () if name not in extra]
@@ -150,19 +150,19 @@ class _Given:
         return given
 
 
-def _read(source: Source, targets: dict[str, Chunks], meeting: Meeting) -> None:
+def _load_tensors(source: LoadSource, targets: dict[str, FlatShards], checkpoint_group: CheckpointGroup) -> None:
     """Fill the targets, on all ranks together."""
     try:
         load_chunks(
             targets,
             storage_reader=source.reader,
-            planner=LoadPlans(),
-            process_group=meeting.group,
-            no_dist=meeting.group is None,
+            planner=SafetensorsLoadPlanner(),
+            process_group=checkpoint_group.process_group,
+            no_dist=checkpoint_group.process_group is None,
         )
     except CheckpointException as error:
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        raise CheckpointError.of_ranks(failures, meeting.size) from error
+        raise CheckpointError.from_rank_failures(failures, checkpoint_group.size) from error
     finally:
         for line in targets.values():
-            line.let_go()
+            line.release()

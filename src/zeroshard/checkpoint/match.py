@@ -10,62 +10,73 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.chunks import Chunks, Turned
+from zeroshard.checkpoint.chunks import FlatShards, ReorderedTensor
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.index import Saved
-from zeroshard.checkpoint.optimizer_states import Trials, fits, refuse_counters, refuse_options
-from zeroshard.checkpoint.source import Source
-from zeroshard.checkpoint.states import Group, Held, States, persistent_buffers, states_of, ties_of
-from zeroshard.optimizer import ShardedOptimizer, refuse_states
+from zeroshard.checkpoint.index import TensorEntry
+from zeroshard.checkpoint.optimizer_states import OptimizerProbe, can_load_as, check_options, check_scalars
+from zeroshard.checkpoint.source import LoadSource
+from zeroshard.checkpoint.states import (
+    LocalTensor,
+    NamedParamGroup,
+    TrainState,
+    get_train_state,
+    persistent_buffers,
+    tied_names,
+)
+from zeroshard.optimizer import ShardedOptimizer, check_shardable_states
 
 
 @dataclass
-class Match:
+class LoadMapping:
     """What of a source goes where in a model and its optimizer."""
 
-    states: States
-    targets: dict[str, Held]  # of the model
-    tensors: dict[str, Saved]
-    groups: list[Group] | None
-    opened: dict[str, dict[str, Any]] | None  # the optimizer's states by parameter; None: none are loaded
+    train_state: TrainState
+    targets: dict[str, LocalTensor]  # of the model
+    saved_tensors: dict[str, TensorEntry]
+    param_groups: list[NamedParamGroup] | None
+    optimizer_states: dict[str, dict[str, Any]] | None  # the optimizer's states by parameter; None: none are loaded
     optimizer: torch.optim.Optimizer | None
     loss_scale: list[float] | None
     missing: list[str]
     unexpected: list[str]
 
-    def make_room(self) -> dict[str, Chunks]:
+    def allocate_targets(self) -> dict[str, FlatShards]:
         """Give every tensor that is loaded its place."""
         targets = dict(self.targets)
-        if self.opened is not None:
-            self.states.open(self.groups, self.opened)
-            targets |= {f"optimizer/{name}": held for name, held in self.states.states().items()}
+        if self.optimizer_states is not None:
+            self.train_state.allocate_optimizer_states(self.param_groups, self.optimizer_states)
+            targets |= {f"optimizer/{name}": held for name, held in self.train_state.optimizer_states().items()}
             if self.loss_scale is not None and isinstance(self.optimizer, ShardedOptimizer):
                 self.optimizer.load_loss_scale(self.loss_scale)
-        return {fqn: _line(held, self.tensors[fqn]) for fqn, held in targets.items()}
+        return {fqn: _load_target(held, self.saved_tensors[fqn]) for fqn, held in targets.items()}
 
 
-def _line(held: Held, saved: Saved) -> Chunks:
-    if held.order == saved.order:
-        return Chunks(saved.numel, saved.dtype, held.parts)
-    return Turned.make(saved.shape, saved.dtype, saved.order, held.order, held.parts)
+def _load_target(local_tensor: LocalTensor, saved: TensorEntry) -> FlatShards:
+    if local_tensor.element_order == saved.element_order:
+        return FlatShards(saved.numel, saved.dtype, local_tensor.shards)
+    return ReorderedTensor.make(
+        saved.shape, saved.dtype, saved.element_order, local_tensor.element_order, local_tensor.shards
+    )
 
 
-def match(
-    source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: bool, strict: bool
-) -> Match:
+def map_states(
+    source: LoadSource, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: bool, strict: bool
+) -> LoadMapping:
     """Find it; refuses what does not fit, with every name."""
-    states = states_of(model, optimizer)
+    states = get_train_state(model, optimizer)
     missing: list[str] = []
     unexpected: list[str] = []
-    targets: dict[str, Held] = {}
+    targets: dict[str, LocalTensor] = {}
     tensors = dict(source.tensors)
     if weights:
-        wanted = states.parameters() | {name: Held.whole(name, b) for name, b in persistent_buffers(model)}
-        ties = ties_of(model)
+        wanted = states.parameters() | {
+            name: LocalTensor.from_full_tensor(name, b) for name, b in persistent_buffers(model)
+        }
+        ties = tied_names(model)
         saved_ties = source.index.ties if source.index is not None else {}
         found = {fqn.removeprefix("model/"): saved for fqn, saved in tensors.items() if fqn.startswith("model/")}
         for name, held in wanted.items():
-            other = _other_name(name, found, ties, saved_ties)
+            other = _saved_name(name, found, ties, saved_ties)
             if other is None:
                 left_out = source.index is not None and source.index.parameters.get(name) is False  # frozen=False
                 missing += [] if left_out else [name]
@@ -74,12 +85,12 @@ def match(
                 tensors[f"model/{name}"] = source.tensors[f"model/{other}"]
                 if other != name:
                     source.reader.aliases[f"model/{name}"] = f"model/{other}"
-        known = {*wanted, *ties, *(_other_name(name, found, ties, saved_ties) for name in wanted)}
+        known = {*wanted, *ties, *(_saved_name(name, found, ties, saved_ties) for name in wanted)}
         unexpected = [name for name in found if name not in known]
-        _refuse_unlike(source.path, targets, tensors)
-    plan = Match(states, targets, tensors, None, None, optimizer, None, missing, unexpected)
+        _check_shapes_and_dtypes(source.path, targets, tensors)
+    plan = LoadMapping(states, targets, tensors, None, None, optimizer, None, missing, unexpected)
     if optimizer is not None:
-        _plan_optimizer(plan, source, optimizer, strict)
+        _map_optimizer_states(plan, source, optimizer, strict)
     if strict and (missing or unexpected):
         told = [f"not in the file: {', '.join(missing)}"] if missing else []
         told += [f"only in the file: {', '.join(unexpected)}"] if unexpected else []
@@ -87,7 +98,7 @@ def match(
     return plan
 
 
-def _other_name(
+def _saved_name(
     name: str, found: Mapping[str, Any], ties: Mapping[str, str], saved_ties: Mapping[str, str]
 ) -> str | None:
     """The name under which a parameter was saved: its own, or that of one it is, or was, tied with."""
@@ -95,20 +106,24 @@ def _other_name(
     return next((other for other in names if other in found), None)
 
 
-def _refuse_unlike(path: Path, targets: Mapping[str, Held], tensors: Mapping[str, Saved]) -> None:
+def _check_shapes_and_dtypes(
+    path: Path, targets: Mapping[str, LocalTensor], tensors: Mapping[str, TensorEntry]
+) -> None:
     unlike = []
     for fqn, held in targets.items():
         saved, name = tensors[fqn], fqn.partition("/")[2]
-        saved.refuse_gaps(path, fqn)
+        saved.check_complete(path, fqn)
         if tuple(saved.shape) != tuple(held.shape):
             unlike.append(f"{name} is {list(saved.shape)} there and {list(held.shape)} here")
-        elif not fits(saved.dtype, held.dtype):
+        elif not can_load_as(saved.dtype, held.dtype):
             unlike.append(f"{name} is {saved.dtype} there and {held.dtype} here")
     if unlike:
         raise CheckpointError(f"{path} is of another model: {'; '.join(unlike)}")
 
 
-def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimizer, strict: bool) -> None:
+def _map_optimizer_states(
+    mapping: LoadMapping, source: LoadSource, optimizer: torch.optim.Optimizer, strict: bool
+) -> None:
     if source.index is None or source.index.optimizer is None:
         raise CheckpointError(f"{source.path} holds no optimizer states: load(path, model) loads the weights alone")
     saved, kind = source.index.optimizer, type(getattr(optimizer, "inner", optimizer)).__name__
@@ -118,46 +133,44 @@ def _plan_optimizer(plan: Match, source: Source, optimizer: torch.optim.Optimize
             "loads the weights alone"
         )
     if saved["class"] != kind and not {saved["class"], kind} <= {"Adam", "AdamW"}:  # states that mean something else
-        plan.unexpected += [f"{name} (optimizer)" for group in saved["groups"] for name in group["names"]]
+        mapping.unexpected += [f"{name} (optimizer)" for group in saved["groups"] for name in group["names"]]
         return
-    own = plan.states.groups()
+    own = mapping.train_state.param_groups()
     options = source.decode([group["options"] for group in saved["groups"]])
-    groups = [Group(group["names"], chosen) for group, chosen in zip(saved["groups"], options, strict=True)]
+    groups = [NamedParamGroup(group["names"], chosen) for group, chosen in zip(saved["groups"], options, strict=True)]
     mine = [name for group in own for name in group.names]
     theirs = [name for group in groups for name in group.names]
     alike = [set(group.names) for group in groups] == [set(group.names) for group in own]
     if alike and saved["class"] == kind:
-        plan.groups = groups
+        mapping.param_groups = groups
         for number, (given, present) in enumerate(zip(groups, own, strict=True)):
-            refuse_options(f"{source.path}: group {number}", given.options, present.options)
+            check_options(f"{source.path}: group {number}", given.options, present.options)
     elif strict and set(mine) == set(theirs):
         raise CheckpointError(
             f"{source.path} has its parameters in other groups ({[len(group.names) for group in groups]}) than the "
             f"optimizer ({[len(group.names) for group in own]}): group them alike, or give strict=False to load the "
             "states and keep this optimizer's options"
         )
-    plan.missing += [f"{name} (optimizer)" for name in mine if name not in set(theirs)]
-    plan.unexpected += [f"{name} (optimizer)" for name in theirs if name not in set(mine)]
-    plan.opened = {name: {} for name in mine}
-    shapes = {name: held.shape for name, held in plan.states.parameters().items()}
-    states: dict[str, Held] = {}
-    for name, state in source.index.names("optimizer").items():
+    mapping.missing += [f"{name} (optimizer)" for name in mine if name not in set(theirs)]
+    mapping.unexpected += [f"{name} (optimizer)" for name in theirs if name not in set(mine)]
+    mapping.optimizer_states = {name: {} for name in mine}
+    shapes = {name: held.shape for name, held in mapping.train_state.parameters().items()}
+    states: dict[str, LocalTensor] = {}
+    for name, state in source.index.tensors_of_kind("optimizer").items():
         parameter, _, key = name.rpartition("/")
-        if parameter in plan.opened:
-            plan.opened[parameter][key] = state.dtype
-            states[f"optimizer/{name}"] = Held(shapes[parameter], state.dtype, state.order)
-    _refuse_unlike(source.path, states, source.tensors)
-    counters = {name: counted for name, counted in saved["counters"].items() if name in plan.opened}
+        if parameter in mapping.optimizer_states:
+            mapping.optimizer_states[parameter][key] = state.dtype
+            states[f"optimizer/{name}"] = LocalTensor(shapes[parameter], state.dtype, state.element_order)
+    _check_shapes_and_dtypes(source.path, states, source.tensors)
+    counters = {name: counted for name, counted in saved["counters"].items() if name in mapping.optimizer_states}
     for parameter, counted in source.decode(counters).items():
-        refuse_counters(f"{source.path}: {parameter}", counted, plan.opened[parameter], shapes[parameter])
-        plan.opened[parameter] |= counted
-    trials = Trials(getattr(optimizer, "inner", optimizer))
-    of_name = {name: group for group in plan.groups or own for name in group.names}
-    for parameter, opened in plan.opened.items():
+        check_scalars(f"{source.path}: {parameter}", counted, mapping.optimizer_states[parameter], shapes[parameter])
+        mapping.optimizer_states[parameter] |= counted
+    trials = OptimizerProbe(getattr(optimizer, "inner", optimizer))
+    of_name = {name: group for group in mapping.param_groups or own for name in group.names}
+    for parameter, opened in mapping.optimizer_states.items():
         if opened:
-            trials.refuse_incomplete(
-                f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], opened
-            )
+            trials.check_state(f"{source.path}: {parameter}", of_name[parameter].options, shapes[parameter], opened)
     if isinstance(optimizer, ShardedOptimizer):
-        refuse_states(plan.opened)
-    plan.loss_scale = saved["loss_scale"]
+        check_shardable_states(mapping.optimizer_states)
+    mapping.loss_scale = saved["loss_scale"]

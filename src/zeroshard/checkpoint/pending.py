@@ -22,7 +22,7 @@ class Save:
 
     def __init__(self, path: Path, done: bool = False) -> None:
         self.path = path
-        self.told = False  # whether somebody has heard how it ended
+        self.has_been_awaited = False  # whether somebody has heard how it ended
         self._error: BaseException | None = None
         self._done = threading.Event()
         if done:
@@ -36,7 +36,7 @@ class Save:
     def wait(self) -> Path:
         """Wait for the end. Raises :class:`CheckpointError` where the checkpoint could not be written."""
         self._done.wait()
-        self.told = True
+        self.has_been_awaited = True
         if self._error is not None:
             raise CheckpointError(str(self._error)) from self._error
         return self.path
@@ -49,24 +49,24 @@ class Save:
             self._error = error
         self._done.set()
 
-    def report(self) -> None:
+    def print_unseen_error(self) -> None:
         """Print what went wrong where nobody has asked."""
-        if self._error is not None and not self.told:
+        if self._error is not None and not self.has_been_awaited:
             print(f"zeroshard: {self._error}", file=sys.stderr)
 
 
-pending: list[Save] = []  # the last asynchronous save of this process
+pending_saves: list[Save] = []  # the last asynchronous save of this process
 
 
-def wait_for_pending() -> None:
+def wait_for_pending_save() -> None:
     """Wait for an asynchronous save of before; raises where it failed."""
-    while pending:
-        handle = pending.pop()
-        if not handle.told:
+    while pending_saves:
+        handle = pending_saves.pop()
+        if not handle.has_been_awaited:
             handle.wait()
 
 
 @atexit.register
-def _report_pending() -> None:
-    for handle in pending:
-        handle.report()
+def _print_unseen_errors() -> None:
+    for handle in pending_saves:
+        handle.print_unseen_error()

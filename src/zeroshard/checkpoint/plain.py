@@ -20,10 +20,10 @@ import torch
 
 from zeroshard.optimizer import ShardedOptimizer
 
-Fetch = Callable[[str], torch.Tensor]
+FetchTensor = Callable[[str], torch.Tensor]
 
 
-def encode(value: Any, tensors: dict[str, torch.Tensor], at: str = "extra") -> Any:
+def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") -> Any:
     """Make JSON of plain data; tensors are put into ``tensors`` under names made from where they are.
 
     >>> tensors = {}
@@ -37,49 +37,49 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], at: str = "extra") -> A
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, tensors, at)
+        return _encode_tensor(value, tensors, path)
     if isinstance(value, (torch.dtype, torch.device)):
         return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, tensors, at)
+        return _encode_mapping(value, tensors, path)
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return _encode_sequence(value, tensors, at)
+        return _encode_sequence(value, tensors, path)
     if isinstance(value, PurePath):
         return str(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        return {"$array": encode(torch.from_numpy(value.copy()), tensors, at), "dtype": str(value.dtype)}
+        return {"$array": encode(torch.from_numpy(value.copy()), tensors, path), "dtype": str(value.dtype)}
     if numpy is not None and isinstance(value, numpy.generic):
-        return encode(value.item(), tensors, at)
+        return encode(value.item(), tensors, path)
     raise TypeError(
-        f"{at} is of type {type(value).__name__}: a checkpoint keeps plain data (None, numbers, strings, bytes, "
+        f"{path} is of type {type(value).__name__}: a checkpoint keeps plain data (None, numbers, strings, bytes, "
         "tensors, arrays, lists, tuples, sets, dicts) and objects with state_dict(); give it as one of these"
     )
 
 
-def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], at: str) -> Any:
+def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> Any:
     if value.dim() == 0 and not value.is_complex() and value.dtype not in (torch.float64, torch.bool):
         number = value.item()
         if isinstance(number, int) or math.isfinite(number):
             return {"$scalar": number, "dtype": str(value.dtype).removeprefix("torch.")}
-    while at in tensors:  # keys may read alike: {"a.b": …} and {"a": {"b": …}}
-        at += "'"
-    tensors[at] = value.detach()
-    return {"$tensor": at}
+    while path in tensors:  # keys may read alike: {"a.b": …} and {"a": {"b": …}}
+        path += "'"
+    tensors[path] = value.detach()
+    return {"$tensor": path}
 
 
-def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], at: str) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:
     counts = isinstance(value, Counter)
     if not counts and all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return {key: encode(item, tensors, f"{at}.{key}") for key, item in value.items()}
-    pairs = [[encode(k, tensors, f"{at}'s key"), encode(v, tensors, f"{at}[{k!r}]")] for k, v in value.items()]
+        return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
+    pairs = [[encode(k, tensors, f"{path}'s key"), encode(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
     return {"$counter" if counts else "$items": pairs}
 
 
-def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], at: str) -> Any:
-    items = [encode(item, tensors, f"{at}[{number}]") for number, item in enumerate(value)]
+def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    items = [encode(item, tensors, f"{path}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, list):
         return items
     if isinstance(value, torch.Size):
@@ -89,7 +89,7 @@ def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], at: str) -> A
     return {"$tuple" if isinstance(value, tuple) else "$set": items}
 
 
-def decode(value: Any, fetch: Fetch, at: str = "extra") -> Any:
+def decode(value: Any, fetch: FetchTensor, path: str = "extra") -> Any:
     """Make plain data of JSON again; ``fetch`` gives the tensors by name.
 
     Raises ValueError, which names the place, for what :func:`encode` does not write.
@@ -102,57 +102,59 @@ def decode(value: Any, fetch: Fetch, at: str = "extra") -> Any:
     ValueError: extra.d: $dtype is 'load', expected the name of a torch dtype (torch.load is no dtype)
     """
     if isinstance(value, list):
-        return [decode(item, fetch, f"{at}[{number}]") for number, item in enumerate(value)]
+        return [decode(item, fetch, f"{path}[{number}]") for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     mark = next(iter(value), "")
     if not any(key.startswith("$") for key in value):
-        return {key: decode(item, fetch, f"{at}.{key}") for key, item in value.items()}
+        return {key: decode(item, fetch, f"{path}.{key}") for key, item in value.items()}
     if set(value) != {mark, *(("dtype",) if mark in ("$scalar", "$array") else ())}:
-        raise ValueError(f"{at}: an object has the keys {shown(list(value))}, expected one key that begins with $")
+        raise ValueError(
+            f"{path}: an object has the keys {truncated_repr(list(value))}, expected one key that begins with $"
+        )
     if mark == "$tensor" and isinstance(value[mark], str):
         return fetch(value[mark])
     if mark not in _DECODERS:
-        raise ValueError(f"{at}: {shown(mark)} is not a mark of this version: it was saved by a newer one")
+        raise ValueError(f"{path}: {truncated_repr(mark)} is not a mark of this version: it was saved by a newer one")
     expected, make = _DECODERS[mark]
     content = value[mark]
     try:
         if mark in ("$scalar", "$array"):
-            return make((decode(content, fetch, at), value["dtype"]))
-        return make(decode(content, fetch, at))
-    except _Unfit as error:
-        raise ValueError(f"{at}: {mark} is {shown(content)}, expected {expected}{error}") from error
+            return make((decode(content, fetch, path), value["dtype"]))
+        return make(decode(content, fetch, path))
+    except _ContentError as error:
+        raise ValueError(f"{path}: {mark} is {truncated_repr(content)}, expected {expected}{error}") from error
 
 
-class _Unfit(Exception):
+class _ContentError(Exception):
     """Content that does not fit its mark; what else there is to say."""
 
 
-def shown(value: Any, most: int = 60) -> str:
+def truncated_repr(value: Any, max_chars: int = 60) -> str:
     """A value for an error message, cut where it is long.
 
-    >>> shown("abc" * 100, 8)
+    >>> truncated_repr("abc" * 100, 8)
     "'abcabca…"
     """
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}…"
+    return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 
 
-def _decoder(wanted: Callable[[Any], bool], make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _checked_decoder(wanted: Callable[[Any], bool], make: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Make something of content that is ``wanted``, and refuse all other."""
 
     def decoded(content: Any) -> Any:
         try:
             if not wanted(content):
-                raise _Unfit
+                raise _ContentError
             return make(content)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise _Unfit(f" ({error})") from error
+            raise _ContentError(f" ({error})") from error
 
     return decoded
 
 
-def dtype_named(name: Any) -> torch.dtype:
+def parse_dtype(name: Any) -> torch.dtype:
     """The dtype that torch has under a name; raises ValueError where it has none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
@@ -160,20 +162,20 @@ def dtype_named(name: Any) -> torch.dtype:
     return dtype
 
 
-def _scalar(pair: tuple[Any, Any]) -> torch.Tensor:
-    number, dtype = pair[0], dtype_named(pair[1])
+def _decode_scalar(pair: tuple[Any, Any]) -> torch.Tensor:
+    number, dtype = pair[0], parse_dtype(pair[1])
     if isinstance(number, float) and not dtype.is_floating_point:
         raise ValueError(f"{number} is no {dtype}")
     return torch.tensor(number, dtype=dtype)
 
 
-def _array(pair: tuple[torch.Tensor, Any]) -> Any:
+def _decode_array(pair: tuple[torch.Tensor, Any]) -> Any:
     tensor, name = pair
     import numpy
 
     dtype = numpy.dtype(name)
     if dtype.kind not in "biufc":
-        raise ValueError(f"arrays of {shown(name)} are not kept")
+        raise ValueError(f"arrays of {truncated_repr(name)} are not kept")
     if tensor.is_meta:  # its values are not wanted now
         return tensor
     return tensor.numpy().astype(dtype, copy=False)
@@ -196,25 +198,28 @@ def _are_sizes(content: Any) -> bool:
 
 
 _DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # what is expected, and how it is made
-    "$tensor": ("the name of a tensor", _decoder(_is_text, str)),
-    "$scalar": ("a number of its dtype", _decoder(lambda pair: isinstance(pair[0], (int, float)), _scalar)),
+    "$tensor": ("the name of a tensor", _checked_decoder(_is_text, str)),
+    "$scalar": (
+        "a number of its dtype",
+        _checked_decoder(lambda pair: isinstance(pair[0], (int, float)), _decode_scalar),
+    ),
     "$array": (
         "a tensor, and a dtype of numbers that NumPy has",
-        _decoder(lambda pair: isinstance(pair[0], torch.Tensor) and isinstance(pair[1], str), _array),
+        _checked_decoder(lambda pair: isinstance(pair[0], torch.Tensor) and isinstance(pair[1], str), _decode_array),
     ),
-    "$float": ("'inf', '-inf' or 'nan'", _decoder(lambda content: content in ("inf", "-inf", "nan"), float)),
-    "$bytes": ("base64", _decoder(_is_text, lambda content: base64.b64decode(content, validate=True))),
-    "$dtype": ("the name of a torch dtype", _decoder(_is_text, dtype_named)),
-    "$device": ("a device", _decoder(_is_text, torch.device)),
-    "$tuple": ("a list", _decoder(_is_list, tuple)),
-    "$set": ("a list of keys", _decoder(_is_list, set)),
-    "$size": ("a list of sizes", _decoder(_are_sizes, torch.Size)),
-    "$items": ("a list of pairs", _decoder(_are_pairs, dict)),
-    "$counter": ("a list of pairs", _decoder(_are_pairs, lambda pairs: Counter(dict(pairs)))),
+    "$float": ("'inf', '-inf' or 'nan'", _checked_decoder(lambda content: content in ("inf", "-inf", "nan"), float)),
+    "$bytes": ("base64", _checked_decoder(_is_text, lambda content: base64.b64decode(content, validate=True))),
+    "$dtype": ("the name of a torch dtype", _checked_decoder(_is_text, parse_dtype)),
+    "$device": ("a device", _checked_decoder(_is_text, torch.device)),
+    "$tuple": ("a list", _checked_decoder(_is_list, tuple)),
+    "$set": ("a list of keys", _checked_decoder(_is_list, set)),
+    "$size": ("a list of sizes", _checked_decoder(_are_sizes, torch.Size)),
+    "$items": ("a list of pairs", _checked_decoder(_are_pairs, dict)),
+    "$counter": ("a list of pairs", _checked_decoder(_are_pairs, lambda pairs: Counter(dict(pairs)))),
 }
 
 
-def state_of(value: Any) -> Any:
+def state_dict_of(value: Any) -> Any:
     """What an object that keeps a state gives of it (a scheduler, a data loader, a generator); plain data as it is."""
     if isinstance(value, ShardedOptimizer) or "_zeroshard" in getattr(value, "__dict__", {}):
         raise TypeError(f"a sharded {type(value).__name__} is no extra data: save it by a call of its own")
@@ -223,12 +228,12 @@ def state_of(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if type(value) in (dict, OrderedDict):
-        return {key: state_of(item) for key, item in value.items()}
-    return [state_of(item) for item in value] if type(value) is list else value
+        return {key: state_dict_of(item) for key, item in value.items()}
+    return [state_dict_of(item) for item in value] if type(value) is list else value
 
 
-def give_state(value: Any, state: Any, at: str = "extra") -> None:
-    """Give objects that keep a state, anywhere in ``value``, what :func:`state_of` had of them."""
+def load_into(value: Any, state: Any, path: str = "extra") -> None:
+    """Give objects that keep a state, anywhere in ``value``, what :func:`state_dict_of` had of them."""
     if callable(load := getattr(value, "load_state_dict", None)):
         load(state)
     elif isinstance(value, torch.Generator):
@@ -236,8 +241,8 @@ def give_state(value: Any, state: Any, at: str = "extra") -> None:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if key not in state:
-                raise KeyError(f"the checkpoint has no {at}[{key!r}], it has {list(state)}")
-            give_state(item, state[key], f"{at}[{key!r}]")
+                raise KeyError(f"the checkpoint has no {path}[{key!r}], it has {list(state)}")
+            load_into(item, state[key], f"{path}[{key!r}]")
     elif isinstance(value, list):
         for number, (item, one) in enumerate(zip(value, state, strict=True)):
-            give_state(item, one, f"{at}[{number}]")
+            load_into(item, one, f"{path}[{number}]")

@@ -20,29 +20,29 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zeroshard.checkpoint.blocks import BLOCK, BlockReader, Workers
-from zeroshard.checkpoint.chunks import Chunks, Turned
-from zeroshard.checkpoint.index import Index, Saved
+from zeroshard.checkpoint.blocks import BLOCK_BYTES, BlockReader, CheckpointWorkers
+from zeroshard.checkpoint.chunks import FlatShards, ReorderedTensor
+from zeroshard.checkpoint.index import CheckpointIndex, TensorEntry
 
 
-class LoadPlans(DefaultLoadPlanner):
+class SafetensorsLoadPlanner(DefaultLoadPlanner):
     """Plans a load, and tells tensors that are read whole when they are there."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def target(self, item: ReadItem) -> Chunks:
+    def dest_tensor(self, item: ReadItem) -> FlatShards:
         """The tensor that an item belongs to."""
-        chunks: Chunks = self.state_dict[item.dest_index.fqn]
+        chunks: FlatShards = self.state_dict[item.dest_index.fqn]
         return chunks
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Some elements have been loaded."""
-        self.target(read_item).arrived(read_item.lengths[0])
+        self.dest_tensor(read_item).on_elements_read(read_item.lengths[0])
 
 
 @dataclass
-class Read:
+class FileRange:
     """Bytes of a file, and where their elements are wanted."""
 
     start: int
@@ -50,34 +50,34 @@ class Read:
     dtype: torch.dtype
     target: torch.Tensor
 
-    def take(self, first: int, block: torch.Tensor) -> None:
+    def copy_from_block(self, block_start: int, block: torch.Tensor) -> None:
         """Take what there is of it in a block that begins at byte ``first``; a copy changes dtype and device."""
-        start, end = max(self.start, first), min(self.end, first + block.numel())
+        start, end = max(self.start, block_start), min(self.end, block_start + block.numel())
         size = self.dtype.itemsize
         to = self.target[(start - self.start) // size : (end - self.start) // size]
-        to.copy_(block[start - first : end - first].view(self.dtype))
+        to.copy_(block[start - block_start : end - block_start].view(self.dtype))
 
 
-def deliver(file: BlockReader, reads: Iterable[Read], workers: Workers) -> None:
+def read_ranges(file: BlockReader, ranges: Iterable[FileRange], workers: CheckpointWorkers) -> None:
     """Read parts of a file, each block once."""
-    wanted = sorted(reads, key=lambda read: read.start)
-    numbers = sorted({n for read in wanted for n in range(read.start // BLOCK, -(-read.end // BLOCK))})
+    wanted = sorted(ranges, key=lambda read: read.start)
+    numbers = sorted({n for read in wanted for n in range(read.start // BLOCK_BYTES, -(-read.end // BLOCK_BYTES))})
     done = 0
-    for first, block in file.blocks(numbers, workers):
+    for first, block in file.iter_blocks(numbers, workers):
         end = first + block.numel()
         at = done
         while at < len(wanted) and wanted[at].start < end:
             if wanted[at].end > first:
-                wanted[at].take(first, block)
+                wanted[at].copy_from_block(first, block)
             at += 1
         while done < len(wanted) and wanted[done].end <= end:
             done += 1
 
 
-class TensorReader(StorageReader):
+class TensorStorageReader(StorageReader):
     """What reading has in common, whatever the files are."""
 
-    def __init__(self, tensors: Mapping[str, Saved]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         super().__init__()
         self._tensors = tensors
         self.aliases: dict[str, str] = {}  # tensors that are wanted under another name than they were saved with
@@ -93,7 +93,7 @@ class TensorReader(StorageReader):
                 fqn: TensorStorageMetadata(
                     TensorProperties(dtype=saved.dtype),
                     torch.Size([saved.numel]),
-                    [ChunkStorageMetadata(torch.Size([s.start]), torch.Size([s.numel])) for s in saved.stretches],
+                    [ChunkStorageMetadata(torch.Size([s.start]), torch.Size([s.numel])) for s in saved.shards],
                 )
                 for fqn, saved in wanted.items()
             }
@@ -112,13 +112,13 @@ class TensorReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank needs."""
-        assert isinstance(planner, LoadPlans)
-        self.read(plan.items, planner)
+        assert isinstance(planner, SafetensorsLoadPlanner)
+        self.read_items(plan.items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def read(self, items: Sequence[ReadItem], planner: LoadPlans) -> None:
+    def read_items(self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner) -> None:
         """Fill the places of some items."""
         raise NotImplementedError
 
@@ -132,36 +132,38 @@ class TensorReader(StorageReader):
         return True
 
 
-class Reader(TensorReader):
+class SafetensorsStorageReader(TensorStorageReader):
     """Reads a checkpoint's stretches."""
 
-    def __init__(self, directory: Path, index: Index) -> None:
+    def __init__(self, directory: Path, index: CheckpointIndex) -> None:
         super().__init__(index.tensors)
         self._directory, self._files = directory, index.files
-        self._homes = {(fqn, s.start): s for fqn, saved in index.tensors.items() for s in saved.stretches}
+        self._shard_entries = {(fqn, s.start): s for fqn, saved in index.tensors.items() for s in saved.shards}
 
-    def read(self, items: Sequence[ReadItem], planner: LoadPlans) -> None:
+    def read_items(self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner) -> None:
         """Read tensors to be turned one by one, then all others file by file."""
         turned: dict[str, list[ReadItem]] = {}
         others: list[ReadItem] = []
         for item in items:
-            whole = isinstance(planner.target(item), Turned)
+            whole = isinstance(planner.dest_tensor(item), ReorderedTensor)
             (turned.setdefault(item.dest_index.fqn, []) if whole else others).append(item)
-        with Workers(2) as workers:
+        with CheckpointWorkers(2) as workers:
             for batch in (*turned.values(), others):
-                self._read(batch, planner, workers)
+                self._read_batch(batch, planner, workers)
 
-    def _read(self, items: Sequence[ReadItem], planner: LoadPlans, workers: Workers) -> None:
-        files: dict[int, list[Read]] = {}
+    def _read_batch(
+        self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner, workers: CheckpointWorkers
+    ) -> None:
+        files: dict[int, list[FileRange]] = {}
         for item in items:
             name, at = self.saved_name(item), item.storage_index.offset
-            stretch, dtype = self._homes[name, at[0] if at is not None else 0], self._tensors[name].dtype
-            start = stretch.offset + item.storage_offsets[0] * dtype.itemsize
+            stretch, dtype = self._shard_entries[name, at[0] if at is not None else 0], self._tensors[name].dtype
+            start = stretch.byte_offset + item.storage_offsets[0] * dtype.itemsize
             end = start + item.lengths[0] * dtype.itemsize
-            files.setdefault(stretch.file, []).append(Read(start, end, dtype, planner.resolve_tensor(item)))
+            files.setdefault(stretch.file_number, []).append(FileRange(start, end, dtype, planner.resolve_tensor(item)))
         for number, reads in sorted(files.items()):
             record = self._files[number]
             with BlockReader(self._directory / record.name, record) as file:
-                deliver(file, reads, workers)
+                read_ranges(file, reads, workers)
         for item in items:
             planner.commit_tensor(item, planner.resolve_tensor(item))

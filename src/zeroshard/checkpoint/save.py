@@ -16,20 +16,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
 import zeroshard
-from zeroshard.checkpoint.blocks import FileRecord, Workers
-from zeroshard.checkpoint.chunks import Chunks
-from zeroshard.checkpoint.contribution import Contribution, collect
+from zeroshard.checkpoint.blocks import CheckpointWorkers, FileRecord
+from zeroshard.checkpoint.chunks import FlatShards
+from zeroshard.checkpoint.contribution import RankPayload, collect_payload
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.history import point_latest, prune, sweep
-from zeroshard.checkpoint.index import Index, Saved, Stretch, files_of
-from zeroshard.checkpoint.meeting import Meeting
-from zeroshard.checkpoint.pending import Save, pending, wait_for_pending
-from zeroshard.checkpoint.snapshot import Snapshot, Stage
-from zeroshard.checkpoint.states import engine_of, unwrapped
-from zeroshard.checkpoint.writer import SavePlans, Writer
+from zeroshard.checkpoint.history import prune, remove_stale_files, update_latest
+from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry, data_file_names
+from zeroshard.checkpoint.meeting import CheckpointGroup
+from zeroshard.checkpoint.pending import Save, pending_saves, wait_for_pending_save
+from zeroshard.checkpoint.snapshot import HostStaging, Snapshot
+from zeroshard.checkpoint.states import engine_of, unwrap_compiled
+from zeroshard.checkpoint.writer import SafetensorsSavePlanner, SafetensorsStorageWriter
 from zeroshard.engine.engine import Engine
 
-_stages = Stage(), Stage()  # for what is copied at once, and later
+_staging_buffers = HostStaging(), HostStaging()  # for what is copied at once, and later
 
 
 def save(
@@ -74,19 +74,19 @@ def save(
     if not weights and optimizer is None:
         raise ValueError("weights=False saves the optimizer's states alone, and no optimizer was given")
     directory = Path(path).absolute()
-    model = unwrapped(model)
+    model = unwrap_compiled(model)
     engine = engine_of(model)
-    wait_for_pending()
-    meeting = Meeting.call(engine, "save")
-    workers = Workers(2)  # now: none can be started when the interpreter is ending
+    wait_for_pending_save()
+    meeting = CheckpointGroup.open(engine, "save")
+    workers = CheckpointWorkers(2)  # now: none can be started when the interpreter is ending
 
-    def prepare() -> tuple[Contribution, Snapshot | None]:
+    def prepare() -> tuple[RankPayload, Snapshot | None]:
         if engine is not None:
-            _refuse_unfit(engine)
-        contents = collect(model, optimizer, extra, rank_extra, weights, frozen, meeting)
+            _check_can_save(engine)
+        contents = collect_payload(model, optimizer, extra, rank_extra, weights, frozen, meeting)
         if wait:
             return contents, None
-        snapshot = Snapshot(contents.tensors, _stages, workers)
+        snapshot = Snapshot(contents.tensors, _staging_buffers, workers)
         if engine is None:  # whose next step nobody would hold
             snapshot.finish()
         return replace(contents, tensors=snapshot.tensors), snapshot
@@ -95,13 +95,13 @@ def save(
         try:
             with workers:
                 before = snapshot.finish if snapshot is not None else lambda: None
-                _write(directory, contents, meeting, workers, before, keep)
+                _write_checkpoint(directory, contents, meeting, workers, before, keep)
         finally:
             if snapshot is not None:
-                snapshot.let_go()
+                snapshot.release_waiters()
 
     try:
-        contents, snapshot = meeting.together(f"{directory} cannot be saved", prepare)
+        contents, snapshot = meeting.run_on_all(f"{directory} cannot be saved", prepare)
     except BaseException:
         workers.close()
         raise
@@ -109,91 +109,95 @@ def save(
         write()
         return Save(directory, done=True)
     if engine is not None:
-        engine.states.readers.append(snapshot.settle)
+        engine.state_guard.pending_reads.append(snapshot.wait_for_copies)
     handle = Save(directory)
-    pending.append(handle)
+    pending_saves.append(handle)
     threading.Thread(target=handle.run, args=(write,), name=f"save {directory.name}").start()
     return handle
 
 
-def _refuse_unfit(engine: Engine) -> None:
-    for why in engine.states.spoilt.values():
+def _check_can_save(engine: Engine) -> None:
+    for why in engine.state_guard.invalid_states.values():
         raise CheckpointError(why)
-    if engine.running:
+    if engine.is_running:
         raise CheckpointError("a forward or backward is under way: save between steps")
-    if engine.backwards and engine.gradients.exist:
+    if engine.backward_count and engine.gradients.has_used_params:
         raise CheckpointError(
-            f"{engine.backwards} backwards have been summed since the last step, and a checkpoint holds no gradients: "
+            f"{engine.backward_count} backwards have been summed since the last step, and a checkpoint holds "
+            "no gradients: "
             "save after optimizer.step(), or drop them with optimizer.zero_grad()"
         )
 
 
-def _write(
+def _write_checkpoint(
     directory: Path,
-    contents: Contribution,
-    meeting: Meeting,
-    workers: Workers,
-    before: Callable[[], None],
+    payload: RankPayload,
+    checkpoint_group: CheckpointGroup,
+    workers: CheckpointWorkers,
+    before_write: Callable[[], None],
     keep: int | None,
 ) -> None:
     """Write this rank's part, ``before`` which its values have to be there, and make a checkpoint of all parts."""
     lines = {
-        fqn: Chunks(torch.Size(held.shape).numel(), held.dtype, held.parts) for fqn, held in contents.tensors.items()
+        fqn: FlatShards(torch.Size(held.shape).numel(), held.dtype, held.shards)
+        for fqn, held in payload.tensors.items()
     }
-    plain_order = {fqn: held.shape for fqn, held in contents.tensors.items() if held.order.plain}
+    plain_order = {fqn: held.shape for fqn, held in payload.tensors.items() if held.element_order.is_row_major}
     described = {  # by the rank that holds some of it; the first knows every parameter, also the empty ones
-        fqn: (held.shape, held.dtype, held.order)
-        for fqn, held in contents.tensors.items()
-        if held.parts or meeting.rank == 0
+        fqn: (held.shape, held.dtype, held.element_order)
+        for fqn, held in payload.tensors.items()
+        if held.shards or checkpoint_group.rank == 0
     }
-    planner = SavePlans((described, contents.counters, contents.own), plain_order)
+    planner = SafetensorsSavePlanner((described, payload.optimizer_scalars, payload.rank_data), plain_order)
 
-    def commit(files: list[FileRecord], stretches: dict[str, list[Stretch]], own: list[Any]) -> None:
-        _commit(directory, contents, files, stretches, own)
+    def commit(files: list[FileRecord], stretches: dict[str, list[ShardEntry]], own: list[Any]) -> None:
+        _commit(directory, payload, files, stretches, own)
         if keep is not None:
             prune(directory.parent, keep, directory)
 
-    writer = Writer(directory, planner, workers, before, commit)
+    writer = SafetensorsStorageWriter(directory, planner, workers, before_write, commit)
     try:
         save_chunks(
             lines,
             storage_writer=writer,
             planner=planner,
-            process_group=meeting.group,
-            no_dist=meeting.group is None,
+            process_group=checkpoint_group.process_group,
+            no_dist=checkpoint_group.process_group is None,
         )
     except CheckpointException as error:
-        _remove(writer.written)
+        _remove_written_files(writer.written_paths)
         for failure, _ in error.failures.values():
             if isinstance(failure, KeyboardInterrupt):
                 raise failure from error
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        told = CheckpointError.of_ranks(failures, meeting.size)
+        told = CheckpointError.from_rank_failures(failures, checkpoint_group.size)
         raise CheckpointError(f"the save of {directory} failed: {told}") from error
     except RuntimeError as error:
         raise CheckpointError(f"the save of {directory} failed, as another rank is gone: {error}") from error
     finally:
-        writer.release()
+        writer.release_lock()
         for line in lines.values():
-            line.let_go()
+            line.release()
 
 
-def _remove(written: list[Path]) -> None:
+def _remove_written_files(written_paths: list[Path]) -> None:
     """Make room again after all ranks have heard that the save failed.
 
     A rank that only lost the others cannot know: its files may be part of a whole checkpoint.
     """
-    for path in written:
-        if path.name not in files_of(path.parent):  # the first rank failed after it had made a checkpoint of them
+    for path in written_paths:
+        if path.name not in data_file_names(
+            path.parent
+        ):  # the first rank failed after it had made a checkpoint of them
             path.unlink(missing_ok=True)
 
 
 def _commit(
     directory: Path,
-    contents: Contribution,
+    payload: RankPayload,
     files: list[FileRecord],
-    stretches: dict[str, list[Stretch]],
-    own: list[Any],
+    shards: dict[str, list[ShardEntry]],
+    all_planner_data: list[Any],
 ) -> None:
     """On the first rank, when all have written: see [Note: complete or absent]."""
     for record in files:
@@ -203,9 +207,9 @@ def _commit(
                 f"{found} was written by another rank and is not seen whole from the first: a checkpoint's directory "
                 "has to be on storage that all ranks share"
             )
-    tensors: dict[str, Saved] = {}
+    tensors: dict[str, TensorEntry] = {}
     counters: dict[str, Any] = {}
-    for described, counted, _ in own:
+    for described, counted, _ in all_planner_data:
         for name, one in counted.items():
             if counters.setdefault(name, one) != one and "$tensor" not in str(one):
                 raise CheckpointError(
@@ -214,19 +218,19 @@ def _commit(
                 )
         for fqn, (shape, dtype, order) in described.items():
             if fqn not in tensors:
-                tensors[fqn] = Saved(shape, dtype, order, sorted(stretches.get(fqn, []), key=lambda s: s.start))
+                tensors[fqn] = TensorEntry(shape, dtype, order, sorted(shards.get(fqn, []), key=lambda s: s.start))
     for fqn, saved in tensors.items():
-        saved.refuse_gaps(directory, fqn)
-    optimizer = contents.index["optimizer"]
-    index = Index(
+        saved.check_complete(directory, fqn)
+    optimizer = payload.index_fields["optimizer"]
+    index = CheckpointIndex(
         files=files,
         tensors=tensors,
-        ranks=len(own),
+        ranks=len(all_planner_data),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zeroshard": zeroshard.__version__, "torch": torch.__version__},
-        own=[data for _, _, data in own],
-        **{**contents.index, "optimizer": optimizer and {**optimizer, "counters": counters}},
+        own=[data for _, _, data in all_planner_data],
+        **{**payload.index_fields, "optimizer": optimizer and {**optimizer, "counters": counters}},
     )
     index.write(directory)
-    point_latest(directory)
-    sweep(directory, {record.name for record in files})
+    update_latest(directory)
+    remove_stale_files(directory, {record.name for record in files})

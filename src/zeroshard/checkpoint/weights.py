@@ -15,7 +15,7 @@ import torch
 from zeroshard.checkpoint.whole import is_file_name, read_json
 
 # safetensors' names of dtypes
-DTYPES = {
+DTYPE_NAMES = {
     torch.complex64: "C64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,12 +33,12 @@ DTYPES = {
     torch.uint16: "U16",
     torch.bool: "BOOL",
 }
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+SAFETENSORS_INDEX_FILE = "model.safetensors.index.json"
+SAFETENSORS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """A tensor that is to be written."""
 
     name: str
@@ -51,10 +51,12 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-Fetch = Callable[[str], torch.Tensor]
+FetchTensor = Callable[[str], torch.Tensor]
 
 
-def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metadata: Mapping[str, str]) -> None:
+def write_safetensors(
+    path: Path | None, entries: Sequence[TensorInfo], fetch: FetchTensor, metadata: Mapping[str, str]
+) -> None:
     """Write one safetensors file with never more than one tensor in memory.
 
     ``fetch`` is asked for each tensor in turn, those of the largest elements first, so that all are aligned; where it
@@ -63,8 +65,8 @@ def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metada
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.safetensors"
-    >>> write_file(path, [Entry("w", torch.float32, (2,))], lambda name: torch.ones(2), {})
-    >>> with Weights(path) as weights:
+    >>> write_safetensors(path, [TensorInfo("w", torch.float32, (2,))], lambda name: torch.ones(2), {})
+    >>> with SafetensorsWeights(path) as weights:
     ...     weights["w"]
     tensor([1., 1.])
     """
@@ -75,70 +77,74 @@ def write_file(path: Path | None, entries: Sequence[Entry], fetch: Fetch, metada
         return
     partial = path.with_name(path.name + ".partial")
     with open(partial, "wb") as file:
-        file.write(header(entries, metadata))
+        file.write(build_header(entries, metadata))
         for entry in entries:
             tensor = fetch(entry.name).detach().to(device="cpu", dtype=entry.dtype).contiguous()
             if tuple(tensor.shape) != entry.shape:
                 raise ValueError(f"{entry.name!r} has shape {tuple(tensor.shape)}, announced as {entry.shape}")
-            file.write(bytes_of(tensor))
+            file.write(as_memoryview(tensor))
             del tensor  # before the next is fetched
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
 
 
-def write_directory(
-    directory: Path | None, entries: Sequence[Entry], fetch: Fetch, metadata: Mapping[str, str], limit: float = 5e9
+def write_safetensors_directory(
+    directory: Path | None,
+    entries: Sequence[TensorInfo],
+    fetch: FetchTensor,
+    metadata: Mapping[str, str],
+    max_shard_bytes: float = 5e9,
 ) -> None:
     """Write tensors as Hugging Face does: one file, or several of at most ``limit`` bytes and an index."""
-    files: list[list[Entry]] = [[]]
+    files: list[list[TensorInfo]] = [[]]
     filled = 0
     for entry in entries:
-        if files[-1] and filled + entry.nbytes > limit:
+        if files[-1] and filled + entry.nbytes > max_shard_bytes:
             files.append([])
             filled = 0
         files[-1].append(entry)
         filled += entry.nbytes
     if len(files) == 1:
-        write_file(directory and directory / SINGLE, entries, fetch, metadata)
+        write_safetensors(directory and directory / SAFETENSORS_FILE, entries, fetch, metadata)
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for name, members in zip(names, files, strict=True):
-        write_file(directory and directory / name, members, fetch, metadata)
+        write_safetensors(directory and directory / name, members, fetch, metadata)
     if directory is not None:
         homes = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": homes}
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
+        (directory / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def build_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """The format's beginning: the length of a JSON text, and the text, which says where each tensor lies."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for entry in entries:
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in DTYPE_NAMES:
             raise ValueError(f"{entry.name!r} is {entry.dtype}, which safetensors files cannot hold: cast it")
         if entry.name in table:
             raise ValueError(f"{entry.name!r} is written twice: give each tensor a name of its own")
         place = [at, at + entry.nbytes]
-        table[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        table[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
         at += entry.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def as_memoryview(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which has to outlive the result.
 
     >>> tensor = torch.ones(2, dtype=torch.uint8)
-    >>> bytes_of(tensor).tobytes()
+    >>> as_memoryview(tensor).tobytes()
     b'\\x01\\x01'
     """
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-class Weights(Mapping[str, torch.Tensor]):
+class SafetensorsWeights(Mapping[str, torch.Tensor]):
     """The tensors of a safetensors file, or of a directory of them with an index.
 
     A tensor is a view of the file, read from disk where it is touched: holding all of them takes no memory.
@@ -146,14 +152,16 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._files: dict[Path, Any] = {}
-        self._homes: dict[str, Path] = {}
-        if path.is_dir() and (path / INDEX).is_file():
-            self._homes = {name: path / file for name, file in _weight_map(path / INDEX).items()}
+        self._file_by_tensor: dict[str, Path] = {}
+        if path.is_dir() and (path / SAFETENSORS_INDEX_FILE).is_file():
+            self._file_by_tensor = {
+                name: path / file for name, file in _weight_map(path / SAFETENSORS_INDEX_FILE).items()
+            }
         else:
-            file = path / SINGLE if path.is_dir() else path
-            self._homes = dict.fromkeys(self._open(file).keys(), file)
+            file = path / SAFETENSORS_FILE if path.is_dir() else path
+            self._file_by_tensor = dict.fromkeys(self._open_file(file).keys(), file)
 
-    def _open(self, path: Path) -> Any:
+    def _open_file(self, path: Path) -> Any:
         if path not in self._files:
             try:
                 from safetensors import SafetensorError, safe_open
@@ -168,8 +176,8 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._files[path]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        path = self._homes[name]
-        file = self._open(path)
+        path = self._file_by_tensor[name]
+        file = self._open_file(path)
         try:
             tensor: torch.Tensor = file.get_tensor(name)
         except Exception as error:  # SafetensorError, and what torch says of dtypes it has not
@@ -177,12 +185,12 @@ class Weights(Mapping[str, torch.Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
+        return iter(self._file_by_tensor)
 
     def __len__(self) -> int:
-        return len(self._homes)
+        return len(self._file_by_tensor)
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> SafetensorsWeights:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: Path, data: bytes, writer: str = "") -> None:
+def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
     """Write a file so that its name means the old content or all of the new, whatever happens meanwhile.
 
     Several may write it at once if each says who it is, as ``writer``.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "note"
-    >>> write_whole(path, b"all of it")
+    >>> write_atomic(path, b"all of it")
     >>> path.read_bytes()
     b'all of it'
     """
@@ -26,13 +26,13 @@ def write_whole(path: Path, data: bytes, writer: str = "") -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync_directory(path.parent)
+        fsync_directory(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
-def sync_directory(directory: Path) -> None:
+def fsync_directory(directory: Path) -> None:
     """Make new names in a directory outlive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -23,55 +23,60 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zeroshard.checkpoint.blocks import BlockWriter, FileRecord, Workers
+from zeroshard.checkpoint.blocks import BlockWriter, CheckpointWorkers, FileRecord
 from zeroshard.checkpoint.history import SaveLock
-from zeroshard.checkpoint.index import Stretch
-from zeroshard.checkpoint.weights import Entry, header
+from zeroshard.checkpoint.index import ShardEntry
+from zeroshard.checkpoint.weights import TensorInfo, build_header
 
-Commit = Callable[[list[FileRecord], dict[str, list[Stretch]], list[Any]], None]
+CommitCallback = Callable[[list[FileRecord], dict[str, list[ShardEntry]], list[Any]], None]
 
 
-class SavePlans(DefaultSavePlanner):
+class SafetensorsSavePlanner(DefaultSavePlanner):
     """Plans a save, and collects what each rank says besides."""
 
-    def __init__(self, own: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, planner_data: Any, row_major_shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._own = own
-        self._shapes = shapes  # of the tensors whose line is in the order of their dimensions
-        self.all_own: list[Any] = []  # on the coordinator, once planned
+        self._planner_data = planner_data
+        self._row_major_shapes = row_major_shapes  # of the tensors whose line is in the order of their dimensions
+        self.all_planner_data: list[Any] = []  # on the coordinator, once planned
 
     def create_local_plan(self) -> SavePlan:
         """What this rank could write."""
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        self.plan = replace(plan, planner_data=self._own)
+        self.plan = replace(plan, planner_data=self._planner_data)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """What each rank writes."""
-        self.all_own = [plan.planner_data for plan in all_plans]
+        self.all_planner_data = [plan.planner_data for plan in all_plans]
         return super().create_global_plan([replace(plan, planner_data=None) for plan in all_plans])
 
-    def entry(self, item: WriteItem) -> Entry:
+    def tensor_info(self, item: WriteItem) -> TensorInfo:
         """How a stretch is written: see [Note: a checkpoint's files]."""
         data, name = item.tensor_data, item.index.fqn.partition("/")[2]
         if data is None:
             raise TypeError(f"{item.index.fqn!r} is no tensor")
         start, numel = data.chunk.offsets[0], data.chunk.sizes[0]
-        if numel == data.size[0] and item.index.fqn in self._shapes:
-            return Entry(name, data.properties.dtype, self._shapes[item.index.fqn])
-        return Entry(f"{name}[{start}:{start + numel}]", data.properties.dtype, (numel,))
+        if numel == data.size[0] and item.index.fqn in self._row_major_shapes:
+            return TensorInfo(name, data.properties.dtype, self._row_major_shapes[item.index.fqn])
+        return TensorInfo(f"{name}[{start}:{start + numel}]", data.properties.dtype, (numel,))
 
 
-class Writer(StorageWriter):
+class SafetensorsStorageWriter(StorageWriter):
     """Writes this rank's files; on the coordinator ``commit`` then makes a checkpoint of all ranks' files."""
 
     def __init__(
-        self, directory: Path, planner: SavePlans, workers: Workers, before: Callable[[], None], commit: Commit
+        self,
+        directory: Path,
+        planner: SafetensorsSavePlanner,
+        workers: CheckpointWorkers,
+        before_write: Callable[[], None],
+        commit: CommitCallback,
     ) -> None:
         super().__init__()
         self._directory, self._planner, self._workers = directory, planner, workers
-        self._before, self._commit = before, commit
-        self.written: list[Path] = []
+        self._before_write, self._commit = before_write, commit
+        self.written_paths: list[Path] = []
         self._lock: SaveLock | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -79,12 +84,12 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the directory; what fails here fails on all ranks, as everything else does that torch calls."""
-        self._before()
+        self._before_write()
         if is_coordinator:
             self._lock = SaveLock(self._directory)
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         """End the save, whatever came of it: the directory is nobody's any more."""
         if self._lock is not None:
             self._lock.release()
@@ -112,17 +117,17 @@ class Writer(StorageWriter):
 
     def _write_file(self, name: str, items: list[WriteItem]) -> list[WriteResult]:
         planner = self._planner
-        pairs = sorted(((planner.entry(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)
+        pairs = sorted(((planner.tensor_info(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)
         path = self._directory / name
-        self.written.append(path)
-        head = header([entry for entry, _ in pairs], {"format": "pt"})
+        self.written_paths.append(path)
+        head = build_header([entry for entry, _ in pairs], {"format": "pt"})
         results, at = [], len(head)
-        on_gpu = any(_data(planner, item).is_cuda for item in items)
+        on_gpu = any(_resolve_tensor(planner, item).is_cuda for item in items)
         try:
             with BlockWriter(path, self._workers, pinned=on_gpu) as file:
                 file.write(torch.frombuffer(bytearray(head), dtype=torch.uint8))
                 for entry, item in pairs:
-                    file.write(_data(planner, item).view(torch.uint8))
+                    file.write(_resolve_tensor(planner, item).view(torch.uint8))
                     results.append(WriteResult(item.index, entry.nbytes, (name, at)))
                     at += entry.nbytes
         except OSError as error:
@@ -134,15 +139,15 @@ class Writer(StorageWriter):
         everything = [result for rank in results for result in rank]
         files = [result.storage_data for result in everything if isinstance(result.storage_data, FileRecord)]
         numbers = {record.name: number for number, record in enumerate(files)}
-        stretches: dict[str, list[Stretch]] = {}
+        stretches: dict[str, list[ShardEntry]] = {}
         for result in everything:
             if not isinstance(result.storage_data, FileRecord):
                 (name, offset), fqn = result.storage_data, result.index.fqn
                 properties = metadata.state_dict_metadata[fqn].properties  # type: ignore[union-attr]
                 start = result.index.offset[0] if result.index.offset is not None else 0
                 numel = result.size_in_bytes // properties.dtype.itemsize
-                stretches.setdefault(fqn, []).append(Stretch(start, numel, numbers[name], offset))
-        self._commit(files, stretches, self._planner.all_own)
+                stretches.setdefault(fqn, []).append(ShardEntry(start, numel, numbers[name], offset))
+        self._commit(files, stretches, self._planner.all_planner_data)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -154,7 +159,7 @@ class Writer(StorageWriter):
         return None
 
 
-def _data(planner: SavePlans, item: WriteItem) -> torch.Tensor:
+def _resolve_tensor(planner: SafetensorsSavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{item.index.fqn!r} is no tensor")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TextIO
 
 STDOUT = "-"  # as the target of --json
-PAGE = ("plotly", "jinja2")  # what a page is made with
+HTML_REQUIREMENTS = ("plotly", "jinja2")  # what a page is made with
 
 
-def whole(text: str) -> int:
+def positive_int(text: str) -> int:
     """A flag's whole number from 1 up.
 
-    >>> whole("64")
+    >>> positive_int("64")
     64
     """
     if not text.isdecimal() or int(text) < 1:
@@ -24,11 +24,11 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def printer(stream: TextIO) -> Callable[[str], None]:
+def make_echo(stream: TextIO) -> Callable[[str], None]:
     """What prints lines there, for as long as someone reads them.
 
     >>> import sys
-    >>> printer(sys.stdout)("a line")
+    >>> make_echo(sys.stdout)("a line")
     a line
     """
 
@@ -41,24 +41,24 @@ def printer(stream: TextIO) -> Callable[[str], None]:
     return say
 
 
-def check_targets(*, json: str | None = None, html: str | None = None) -> None:
+def check_output_files(*, json: str | None = None, html: str | None = None) -> None:
     """Refuse files that cannot be written, and a page that cannot be made, before any work is done for them.
 
-    >>> check_targets(json="nowhere/plan.json")
+    >>> check_output_files(json="nowhere/plan.json")
     Traceback (most recent call last):
     ValueError: nowhere/plan.json cannot be written: nowhere is no directory here
     """
     for target in (None if json == STDOUT else json, html):
-        why = None if target is None else _hindrance(Path(target))
+        why = None if target is None else _write_error(Path(target))
         if why is not None:
             raise ValueError(f"{target or repr(target)} cannot be written: {why}")
-    missing = [name for name in PAGE if html is not None and find_spec(name) is None]
+    missing = [name for name in HTML_REQUIREMENTS if html is not None and find_spec(name) is None]
     if missing:
         installed = "is not installed" if len(missing) == 1 else "are not installed"
         raise ImportError(f"--html needs {' and '.join(missing)}, which {installed}: pip install 'zeroshard[train]'")
 
 
-def _hindrance(path: Path) -> str | None:
+def _write_error(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"{path.parent} is no directory here"
     if path.is_dir():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_UNIT_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,8 +19,8 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from zeroshard.checkpoint.errors import CheckpointError
-    from zeroshard.checkpoint.export import CONFIG, export
-    from zeroshard.memory.report import size
+    from zeroshard.checkpoint.export import CONFIG_FILE, export
+    from zeroshard.memory.report import format_bytes
 
     name = DTYPES[options.dtype]
     try:
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     for warning in warned:
         print(f"zeroshard export: {warning.message}", file=sys.stderr)
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
-    print(f"{path}: {size(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
-    if not (path / CONFIG).is_file():
-        print(f"it has no {CONFIG}, as the checkpoint has none: --like DIR copies that of a model")
+    print(f"{path}: {format_bytes(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
+    if not (path / CONFIG_FILE).is_file():
+        print(f"it has no {CONFIG_FILE}, as the checkpoint has none: --like DIR copies that of a model")
     return 0
 
 
@@ -54,7 +54,7 @@ def parse_size(text: str) -> float:
     found = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if found is None or float(found[1]) == 0:
         raise argparse.ArgumentTypeError(f"wanted a size above 0 such as 5GB, 500MB or 2GiB, got {text!r}")
-    return float(found[1]) * float(1024 if found[3] else 1000) ** _POWERS[found[2]]
+    return float(found[1]) * float(1024 if found[3] else 1000) ** _UNIT_EXPONENTS[found[2]]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -51,13 +51,13 @@ def generate(options: GenerateOptions) -> str:
     import torch
 
     from zeroshard.train.data.tokenizer import load_tokenizer
-    from zeroshard.train.sample import continue_tokens
+    from zeroshard.train.sample import generate_tokens
 
     directory = options.run / "model" if (options.run / "model").is_dir() else options.run
-    logits, context = _load(directory)
+    logits, context = _load_model(directory)
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode(options.prompt, add_special_tokens=False).ids
-    tokens = continue_tokens(
+    tokens = generate_tokens(
         logits,
         torch.tensor([ids]),
         options.tokens,
@@ -68,14 +68,16 @@ def generate(options: GenerateOptions) -> str:
     return str(tokenizer.decode(tokens[0].tolist()))
 
 
-def _load(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
+def _load_model(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
     """The model in a directory, as a function, and its context."""
     from zeroshard.checkpoint.whole import read_json
-    from zeroshard.train.models.language_model import FORMAT, ReferenceGPT
+    from zeroshard.train.models.language_model import GPT_MODEL_TYPE, ReferenceGPT
 
     if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{directory} holds no trained model (no config.json): give a run that has finished")
-    if (directory / "config.json").is_file() and read_json(directory / "config.json").get("model_type") == FORMAT:
+    if (directory / "config.json").is_file() and read_json(directory / "config.json").get(
+        "model_type"
+    ) == GPT_MODEL_TYPE:
         model = ReferenceGPT.load(directory).eval()
         return model, model.config.context
     from zeroshard.train.models.huggingface import load_trained

@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard.checkpoint.contents import Contents
-    from zeroshard.checkpoint.index import Index
+    from zeroshard.checkpoint.contents import CheckpointReader
+    from zeroshard.checkpoint.index import CheckpointIndex
 
 
 def main(argv: Sequence[str]) -> int:
     """Run it and return the exit status: 1 where the checkpoint cannot be read, or is found damaged."""
     options = _parser().parse_args(argv)
-    from zeroshard.checkpoint.contents import Contents
+    from zeroshard.checkpoint.contents import CheckpointReader
     from zeroshard.checkpoint.errors import CheckpointError
 
     try:
-        with Contents(options.checkpoint) as contents:
+        with CheckpointReader(options.checkpoint) as contents:
             told = describe(contents)
             if options.verify:
-                told["damages"] = list(contents.damages())
+                told["damages"] = list(contents.verify())
     except (CheckpointError, OSError, ValueError) as error:
         print(f"zeroshard inspect: {error}", file=sys.stderr)
         return 1
-    _print(json.dumps(told, indent=2) if options.json else page(told))
+    _print(json.dumps(told, indent=2) if options.json else render_text(told))
     for damage in told.get("damages", ()):
         print(f"zeroshard inspect: {damage}", file=sys.stderr)
     return 1 if told.get("damages") else 0
@@ -60,10 +60,10 @@ def _print(text: str) -> None:
 # ---------------------------------------------------------------------------------------------- as plain data
 
 
-def describe(contents: Contents) -> dict[str, Any]:
+def describe(contents: CheckpointReader) -> dict[str, Any]:
     """What is in a checkpoint, as JSON has it."""
     index = contents.index
-    tensors = list(_tensors(index))
+    tensors = list(_describe_tensors(index))
     return {
         "path": str(contents.path.absolute()),
         "written": index.written,
@@ -72,11 +72,12 @@ def describe(contents: Contents) -> dict[str, Any]:
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
         "tensor": index.sharding and index.sharding.get("tensor", 1),  # the degree
-        "step": _step(contents),
+        "step": _last_step(contents),
         "files": {record.name: record.nbytes for record in index.files},
         "bytes": sum(record.nbytes for record in index.files),
         "bytes_by_kind": {
-            kind: sum(saved.nbytes for saved in index.names(kind).values()) for kind in ("model", "optimizer", "other")
+            kind: sum(saved.nbytes for saved in index.tensors_of_kind(kind).values())
+            for kind in ("model", "optimizer", "other")
         },
         "parameters": {
             kind: sum(row["numel"] or 0 for row in tensors if row["kind"] == kind) for kind in ("trained", "frozen")
@@ -88,22 +89,23 @@ def describe(contents: Contents) -> dict[str, Any]:
         and {
             "class": index.optimizer["class"],
             "groups": [
-                {"parameters": len(group["names"]), **_plain(group["options"])} for group in index.optimizer["groups"]
+                {"parameters": len(group["names"]), **_to_plain_json(group["options"])}
+                for group in index.optimizer["groups"]
             ],
             "loss_scale": index.optimizer["loss_scale"],
         },
-        "extra": list(_mapping(index.extra)),
+        "extra": list(_decode_dict(index.extra)),
         "rank_extra": any(own["extra"] is not None for own in index.own),
     }
 
 
-def _tensors(index: Index) -> Iterator[dict[str, Any]]:
+def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
     """Parameters in the model's order, then buffers. Of a checkpoint without weights, what the states tell of them."""
-    from zeroshard.checkpoint.weights import DTYPES
+    from zeroshard.checkpoint.weights import DTYPE_NAMES
 
-    model = index.names("model")
+    model = index.tensors_of_kind("model")
     states: dict[str, dict[str, Any]] = {}
-    for name, saved in index.names("optimizer").items():
+    for name, saved in index.tensors_of_kind("optimizer").items():
         parameter, _, key = name.rpartition("/")
         states.setdefault(parameter, {})[key] = saved
     for name in [*index.parameters, *(name for name in model if name not in index.parameters)]:
@@ -114,59 +116,65 @@ def _tensors(index: Index) -> Iterator[dict[str, Any]]:
             "kind": {True: "trained", False: "frozen", None: "buffer"}[index.parameters.get(name)],
             "shape": known and list(known.shape),
             "numel": known and known.numel,
-            "dtype": own and DTYPES[own.dtype],
+            "dtype": own and DTYPE_NAMES[own.dtype],
             "bytes": own.nbytes if own else 0,
-            "states": {key: DTYPES[saved.dtype] for key, saved in its_states.items()},
+            "states": {key: DTYPE_NAMES[saved.dtype] for key, saved in its_states.items()},
             "tied": [other for other, first in index.ties.items() if first == name],
         }
 
 
-def _step(contents: Contents) -> float | None:
+def _last_step(contents: CheckpointReader) -> float | None:
     """The step the user has noted, else the most steps that a parameter has seen."""
-    noted = _number(contents, _mapping(contents.index.extra).get("step"))
+    noted = _decode_number(contents, _decode_dict(contents.index.extra).get("step"))
     if noted is not None or contents.index.optimizer is None:
         return noted
-    counts = (_number(contents, counter.get("step")) for counter in contents.index.optimizer["counters"].values())
+    counts = (
+        _decode_number(contents, counter.get("step")) for counter in contents.index.optimizer["counters"].values()
+    )
     return max((count for count in counts if count is not None), default=None)
 
 
-def _number(contents: Contents, encoded: Any) -> float | None:
+def _decode_number(contents: CheckpointReader, encoded: Any) -> float | None:
     if isinstance(encoded, dict) and "$tensor" in encoded:
         name = f"other/{encoded['$tensor']}"
-        value = contents.tensor(name).item() if contents.index.tensors[name].numel == 1 else None
+        value = contents.read_tensor(name).item() if contents.index.tensors[name].numel == 1 else None
     else:
-        value = _plain(encoded)
+        value = _to_plain_json(encoded)
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value if isinstance(value, (int, float)) else None
 
 
-def _plain(encoded: Any) -> Any:
+def _to_plain_json(encoded: Any) -> Any:
     """What was encoded, in JSON's own types: see [Note: plain data] in checkpoint/plain.py."""
     if isinstance(encoded, list):
-        return [_plain(item) for item in encoded]
+        return [_to_plain_json(item) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     mark = next(iter(encoded), "")
     if mark == "$tensor":
         return f"tensor {encoded[mark]}"
-    return _plain(encoded[mark]) if mark.startswith("$") else {key: _plain(value) for key, value in encoded.items()}
+    return (
+        _to_plain_json(encoded[mark])
+        if mark.startswith("$")
+        else {key: _to_plain_json(value) for key, value in encoded.items()}
+    )
 
 
-def _mapping(encoded: Any) -> dict[str, Any]:
+def _decode_dict(encoded: Any) -> dict[str, Any]:
     """A dict by its keys as text: ``encode`` writes pairs where not all of them are."""
     if isinstance(encoded, dict) and "$items" in encoded:
-        return {str(_plain(key)): value for key, value in encoded["$items"]}
+        return {str(_to_plain_json(key)): value for key, value in encoded["$items"]}
     return dict(encoded or {})
 
 
 # --------------------------------------------------------------------------------------------------- as a page
 
 
-def page(told: dict[str, Any]) -> str:
+def render_text(summary: dict[str, Any]) -> str:
     """The same for people."""
-    lines = [told["path"], *(f"  {label:<12}{text}" for label, text in _facts(told))]
-    rows = [("name", "shape", "dtype", "size", "kind", "optimizer states"), *map(_row, told["tensors"])]
+    lines = [summary["path"], *(f"  {label:<12}{text}" for label, text in _summary_lines(summary))]
+    rows = [("name", "shape", "dtype", "size", "kind", "optimizer states"), *map(_tensor_row, summary["tensors"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines.append("")
     for row in rows:
@@ -175,46 +183,46 @@ def page(told: dict[str, Any]) -> str:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
-    if "damages" in told:
-        count = len(told["damages"])
+    if "damages" in summary:
+        count = len(summary["damages"])
         lines += [
             "",
-            "damaged: see below" if count else f"whole: {len(told['files'])} files read, as they were written",
+            "damaged: see below" if count else f"whole: {len(summary['files'])} files read, as they were written",
         ]
     return "\n".join(lines)
 
 
-def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from zeroshard.memory.report import size
+def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from zeroshard.memory.report import format_bytes
 
-    yield "written", f"{told['written']} by {', '.join(f'{name} {v}' for name, v in told['versions'].items())}"
-    sharded = told["stage"] is not None
-    how = f"stage {told['stage']}, precision {told['precision']}" if sharded else "not sharded"
-    tensor = f", tensor parallel over {told['tensor']}" if sharded and told["tensor"] > 1 else ""
-    yield "ranks", f"{told['ranks']}, {how}{tensor}"
-    yield "step", "unknown" if told["step"] is None else str(told["step"])
-    kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in told["bytes_by_kind"].items())
-    yield "size", f"{size(told['bytes'])} in {len(told['files'])} files: {kinds}"
-    trained, frozen = told["parameters"]["trained"], told["parameters"]["frozen"]
+    yield "written", f"{summary['written']} by {', '.join(f'{name} {v}' for name, v in summary['versions'].items())}"
+    sharded = summary["stage"] is not None
+    how = f"stage {summary['stage']}, precision {summary['precision']}" if sharded else "not sharded"
+    tensor = f", tensor parallel over {summary['tensor']}" if sharded and summary["tensor"] > 1 else ""
+    yield "ranks", f"{summary['ranks']}, {how}{tensor}"
+    yield "step", "unknown" if summary["step"] is None else str(summary["step"])
+    kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in summary["bytes_by_kind"].items())
+    yield "size", f"{format_bytes(summary['bytes'])} in {len(summary['files'])} files: {kinds}"
+    trained, frozen = summary["parameters"]["trained"], summary["parameters"]["frozen"]
     yield "parameters", f"{trained + frozen:,}: {trained:,} trained, {frozen:,} frozen"
-    if told["architectures"]:
-        yield "model", ", ".join(told["architectures"])
-    if told["optimizer"] is not None:
-        scale = told["optimizer"]["loss_scale"]
-        yield "optimizer", told["optimizer"]["class"] + (f", loss scale {scale}" if scale is not None else "")
-        for number, group in enumerate(told["optimizer"]["groups"]):
+    if summary["architectures"]:
+        yield "model", ", ".join(summary["architectures"])
+    if summary["optimizer"] is not None:
+        scale = summary["optimizer"]["loss_scale"]
+        yield "optimizer", summary["optimizer"]["class"] + (f", loss scale {scale}" if scale is not None else "")
+        for number, group in enumerate(summary["optimizer"]["groups"]):
             options = ", ".join(f"{key} {value}" for key, value in group.items() if key != "parameters")
             yield f"  group {number}", f"{group['parameters']} parameters, {options}"
     else:
         yield "optimizer", "none"
-    if told["extra"]:
-        yield "extra", ", ".join(told["extra"])
-    if told["rank_extra"]:
+    if summary["extra"]:
+        yield "extra", ", ".join(summary["extra"])
+    if summary["rank_extra"]:
         yield "rank_extra", "of each rank its own"
 
 
-def _row(tensor: dict[str, Any]) -> tuple[str, ...]:
-    from zeroshard.memory.report import size
+def _tensor_row(tensor: dict[str, Any]) -> tuple[str, ...]:
+    from zeroshard.memory.report import format_bytes
 
     states = [f"{key} {dtype}" for key, dtype in tensor["states"].items()]
     tied = [f"(also {', '.join(tensor['tied'])})"] if tensor["tied"] else []
@@ -222,7 +230,7 @@ def _row(tensor: dict[str, Any]) -> tuple[str, ...]:
         tensor["name"],
         "?" if tensor["shape"] is None else str(tensor["shape"]),
         tensor["dtype"] or "not saved",
-        size(tensor["bytes"]),
+        format_bytes(tensor["bytes"]),
         tensor["kind"],
         " ".join([", ".join(states), *tied]).strip(),
     )

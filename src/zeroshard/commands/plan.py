@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.commands.console import STDOUT, check_targets, printer, whole
+from zeroshard.commands.console import STDOUT, check_output_files, make_echo, positive_int
 from zeroshard.planner.machines.presets import PRESETS as MACHINES
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from zeroshard.planner.plan import Plans
     from zeroshard.planner.traces.inputs import Inputs
 
-OFFLOADS = ("none", "host", "disk", "every")
-PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+OFFLOAD_CHOICES = ("none", "host", "disk", "every")
+PRECISION_CHOICES = ("auto", "bf16", "fp16", "fp32")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("wanted is a MODEL: a preset, a Hugging Face model's directory or config.json, or module:callable")
     if options.model is not None and options.devices is None:
         parser.error("wanted is --devices N, how many devices train it together")
-    say = printer(sys.stderr if options.json == STDOUT else sys.stdout)
+    say = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
-        check_targets(json=options.json, html=options.html)
+        check_output_files(json=options.json, html=options.html)
         if options.calibrate:
             _calibrate(say)
             options.machine = options.machine or "here"
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "a function of yours that returns a model, or a model and its inputs",
     )
     add = parser.add_argument_group("the devices").add_argument
-    add("--devices", type=whole, metavar="N", help="how many train it together")
+    add("--devices", type=positive_int, metavar="N", help="how many train it together")
     add(
         "--machine",
         metavar="NAME",
@@ -81,15 +81,36 @@ def _parser() -> argparse.ArgumentParser:
         help="measure this machine first, in under a minute, and keep the result for --machine here",
     )
     add = parser.add_argument_group("the training").add_argument
-    add("--batch", type=whole, metavar="B", help="samples a step over all devices; without it, what is fastest")
-    add("--micro-batch", type=_wholes, metavar="M[,M…]", help="samples a data-parallel rank and backward")
-    add("--sequence", type=whole, metavar="S", help="tokens a sample; default: the model's context, at most 1024")
-    add("--stage", type=_numbers, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
-    add("--tensor", type=_wholes, metavar="T[,T…]", help="devices that divide each layer; default: all that may help")
-    add("--checkpoint", type=_words, metavar="WHAT[,WHAT…]", help="none, recompute (keep blocks' inputs alone), host "
-        "(and those in host memory); default: all")  # fmt: skip
-    add("--offload", choices=OFFLOADS, default="every", help="where states may rest outside the device; default: every")
-    add("--precision", choices=PRECISIONS, default="auto", help="of computation; auto: 16 bits on a GPU, 32 on a CPU")
+    add("--batch", type=positive_int, metavar="B", help="samples a step over all devices; without it, what is fastest")
+    add("--micro-batch", type=_positive_ints, metavar="M[,M…]", help="samples a data-parallel rank and backward")
+    add(
+        "--sequence", type=positive_int, metavar="S", help="tokens a sample; default: the model's context, at most 1024"
+    )
+    add("--stage", type=_parse_stages, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
+    add(
+        "--tensor",
+        type=_positive_ints,
+        metavar="T[,T…]",
+        help="devices that divide each layer; default: all that may help",
+    )
+    add(
+        "--checkpoint",
+        type=_split_commas,
+        metavar="WHAT[,WHAT…]",
+        help="none, recompute (keep blocks' inputs alone), host (and those in host memory); default: all",
+    )
+    add(
+        "--offload",
+        choices=OFFLOAD_CHOICES,
+        default="every",
+        help="where states may rest outside the device; default: every",
+    )
+    add(
+        "--precision",
+        choices=PRECISION_CHOICES,
+        default="auto",
+        help="of computation; auto: 16 bits on a GPU, 32 on a CPU",
+    )
     add("--inputs", metavar="module:callable", help="what the model is called with: a function of the batch")
     add = parser.add_argument_group("what is told").add_argument
     add("--all", action="store_true", help="all rows, instead of those worth a look")
@@ -98,51 +119,51 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _wholes(text: str) -> list[int]:
-    return [whole(part) for part in text.split(",")]
+def _positive_ints(text: str) -> list[int]:
+    return [positive_int(part) for part in text.split(",")]
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_stages(text: str) -> list[int]:
     if not all(part.isdecimal() for part in text.split(",")):
         raise argparse.ArgumentTypeError(f"wanted stages such as 3 or 1,2,3, got {text!r}")
     return [int(part) for part in text.split(",")]
 
 
-def _words(text: str) -> list[str]:
+def _split_commas(text: str) -> list[str]:
     return text.split(",")
 
 
 # ---------------------------------------------------------------------------------------------- what is done
 
 
-def _plan(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from zeroshard.offload import read_bytes
+def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
+    from zeroshard.offload import parse_bytes
     from zeroshard.planner.machines.machine import Machine
-    from zeroshard.planner.models import open_inputs, open_model, tokens_of
-    from zeroshard.planner.traces.inputs import arguments
+    from zeroshard.planner.models import open_inputs, open_model, tokens_per_sample
+    from zeroshard.planner.traces.inputs import model_arguments
 
-    machine = Machine.of(options.machine or "h100")
+    machine = Machine.resolve(options.machine or "h100")
     if options.memory is not None:
-        machine = Machine.of(machine, memory=read_bytes("--memory", options.memory))
+        machine = Machine.resolve(machine, memory=parse_bytes("--memory", options.memory))
     model, inputs, description = open_model(options.model, sequence=options.sequence)
     if options.inputs is not None:
         inputs = open_inputs(options.inputs)
-    arguments(model, inputs, 1, options.sequence)  # says what is wrong with them, before anything is told
-    tokens = tokens_of(model, inputs, options.sequence)
+    model_arguments(model, inputs, 1, options.sequence)  # says what is wrong with them, before anything is told
+    tokens = tokens_per_sample(model, inputs, options.sequence)
     for line in _heading(description, model, machine, options.devices, tokens):
-        say(line)
-    plans = _narrowed(options, model, inputs, machine)
-    _tell(plans, options, description, tokens, say)
+        echo(line)
+    plans = _plans_for_options(options, model, inputs, machine)
+    _print_plans(plans, options, description, tokens, echo)
     if options.html is not None:
         from zeroshard.planner.page.page import write_page
 
-        how = _how(plans, options)
-        say(f"\npage: {write_page(Path(options.html), plans, model=description, tokens=tokens, how=how)}")
+        how = _usage_lines(plans, options)
+        echo(f"\npage: {write_page(Path(options.html), plans, model=description, tokens=tokens, usage=how)}")
     return 0 if plans.best is not None else 1
 
 
 def _heading(description: str, model: nn.Module, machine: Machine, devices: int, tokens: int | None) -> list[str]:
-    from zeroshard.memory.report import size
+    from zeroshard.memory.report import format_bytes
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -152,12 +173,12 @@ def _heading(description: str, model: nn.Module, machine: Machine, devices: int,
     samples = "" if tokens is None else f", {tokens:,} tokens a sample"
     return [
         f"model     {description}, {parameters:,} parameters{share}{samples}",
-        f"machine   {devices} × {machine.name}, {where}: {size(machine.memory)} a device, "
-        f"{size(machine.host_memory)} of host memory a node",
+        f"machine   {devices} × {machine.name}, {where}: {format_bytes(machine.memory)} a device, "
+        f"{format_bytes(machine.host_memory)} of host memory a node",
     ]
 
 
-def _narrowed(options: argparse.Namespace, model: nn.Module, inputs: Inputs, machine: Machine) -> Plans:
+def _plans_for_options(options: argparse.Namespace, model: nn.Module, inputs: Inputs, machine: Machine) -> Plans:
     """All plans that the options allow."""
     from zeroshard.planner.plan import plan
     from zeroshard.planner.traces.tracing import UntraceableError
@@ -178,91 +199,99 @@ def _narrowed(options: argparse.Namespace, model: nn.Module, inputs: Inputs, mac
     except UntraceableError as error:
         raise ValueError(str(error)) from error
     if far in ("host", "disk"):
-        plans = replace(plans, every=tuple(one for one in plans.every if _rests_in(one.choice.offload, far)))
-        if not plans.every:
+        plans = replace(
+            plans, candidates=tuple(one for one in plans.candidates if _is_offloaded_to(one.strategy.offload, far))
+        )
+        if not plans.candidates:
             raise ValueError(f"no plan has --offload {far} here: take --stage 3, or leave it out")
     return plans
 
 
-def _rests_in(offload: Any, tier: str) -> bool:
+def _is_offloaded_to(offload: Any, tier: str) -> bool:
     """Whether that is the farthest tier that states rest in."""
-    return offload is not None and offload.uses_disk == (tier == "disk")
+    return offload is not None and offload.needs_disk == (tier == "disk")
 
 
-def _tell(
-    plans: Plans, options: argparse.Namespace, description: str, tokens: int | None, say: Callable[[str], None]
+def _print_plans(
+    plans: Plans, options: argparse.Namespace, description: str, tokens: int | None, echo: Callable[[str], None]
 ) -> None:
-    from zeroshard.planner.record import record
-    from zeroshard.planner.table import table
+    from zeroshard.planner.record import plans_to_dict
+    from zeroshard.planner.table import format_table
 
     if options.json is not None:
-        text = json.dumps(record(plans, model=description, tokens=tokens), indent=1, allow_nan=False)
+        text = json.dumps(plans_to_dict(plans, model=description, tokens=tokens), indent=1, allow_nan=False)
         if options.json == STDOUT:
-            printer(sys.stdout)(text)
+            make_echo(sys.stdout)(text)
             return
         Path(options.json).write_text(text + "\n", encoding="utf-8")
-    say(f"precision {plans.precision}\n\n{table(plans, every=options.all, tokens=tokens)}\n\n{plans.why}")
-    for label, text in _how(plans, options):
-        say(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
+    echo(f"precision {plans.precision}\n\n{format_table(plans, show_all=options.all, tokens=tokens)}\n\n{plans.reason}")
+    for label, text in _usage_lines(plans, options):
+        echo(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
 
 
-def _how(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
+def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
     """What to type for the chosen plan."""
-    from zeroshard.planner.usage import calls, command
+    from zeroshard.planner.usage import python_calls, train_command
 
     best = plans.best
     if best is None:
         return []
     said = []
     if ":" not in options.model:
-        line = command(best.choice, options.model, plans.devices, plans.machine, plans.precision, options.sequence)
+        line = train_command(
+            best.strategy, options.model, plans.devices, plans.machine, plans.precision, options.sequence
+        )
         said.append(("to train it so", line))
-    return [*said, ("in your own script", calls(best.choice, plans.devices, plans.machine, plans.precision))]
+    return [*said, ("in your own script", python_calls(best.strategy, plans.devices, plans.machine, plans.precision))]
 
 
-def _calibrate(say: Callable[[str], None]) -> None:
+def _calibrate(echo: Callable[[str], None]) -> None:
     from zeroshard.planner.calibration.calibrate import calibrate
     from zeroshard.planner.machines import kept
 
-    say("measuring this machine, which takes up to a minute …")
+    echo("measuring this machine, which takes up to a minute …")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
         machine = calibrate()
     for warning in warned:
         print(f"zeroshard plan: {warning.message}", file=sys.stderr)
-    for label, text in measured(machine):
-        say(f"  {label:<16}{text}")
-    path = kept.path_of(machine.name)
-    say(f"kept in {path}, for --machine here\n" if path.is_file() else "")
+    for label, text in describe_machine(machine):
+        echo(f"  {label:<16}{text}")
+    path = kept.machine_path(machine.name)
+    echo(f"kept in {path}, for --machine here\n" if path.is_file() else "")
 
 
-def measured(machine: Machine) -> list[tuple[str, str]]:
+def describe_machine(machine: Machine) -> list[tuple[str, str]]:
     """What is known of a machine, in words.
 
     >>> from zeroshard.planner.machines.machine import Machine
-    >>> dict(measured(Machine.of("h100")))["computing"]
+    >>> dict(describe_machine(Machine.resolve("h100")))["computing"]
     'fp32 67 TFLOPS, bf16 989 TFLOPS, fp16 989 TFLOPS; products reach 70% of it, attention 20%'
     """
-    from zeroshard.memory.report import size
+    from zeroshard.memory.report import format_bytes
 
     flops = ", ".join(f"{name} {peak / 1e12:.3g} TFLOPS" for name, peak in machine.flops.items())
     links = ", ".join(
-        f"{size(link.bandwidth)}/s {name} ({link.latency * 1e6:.3g} µs)"
+        f"{format_bytes(link.bandwidth)}/s {name} ({link.latency * 1e6:.3g} µs)"
         for name, link in (("in a node", machine.inside), ("between nodes", machine.outside))
     )
     return [
-        ("machine", f"{machine.name}: {machine.devices} × {machine.kind}, {size(machine.memory)} each"),
+        ("machine", f"{machine.name}: {machine.devices} × {machine.kind}, {format_bytes(machine.memory)} each"),
         (
             "computing",
             f"{flops}; products reach {machine.efficiency.share:.0%} of it, attention {machine.attention:.0%}",
         ),
-        ("device memory", f"{size(machine.bandwidth)}/s; {machine.gap * 1e6:.3g} µs lost with each kernel"),
+        ("device memory", f"{format_bytes(machine.bandwidth)}/s; {machine.gap * 1e6:.3g} µs lost with each kernel"),
         (
             "host",
-            f"{size(machine.host_memory)}, {machine.host_update / 1e9:.3g} G parameters/s updated with Adam, "
+            f"{format_bytes(machine.host_memory)}, {machine.host_update / 1e9:.3g} G parameters/s updated with Adam, "
             f"{machine.op * 1e6:.3g} µs an operation",
         ),
-        ("to the device", f"{size(machine.pcie)}/s each way"),
-        ("disk", f"{size(machine.disk)}, {size(machine.disk_read)}/s read, {size(machine.disk_write)}/s written"),
+        ("to the device", f"{format_bytes(machine.pcie)}/s each way"),
+        (
+            "disk",
+            f"{format_bytes(machine.disk)}, {format_bytes(machine.disk_read)}/s read, "
+            f"{format_bytes(machine.disk_write)}/s written",
+        ),
         ("links", links),
     ]

@@ -11,14 +11,14 @@ from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 
 @dataclass(frozen=True)
-class CatalogueOptions:
+class PresetsOptions:
     """List the models that `zeroshard train --model NAME` knows, the paper's being Table 5's and Table 10's, and the
     paper's configurations of ZeRO, Table 3's, as `zeroshard.presets.CONFIGURATIONS` has them."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run it and return the exit status."""
-    tyro.cli(CatalogueOptions, args=list(argv), prog="zeroshard presets")
+    tyro.cli(PresetsOptions, args=list(argv), prog="zeroshard presets")
     print(f"{'name':<14}{'parameters':>12}{'layers':>8}{'heads':>7}{'width':>7}{'context':>9}{'vocabulary':>12}")
     for name, preset in PRESETS.items():
         count = f"{preset.parameters / 1e9:.2f}B" if preset.parameters >= 1e9 else f"{preset.parameters / 1e6:.1f}M"
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:<14}{count:>12}{shape}")
     print(f"\n{'configuration':<16}{'in the paper':<19}{'stage':<7}activation checkpoints")
     for name, chosen in CONFIGURATIONS.items():
-        kept = "partitioned over the tensor axis" if chosen.partitioned else "whole on every rank"
-        where = ", in host memory" if chosen.offloaded else ""
-        print(f"{name:<16}{chosen.letters:<19}{chosen.stage:<7}{kept}{where}")
+        kept = "partitioned over the tensor axis" if chosen.partition_activations else "whole on every rank"
+        where = ", in host memory" if chosen.offload_activations else ""
+        print(f"{name:<16}{chosen.notation:<19}{chosen.stage:<7}{kept}{where}")
     return 0

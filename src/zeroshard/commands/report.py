@@ -22,10 +22,10 @@ class ReportOptions:
 def main(argv: Sequence[str]) -> int:
     """Run it and return the exit status."""
     options = tyro.cli(ReportOptions, args=list(argv), prog="zeroshard report")
-    from zeroshard.train.page.page import write_page
+    from zeroshard.train.page.page import write_html_report
 
     try:
-        print(write_page(options.run))
+        print(write_html_report(options.run))
     except (OSError, ValueError, ImportError) as error:
         print(f"zeroshard report: {error}", file=sys.stderr)
         return 1

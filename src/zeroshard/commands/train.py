@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from zeroshard.train.flags import read_options
-from zeroshard.train.options import Options
+from zeroshard.train.options import TrainOptions
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,10 +16,10 @@ def main(argv: Sequence[str]) -> int:
     options = read_options(argv)
     from zeroshard.train.errors import TrainingError
     from zeroshard.train.launch import default_ranks, launch
-    from zeroshard.train.world import launched_as
+    from zeroshard.train.world import launcher_environment
 
     try:
-        place = launched_as(os.environ)
+        place = launcher_environment(os.environ)
         if place is not None and not options.run.dry_run:
             run_rank(options, int(place["RANK"]))
         ranks = options.sharding.ranks or default_ranks(options.sharding.device)
@@ -29,33 +29,33 @@ def main(argv: Sequence[str]) -> int:
             if place is None or place["RANK"] == "0":
                 print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
             return 0
-        from zeroshard.train.check import check
+        from zeroshard.train.check import check_options
 
-        check(options, ranks)
+        check_options(options, ranks)
         return launch(ranks, argv)
     except (TrainingError, ValueError, OSError, ImportError) as error:
         print(f"zeroshard train: {error}", file=sys.stderr)
         return 1
 
 
-def run_rank(options: Options, rank: int) -> None:
+def run_rank(options: TrainOptions, rank: int) -> None:
     """Be one rank of the job, and end the process: with 128 + the signal where one has stopped it.
 
     A rank that fails leaves at once: the others wait for nobody.
     """
     import torch.distributed as dist
 
-    from zeroshard.train.job import prepare
+    from zeroshard.train.job import prepare_training
     from zeroshard.train.launch import StopRequest, report_failure
     from zeroshard.train.trainer import Trainer
-    from zeroshard.train.world import World
+    from zeroshard.train.world import RankInfo
 
     stop = StopRequest()
     try:
-        world = World.join(options.sharding.device, options.sharding.timeout)
-        trainer = Trainer(prepare(options, world), stop)
+        world = RankInfo.init(options.sharding.device, options.sharding.timeout)
+        trainer = Trainer(prepare_training(options, world), stop)
         trainer.run()
-        trainer.job.directory.unlock()
+        trainer.setup.directory.unlock()
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
@@ -63,4 +63,4 @@ def run_rank(options: Options, rank: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    sys.exit(0 if trainer.finished else 128 + (stop.signal or signal.SIGTERM))
+    sys.exit(0 if trainer.is_finished else 128 + (stop.signal or signal.SIGTERM))

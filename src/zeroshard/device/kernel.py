@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroshard.device.strip import Factors, Numbers, Strip
-from zeroshard.device.table import ROW, Table, tables_of
+from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.device.table import ROW_FIELDS, LaunchTable, make_tables
 
 try:
     import triton
@@ -24,14 +24,14 @@ try:
 except ImportError:  # a torch for CPUs comes without it
     triton = tl = None
 
-BLOCK = 1024  # elements that one program updates
-WARPS = 4
-EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # see [Note: every bit of the fused kernel]
+BLOCK_NUMEL = 1024  # elements that one program updates
+NUM_WARPS = 4
+EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # see [Note: every bit of the fused kernel]
 
 
-def one_pass(
+def fused_adam_kernel(
     blocks,  # int32: which row of the table each program works at
-    table,  # int64, rows as ``Table`` has them
+    table,  # int64, rows as ``LaunchTable`` has them
     powers,  # fp32: beta1 and beta2 to the power of the step, of each run
     inverse,  # fp32 or None: of the loss scale
     coefficient,  # fp32 or None: of a clip
@@ -102,66 +102,79 @@ def one_pass(
         tl.store(copy + at, p.to(COPY), mask=mask)
 
 
-class Laid:
+class PreparedLaunch:
     """What the kernel has noted of some strips."""
 
-    def __init__(self, tables: list[Table], runs: int, device: torch.device) -> None:
+    def __init__(self, tables: list[LaunchTable], slice_count: int, device: torch.device) -> None:
         self.tables = tables
-        self._betas = torch.empty(runs, 2, device=device)  # fp32
-        self._filled: tuple[float, float] | None = None
+        self._betas = torch.empty(slice_count, 2, device=device)  # fp32
+        self._filled_betas: tuple[float, float] | None = None
 
-    def powers(self, betas: tuple[float, float], steps: Sequence[torch.Tensor]) -> torch.Tensor:
+    def beta_powers(self, betas: tuple[float, float], steps: Sequence[torch.Tensor]) -> torch.Tensor:
         """Both betas to the power of each run's step: [runs, 2], by the function that torch's fused kernel uses."""
-        if betas != self._filled:
+        if betas != self._filled_betas:
             self._betas[:, 0].fill_(betas[0])
             self._betas[:, 1].fill_(betas[1])
-            self._filled = betas
+            self._filled_betas = betas
         return torch.pow(self._betas, torch.stack(list(steps))[:, None])
 
 
 class TritonKernel:
     """One pass, compiled at its first use: see [Note: every bit of the fused kernel]."""
 
-    def __init__(self, device: torch.device, block: int = BLOCK, warps: int = WARPS) -> None:
+    def __init__(self, device: torch.device, block: int = BLOCK_NUMEL, warps: int = NUM_WARPS) -> None:
         if triton is None:
             raise ImportError("Triton is not installed")
-        self._device, self._block, self._warps = device, block, warps
+        self._device, self._block_numel, self._num_warps = device, block, warps
         on_gpu = device.type == "cuda"
-        self._there: AbstractContextManager[object] = torch.cuda.device(device) if on_gpu else nullcontext()
-        self._compiled = triton.jit(one_pass)
-        self._dtypes = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, None: None}
+        self._device_context: AbstractContextManager[object] = torch.cuda.device(device) if on_gpu else nullcontext()
+        self._compiled = triton.jit(fused_adam_kernel)
+        self._triton_dtypes = {
+            torch.float32: tl.float32,
+            torch.bfloat16: tl.bfloat16,
+            torch.float16: tl.float16,
+            None: None,
+        }
 
-    def lay(self, strips: Sequence[Strip], runs: int) -> Laid:
+    def prepare(self, slice_tensors: Sequence[SliceTensors], slice_count: int) -> PreparedLaunch:
         """Note where strips of so many runs lie; nothing is kept alive."""
-        return Laid(tables_of(strips, self._block, self._device), runs, self._device)
+        return PreparedLaunch(make_tables(slice_tensors, self._block_numel, self._device), slice_count, self._device)
 
-    def run(self, laid: Laid, steps: Sequence[torch.Tensor], numbers: Numbers, factors: Factors) -> None:
+    def run(
+        self,
+        launch: PreparedLaunch,
+        steps: Sequence[torch.Tensor],
+        hyperparams: FusedAdamHyperparams,
+        grad_scale: GradScale,
+    ) -> None:
         """Update the strips. ``steps`` are the runs' counts, this update counted too."""
-        powers = laid.powers(numbers.betas, steps)
-        with self._there:
-            for table in laid.tables:
-                self._launch(table, powers, numbers, factors)
+        powers = launch.beta_powers(hyperparams.betas, steps)
+        with self._device_context:
+            for table in launch.tables:
+                self._launch(table, powers, hyperparams, grad_scale)
 
-    def _launch(self, table: Table, powers: torch.Tensor, numbers: Numbers, factors: Factors) -> None:
-        self._compiled[(table.blocks.numel(),)](
-            table.blocks,
+    def _launch(
+        self, table: LaunchTable, beta_powers: torch.Tensor, hyperparams: FusedAdamHyperparams, grad_scale: GradScale
+    ) -> None:
+        self._compiled[(table.program_rows.numel(),)](
+            table.program_rows,
             table.rows,
-            powers,
-            factors.inverse,
-            factors.coefficient,
-            factors.overflow,
-            numbers.lr,
-            *numbers.betas,
-            numbers.eps,
-            numbers.weight_decay,
-            ROW=ROW,
-            GRADIENT=self._dtypes[table.way.gradient],
-            COPY=self._dtypes[table.way.copy],
-            EVEN=table.way.even,
-            LR_ON_DEVICE=isinstance(numbers.lr, torch.Tensor),
-            DECAYS=numbers.weight_decay != 0,
-            MAXIMIZE=numbers.maximize,
-            BLOCK=self._block,
-            num_warps=self._warps,
-            **EXACT,
+            beta_powers,
+            grad_scale.inv_scale,
+            grad_scale.clip_coef,
+            grad_scale.overflow,
+            hyperparams.lr,
+            *hyperparams.betas,
+            hyperparams.eps,
+            hyperparams.weight_decay,
+            ROW=ROW_FIELDS,
+            GRADIENT=self._triton_dtypes[table.spec.grad_dtype],
+            COPY=self._triton_dtypes[table.spec.compute_dtype],
+            EVEN=table.spec.is_aligned,
+            LR_ON_DEVICE=isinstance(hyperparams.lr, torch.Tensor),
+            DECAYS=hyperparams.weight_decay != 0,
+            MAXIMIZE=hyperparams.maximize,
+            BLOCK=self._block_numel,
+            num_warps=self._num_warps,
+            **EXACT_FP_OPTIONS,
         )

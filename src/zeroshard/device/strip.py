@@ -8,34 +8,38 @@ from typing import Any
 
 import torch
 
-SERVED = (torch.optim.Adam, torch.optim.AdamW)
-STATES = ("exp_avg", "exp_avg_sq")
-PASSED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of gradients, and of parameters in computation
+SUPPORTED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
+ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq")
+SUPPORTED_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # dtypes of gradients, and of parameters in computation
 
 
 @dataclass(frozen=True)
-class Strip:
+class SliceTensors:
     """Elements that lie side by side everywhere: all tensors have one dimension and one length."""
 
-    run: int  # whose step count is its own
+    slice_index: int  # whose step count is its own
     gradient: torch.Tensor  # reduced, in its own dtype
     master: torch.Tensor  # fp32
     exp_avg: torch.Tensor  # fp32
     exp_avg_sq: torch.Tensor  # fp32
-    copy: torch.Tensor | None  # the parameter in computation, in 16 bits; None: none is kept beside the master
+    compute_param: torch.Tensor | None  # the parameter in computation, in 16 bits; None: none is kept beside the master
 
 
 @dataclass(frozen=True)
-class Factors:
+class GradScale:
     """What a step does to all gradients; on the device, without dimensions, fp32."""
 
-    inverse: torch.Tensor | None = None  # of the loss scale
-    coefficient: torch.Tensor | None = None  # of a clip
+    inv_scale: torch.Tensor | None = None  # of the loss scale
+    clip_coef: torch.Tensor | None = None  # of a clip
     overflow: torch.Tensor | None = None  # 1 where nothing is to be updated
 
 
 @dataclass(frozen=True)
-class Numbers:
+class FusedAdamHyperparams:
     """A group's hyper-parameters."""
 
     lr: float | torch.Tensor  # a tensor is in fp32, on the device
@@ -45,23 +49,25 @@ class Numbers:
     maximize: bool
 
 
-def numbers_of(kind: type, group: Mapping[str, Any], device: torch.device) -> Numbers | None:
+def fused_hyperparams_from_group(
+    optimizer_class: type, group: Mapping[str, Any], device: torch.device
+) -> FusedAdamHyperparams | None:
     """What one pass is told of a group of an optimizer of class ``kind``; None: it is left to torch.
 
     Served are torch's fused Adam and AdamW, without decay or with a decoupled one: how the fused kernel rounds a decay
     that is added to the gradient is not known ([Note: equal to torch to the bit]).
 
     >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.5, weight_decay=0.1, fused=True)
-    >>> numbers_of(torch.optim.AdamW, optimizer.param_groups[0], torch.device("cpu"))
-    Numbers(lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.1, maximize=False)
-    >>> numbers_of(torch.optim.SGD, {"fused": True}, torch.device("cpu"))
+    >>> fused_hyperparams_from_group(torch.optim.AdamW, optimizer.param_groups[0], torch.device("cpu"))
+    FusedAdamHyperparams(lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.1, maximize=False)
+    >>> fused_hyperparams_from_group(torch.optim.SGD, {"fused": True}, torch.device("cpu"))
     """
-    if kind not in SERVED or not group.get("fused"):
+    if optimizer_class not in SUPPORTED_OPTIMIZERS or not group.get("fused"):
         return None
     if any(group.get(key) for key in ("amsgrad", "capturable", "differentiable")):
         return None
     lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
-    if decay and not group.get("decoupled_weight_decay", kind is torch.optim.AdamW):
+    if decay and not group.get("decoupled_weight_decay", optimizer_class is torch.optim.AdamW):
         return None
     if any(isinstance(value, torch.Tensor) for value in (*betas, decay, group["eps"])):
         return None  # to read one might wait for the device
@@ -70,16 +76,20 @@ def numbers_of(kind: type, group: Mapping[str, Any], device: torch.device) -> Nu
             return None
     else:
         lr = float(lr)
-    return Numbers(lr, (float(betas[0]), float(betas[1])), float(group["eps"]), float(decay), bool(group["maximize"]))
+    return FusedAdamHyperparams(
+        lr, (float(betas[0]), float(betas[1])), float(group["eps"]), float(decay), bool(group["maximize"])
+    )
 
 
-def serves(optimizer: torch.optim.Optimizer | None) -> bool:
+def is_supported(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether all groups of an optimizer can be updated in one pass on a GPU.
 
-    >>> serves(torch.optim.AdamW([torch.zeros(1)], fused=True)), serves(torch.optim.AdamW([torch.zeros(1)]))
+    >>> is_supported(torch.optim.AdamW([torch.zeros(1)], fused=True)), is_supported(torch.optim.AdamW([torch.zeros(1)]))
     (True, False)
     """
     if optimizer is None:
         return False
     groups, kind = optimizer.param_groups, type(optimizer)
-    return all(numbers_of(kind, {**group, "lr": 0.0}, torch.device("cpu")) is not None for group in groups)
+    return all(
+        fused_hyperparams_from_group(kind, {**group, "lr": 0.0}, torch.device("cpu")) is not None for group in groups
+    )

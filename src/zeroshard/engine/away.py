@@ -5,85 +5,85 @@ from __future__ import annotations
 import torch
 
 from zeroshard.engine.engine import Engine
-from zeroshard.memory.ledger import STATES
-from zeroshard.memory.tiers import Tiers
+from zeroshard.memory.ledger import MODEL_STATE_KINDS
+from zeroshard.memory.tiers import TierAllocator
 
 
-class Away:
+class OffloadedStates:
     """The states that rested on a device. Their storages are emptied, and filled again by :meth:`back`.
 
     Tensors that view a storage go on doing so: nobody who holds one has to be told.
     """
 
-    def __init__(self, engine: Engine, tiers: Tiers) -> None:
+    def __init__(self, engine: Engine, tiers: TierAllocator) -> None:
         self._engine, self._tiers = engine, tiers
-        self._kept: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        _refuse_fixed(_on_device(engine))  # before anything changes
-        engine.states.settle()
-        engine.states.doubt()  # first: what is made ahead of the step reads gradients that are about to go
-        engine.states.finish_updates()
-        engine.gradients.end_reductions()
-        engine.drop_pins()
-        tensors = _on_device(engine)
+        self._host_copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        _check_resizable(_device_tensors(engine))  # before anything changes
+        engine.state_guard.wait_readers()
+        engine.state_guard.invalidate_speculation()  # first: a speculative update reads gradients that are about to go
+        engine.state_guard.wait_updates()
+        engine.gradients.wait_reductions()
+        engine.release_retained()
+        tensors = _device_tensors(engine)
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().size()}
         try:
             for storage in storages.values():
-                kept = tiers.borrow(storage.nbytes())
-                self._kept.append((storage, kept))
-                kept.copy_(_line(storage), non_blocking=True)
+                kept = tiers.alloc_temp(storage.nbytes())
+                self._host_copies.append((storage, kept))
+                kept.copy_(_as_bytes(storage), non_blocking=True)
         except BaseException:
-            self._give_back()
+            self._free_host_copies()
             raise
-        self._synchronise()
+        self._synchronize()
         for storage in storages.values():
             storage.resize_(0)
-        kinds = {kind: engine.ledger.kinds.get((kind, "device")) for kind in STATES}
-        self._counted = {kind: held.now for kind, held in kinds.items() if held is not None}
-        for kind, nbytes in self._counted.items():
-            engine.ledger.add(kind, -nbytes)
-        for unit in engine.states.resident:
-            unit.leave()
-        engine.pool.renew()
+        kinds = {kind: engine.tracker.by_kind.get((kind, "device")) for kind in MODEL_STATE_KINDS}
+        self._tracked_bytes = {kind: held.now for kind, held in kinds.items() if held is not None}
+        for kind, nbytes in self._tracked_bytes.items():
+            engine.tracker.add(kind, -nbytes)
+        for unit in engine.state_guard.replicated_units:
+            unit.release_to_host()
+        engine.pool.reset()
 
-    def back(self) -> None:
+    def reload(self) -> None:
         """Bring everything back."""
-        self._engine.pool.make_room(kept.nbytes for _, kept in self._kept)
+        self._engine.pool.reserve(kept.nbytes for _, kept in self._host_copies)
         with self._engine.pool:
-            for storage, kept in self._kept:
+            for storage, kept in self._host_copies:
                 storage.resize_(kept.nbytes)
-                _line(storage).copy_(kept, non_blocking=True)
-        self._synchronise()
-        self._give_back()
-        for kind, nbytes in self._counted.items():
-            self._engine.ledger.add(kind, nbytes)
-        for unit in self._engine.states.resident:
-            unit.come_back()
+                _as_bytes(storage).copy_(kept, non_blocking=True)
+        self._synchronize()
+        self._free_host_copies()
+        for kind, nbytes in self._tracked_bytes.items():
+            self._engine.tracker.add(kind, nbytes)
+        for unit in self._engine.state_guard.replicated_units:
+            unit.restore_from_host()
 
-    def _give_back(self) -> None:
-        for _, kept in self._kept:
-            self._tiers.give_back(kept)
-        self._kept = []
+    def _free_host_copies(self) -> None:
+        for _, kept in self._host_copies:
+            self._tiers.free_temp(kept)
+        self._host_copies = []
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if self._engine.comm.device.type == "cuda":
             torch.cuda.synchronize(self._engine.comm.device)
 
 
-def _on_device(engine: Engine) -> list[torch.Tensor]:
+def _device_tensors(engine: Engine) -> list[torch.Tensor]:
     """Every tensor of a model's states that rests on the device."""
     flats = [flat for unit in engine.units for flat in unit.flats]
-    tensors = [flat.full for flat in flats if not flat.partitioned]
-    tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.far]
+    tensors = [flat.full for flat in flats if not flat.is_partitioned]
+    tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.is_offloaded]
     for flat in flats:
-        tensors += [s.tensor for s in (flat.master.stretches if flat.master is not None else ()) if not s.far]
-    for gradient in engine.gradients.of_flat.values():
-        near = [gradient.local, gradient.carried, None if gradient.far else gradient.shard]
+        tensors += [s.tensor for s in (flat.master.segments if flat.master is not None else ()) if not s.is_offloaded]
+    for gradient in engine.gradients.flat_grads.values():
+        near = [gradient.local_sum, gradient.carried_over, None if gradient.is_offloaded else gradient.shard]
         tensors += [tensor for tensor in near if tensor is not None]
-    states = engine.states.on_device()
+    states = engine.state_guard.device_states()
     return tensors + (states() if states is not None else [])
 
 
-def _refuse_fixed(tensors: list[torch.Tensor]) -> None:
+def _check_resizable(tensors: list[torch.Tensor]) -> None:
     """Raise where a storage cannot be emptied, because others outside torch hold its memory."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -96,6 +96,6 @@ def _refuse_fixed(tensors: list[torch.Tensor]) -> None:
             )
 
 
-def _line(storage: torch.UntypedStorage) -> torch.Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """All bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

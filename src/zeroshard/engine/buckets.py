@@ -7,15 +7,15 @@ from collections.abc import Iterable
 import torch
 
 from zeroshard.comm import Communicator
-from zeroshard.engine.flat import Flat
-from zeroshard.engine.flat_gradient import FlatGradient
-from zeroshard.engine.packer import Packer
-from zeroshard.layout import Piece, Range
-from zeroshard.memory.ledger import Ledger
-from zeroshard.memory.ring import Ring, Slot, buffer_lengths
+from zeroshard.engine.flat import FlatParam
+from zeroshard.engine.flat_gradient import FlatGrad
+from zeroshard.engine.packer import GradPacker
+from zeroshard.layout import ParamRange, Range
+from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.ring import BucketRing, BucketSlot, buffer_lengths
 
 
-class Buckets:
+class ReduceBuffers:
     """For each dtype that gradients are reduced in, a ring where they are partitioned, or a few landings.
 
     [Note: what needs no packing]
@@ -30,108 +30,118 @@ class Buckets:
     reduces is given a copy all the same: whoever has seen the gradient in a hook may have kept it.
     """
 
-    def __init__(self, gradients: Iterable[FlatGradient], comm: Communicator, slots: int, ledger: Ledger) -> None:
-        self._gradients, self._comm, self._slots, self._ledger = list(gradients), comm, slots, ledger
-        self._rings: dict[torch.dtype, Ring] = {}
-        self._landings: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._packers: dict[tuple[Flat, int, int], Packer] = {}  # by flat, bucket and slot
-        self.reads_gradients = False  # whether reductions under way may be reading autograd's own
+    def __init__(self, gradients: Iterable[FlatGrad], comm: Communicator, slots: int, ledger: MemoryTracker) -> None:
+        self._flat_grads, self._comm, self._slot_count, self._tracker = list(gradients), comm, slots, ledger
+        self._rings: dict[torch.dtype, BucketRing] = {}
+        self._shard_buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._packers: dict[tuple[FlatParam, int, int], GradPacker] = {}  # by flat, bucket and slot
+        self.is_reading_autograd_grads = False  # whether reductions under way may be reading autograd's own
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a reduction is under way, or buffers are open for one."""
-        return any(ring.busy for ring in self._rings.values())
+        return any(ring.is_busy for ring in self._rings.values())
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """End every reduction under way."""
         for ring in self._rings.values():
-            ring.settle()
-        self.reads_gradients = False
+            ring.wait_all()
+        self.is_reading_autograd_grads = False
 
-    def close(self) -> None:
+    def free(self) -> None:
         """Free the rings' buffers until they are wanted again."""
         for ring in self._rings.values():
-            ring.close()
+            ring.free_storage()
 
-    def as_they_lie(self, gradient: FlatGradient, taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def in_place_inputs(
+        self, flat_grad: FlatGrad, autograd_grads: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Of each bucket, what is reduced without being packed, or None."""
-        buckets, local = gradient.flat.layout.buckets, gradient.local
-        if not self._may_lie(gradient):
+        buckets, local = flat_grad.flat.layout.buckets, flat_grad.local_sum
+        if not self._can_reduce_in_place(flat_grad):
             return [None] * len(buckets)
-        if gradient.has_local and local is not None:
+        if flat_grad.has_local_sum and local is not None:
             return [local[bucket.slice] for bucket in buckets]
         return [
-            None if sole is None else self._lying(gradient, bucket, sole, taken)
-            for bucket, sole in zip(buckets, gradient.soles, strict=True)
+            None if sole is None else self._in_place_input(flat_grad, bucket, sole, autograd_grads)
+            for bucket, sole in zip(buckets, flat_grad.single_param_buckets, strict=True)
         ]
 
-    def slots(self, gradient: FlatGradient, ready: list[torch.Tensor | None]) -> list[Slot]:
+    def acquire_slots(self, flat_grad: FlatGrad, in_place_inputs: list[torch.Tensor | None]) -> list[BucketSlot]:
         """A slot for each bucket in turn, where all that is not ``ready`` can be packed, and what needs to be reduced.
 
         It takes memory, so it is called on the compute stream: see [Note: streams without record_stream].
         """
-        ring = self._rings.get(gradient.dtype)
+        ring = self._rings.get(flat_grad.dtype)
         if ring is None:
-            ring = self._rings[gradient.dtype] = self._ring(gradient.dtype)
-        slots = [ring.take() for _ in ready]
+            ring = self._rings[flat_grad.dtype] = self._make_ring(flat_grad.dtype)
+        slots = [ring.next_slot() for _ in in_place_inputs]
         for number, slot in enumerate(slots):
-            if ready[number] is None:
-                slot.packed.open(gradient.flat.layout.buckets[number].numel)
-            if gradient.is_reduced_aside:
-                slot.reduced.open(gradient.flat.homes[number].numel)
-        self.reads_gradients |= self._may_lie(gradient) and any(sole is not None for sole in gradient.soles)
+            if in_place_inputs[number] is None:
+                slot.input_buffers.alloc_storage(flat_grad.flat.layout.buckets[number].numel)
+            if flat_grad.needs_reduce_buffer:
+                slot.output_buffers.alloc_storage(flat_grad.flat.shard_ranges[number].numel)
+        self.is_reading_autograd_grads |= self._can_reduce_in_place(flat_grad) and any(
+            sole is not None for sole in flat_grad.single_param_buckets
+        )
         return slots
 
-    def pack(self, gradient: FlatGradient, number: int, slot: Slot, taken: list[torch.Tensor | None]) -> torch.Tensor:
+    def pack(
+        self, flat_grad: FlatGrad, bucket_index: int, slot: BucketSlot, autograd_grads: list[torch.Tensor | None]
+    ) -> torch.Tensor:
         """Fill a slot with a bucket of what this rank has summed before, or else of what autograd has made."""
-        flat, bucket = gradient.flat, gradient.flat.layout.buckets[number]
-        packer = self._packers.get((flat, number, slot.index))
+        flat, bucket = flat_grad.flat, flat_grad.flat.layout.buckets[bucket_index]
+        packer = self._packers.get((flat, bucket_index, slot.index))
         if packer is None:
-            packer = Packer(flat, bucket, slot.packed.first(bucket.numel))
-            self._packers[flat, number, slot.index] = packer
-        if gradient.has_local and gradient.local is not None:
-            packer.packed.copy_(gradient.local[bucket.slice])
+            packer = GradPacker(flat, bucket, slot.input_buffers.view(bucket.numel))
+            self._packers[flat, bucket_index, slot.index] = packer
+        if flat_grad.has_local_sum and flat_grad.local_sum is not None:
+            packer.packed.copy_(flat_grad.local_sum[bucket.slice])
         else:
-            packer.pack(taken)
+            packer.pack(autograd_grads)
         return packer.packed
 
-    def landing(self, dtype: torch.dtype, number: int) -> torch.Tensor:
+    def shard_buffer(self, dtype: torch.dtype, bucket_index: int) -> torch.Tensor:
         """One of the few buffers that parts of replicated gradients are reduced into."""
-        buffers = self._landings.setdefault(dtype, [])
+        buffers = self._shard_buffers.setdefault(dtype, [])
         if not buffers:
-            part, device = max(self._parts(dtype), default=0), self._comm.device
-            buffers += [torch.empty(part, dtype=dtype, device=device) for _ in range(self._slots)]
-            self._ledger.add("buckets", sum(buffer.nbytes for buffer in buffers))
-        return buffers[number % len(buffers)]
+            part, device = max(self._shard_numels(dtype), default=0), self._comm.device
+            buffers += [torch.empty(part, dtype=dtype, device=device) for _ in range(self._slot_count)]
+            self._tracker.add("buckets", sum(buffer.nbytes for buffer in buffers))
+        return buffers[bucket_index % len(buffers)]
 
-    def _ring(self, dtype: torch.dtype) -> Ring:
+    def _make_ring(self, dtype: torch.dtype) -> BucketRing:
         packed = {
             bucket.numel
-            for gradient in self._of(dtype)
-            for bucket, sole in zip(gradient.flat.layout.buckets, gradient.soles, strict=True)
-            if sole is None or not self._may_lie(gradient)
+            for gradient in self._grads_of_dtype(dtype)
+            for bucket, sole in zip(gradient.flat.layout.buckets, gradient.single_param_buckets, strict=True)
+            if sole is None or not self._can_reduce_in_place(gradient)
         }
-        parts = buffer_lengths(self._parts(dtype))
-        return Ring(self._slots, buffer_lengths(packed), parts, dtype, self._comm.device, self._ledger)
+        parts = buffer_lengths(self._shard_numels(dtype))
+        return BucketRing(self._slot_count, buffer_lengths(packed), parts, dtype, self._comm.device, self._tracker)
 
-    def _of(self, dtype: torch.dtype) -> list[FlatGradient]:
-        return [gradient for gradient in self._gradients if gradient.dtype == dtype]
+    def _grads_of_dtype(self, dtype: torch.dtype) -> list[FlatGrad]:
+        return [gradient for gradient in self._flat_grads if gradient.dtype == dtype]
 
-    def _parts(self, dtype: torch.dtype) -> list[int]:
+    def _shard_numels(self, dtype: torch.dtype) -> list[int]:
         """Elements of a rank's part of each bucket."""
-        return [home.numel for gradient in self._of(dtype) for home in gradient.flat.homes]
+        return [home.numel for gradient in self._grads_of_dtype(dtype) for home in gradient.flat.shard_ranges]
 
-    def _lying(
-        self, gradient: FlatGradient, bucket: Range, sole: Piece, taken: list[torch.Tensor | None]
+    def _in_place_input(
+        self, flat_grad: FlatGrad, bucket: Range, param_range: ParamRange, autograd_grads: list[torch.Tensor | None]
     ) -> torch.Tensor:
         """A bucket within one parameter, as it lies, or laid out anew."""
-        found = gradient.as_it_lies(sole, taken)
+        found = flat_grad.in_place_input(param_range, autograd_grads)
         if found is None:
-            found = torch.empty(bucket.numel, dtype=gradient.dtype, device=self._comm.device)
-            Packer(gradient.flat, bucket, found).pack(taken)
-            self._ledger.pass_through("autograd", found.nbytes)
+            found = torch.empty(bucket.numel, dtype=flat_grad.dtype, device=self._comm.device)
+            GradPacker(flat_grad.flat, bucket, found).pack(autograd_grads)
+            self._tracker.record_transient("autograd", found.nbytes)
         return found
 
-    def _may_lie(self, gradient: FlatGradient) -> bool:
+    def _can_reduce_in_place(self, flat_grad: FlatGrad) -> bool:
         """Whether buckets within one parameter may be reduced as they lie; all ranks say the same."""
-        return not (self._comm.overwrites or gradient.far or gradient.flat.dtype != gradient.dtype)
+        return not (
+            self._comm.reduce_scatter_overwrites_input
+            or flat_grad.is_offloaded
+            or flat_grad.flat.dtype != flat_grad.dtype
+        )

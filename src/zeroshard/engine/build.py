@@ -12,23 +12,23 @@ from torch.distributed.tensor import DTensor
 from zeroshard.comm import Communicator
 from zeroshard.config import Config
 from zeroshard.engine.checks import check_modules, check_parameters
-from zeroshard.engine.flat import Flat, share_rooms
-from zeroshard.engine.unit import Unit, refill
-from zeroshard.engine.units import Plan
+from zeroshard.engine.flat import FlatParam, round_alloc_bytes
+from zeroshard.engine.unit import Unit, set_data_and_dtype
+from zeroshard.engine.units import UnitSpec
 from zeroshard.layout import FlatLayout, Range
 from zeroshard.memory.arena import Arena
-from zeroshard.memory.lane import Lane
-from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.lane import SideStream
+from zeroshard.memory.ledger import MemoryTracker
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.spread import Spread, Stretch
-from zeroshard.memory.tiers import Tiers
+from zeroshard.memory.spread import TieredTensor, TierSegment
+from zeroshard.memory.tiers import TierAllocator
 from zeroshard.placement import Placement
 from zeroshard.precision import Precision
-from zeroshard.rests import GRANULES, Body, granules, place
-from zeroshard.tensor.division import Division
+from zeroshard.rests import MAX_CHUNK_ELEMENTS, FlatSizes, assign_tiers, split_chunks
+from zeroshard.tensor.division import TensorParallelState
 
 
-def check_model(model: nn.Module, divided: bool) -> None:
+def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
     """Refuse what cannot be sharded, with the parameter's name. ``divided``: there is a tensor axis."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
@@ -36,7 +36,7 @@ def check_model(model: nn.Module, divided: bool) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
-        if isinstance(parameter, DTensor) and not divided:
+        if isinstance(parameter, DTensor) and not has_tensor_axis:
             raise ValueError(
                 f"{name!r} is a DTensor: give shard() the mesh it is divided over, whose last axis is named 'tensor'"
             )
@@ -45,185 +45,203 @@ def check_model(model: nn.Module, divided: bool) -> None:
     check_parameters(model)
 
 
-def _make_real(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a meta parameter memory without changing which object it is."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
-class Builder:
+class UnitBuilder:
     """Makes the units of one model."""
 
     def __init__(
         self,
         model: nn.Module,
-        plans: list[Plan],
-        trained: set[int],
+        unit_specs: list[UnitSpec],
+        optimized_ids: set[int],
         config: Config,
         placement: Placement,
         precision: Precision,
         comm: Communicator,
-        ledger: Ledger,
+        tracker: MemoryTracker,
         pool: Pool,
-        tiers: Tiers,
-        state_bytes: int,
-        division: Division | None = None,
+        tiers: TierAllocator,
+        state_bytes_per_element: int,
+        tp_state: TensorParallelState | None = None,
     ) -> None:
         self._model, self._config = model, config
         self._tiers = tiers
-        self._state_bytes = state_bytes  # of an element in fp32, of the optimizer's states, the master's not
-        self._partitioned_gradients = placement.gradients
-        self._division = division
-        self._divided = division.parameters if division is not None else {}
-        self._comm, self._ledger, self._precision, self._pool = comm, ledger, precision, pool
-        self._partitioned = placement.parameters
+        self._state_bytes_per_element = (
+            state_bytes_per_element  # of an element in fp32, of the optimizer's states, the master's not
+        )
+        self._has_partitioned_grads = placement.gradients
+        self._tp_state = tp_state
+        self._tp_params = tp_state.tp_params if tp_state is not None else {}
+        self._comm, self._tracker, self._precision, self._pool = comm, tracker, precision, pool
+        self._has_partitioned_params = placement.parameters
         self._parameters = dict(model.named_parameters())
-        self._classes = {id(p): type(p) for p in self._parameters.values()}
-        self._from_meta = {name for name, p in self._parameters.items() if p.is_meta}
-        self._trained = trained  # ids of the parameters an optimizer updates
-        self._plans = plans
-        lane = Lane(comm.device, comm.stopwatch)
-        self.units = [Unit(p.name, self._flats(p), comm, ledger, lane, self._partitioned) for p in plans]
-        share_rooms([flat for unit in self.units for flat in unit.flats])
+        self._original_classes = {id(p): type(p) for p in self._parameters.values()}
+        self._meta_param_names = {name for name, p in self._parameters.items() if p.is_meta}
+        self._optimized_ids = optimized_ids  # ids of the parameters an optimizer updates
+        self._unit_specs = unit_specs
+        lane = SideStream(comm.device, comm.wait_timer)
+        self.units = [
+            Unit(p.name, self._make_flats(p), comm, tracker, lane, self._has_partitioned_params) for p in unit_specs
+        ]
+        round_alloc_bytes([flat for unit in self.units for flat in unit.flats])
 
     def build(self) -> list[Unit]:
         """Place shards in arenas, then fill them unit by unit: never more than the shards and one whole unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
-        self._place_rests(flats)
-        near = {flat: self._near_masters(flat) for flat in flats}
+        self._assign_tiers(flats)
+        near = {flat: self._device_master_ranges(flat) for flat in flats}
         numel = sum(span.numel for spans in near.values() for span in spans)
-        masters = Arena("master weights", numel, torch.float32, self._pool, self._ledger) if numel else None
+        masters = Arena("master weights", numel, torch.float32, self._pool, self._tracker) if numel else None
         shards: dict[torch.dtype, Arena] = {}
-        self._ledger.add("parameters", 0)  # to be told, though a rank may keep none
-        resting = [flat for flat in flats if self._partitioned and not flat.far and not self._is_cast(flat)]
+        self._tracker.add("parameters", 0)  # to be told, though a rank may keep none
+        resting = [
+            flat
+            for flat in flats
+            if self._has_partitioned_params and not flat.is_offloaded and not self._is_cast_from_master(flat)
+        ]
         for dtype in dict.fromkeys(flat.dtype for flat in resting):
             numel = sum(flat.layout.shard_numel for flat in resting if flat.dtype == dtype)
-            shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._ledger)
-        reader = self._tiers.reader([flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.on_disk])
-        for unit, plan in zip(self.units, self._plans, strict=True):
+            shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._tracker)
+        reader = self._tiers.make_prefetcher(
+            [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.is_on_disk]
+        )
+        for unit, plan in zip(self.units, self._unit_specs, strict=True):
             for flat in unit.flats:
-                self._place(flat, shards)
-                flat.reader = reader if flat.on_disk else None
+                self._allocate_flat(flat, shards)
+                flat.prefetcher = reader if flat.is_on_disk else None
                 if self._has_master(flat):
-                    flat.master = self._master(flat, masters, near[flat])
-            self._fill(unit, plan)
-        self._buffers()
+                    flat.master = self._make_master(flat, masters, near[flat])
+            self._init_unit(unit, plan)
+        self._move_buffers_to_device()
         if self._comm.device.type == "cuda" and self._config.defragment:
             torch.cuda.empty_cache()  # what units were staged in is as large as they are whole, and of no use any more
         return self.units
 
-    def _place_rests(self, flats: list[Flat]) -> None:
+    def _assign_tiers(self, flats: list[FlatParam]) -> None:
         """Say in which tier each state of each flat rests."""
         offload = self._config.offload
         if offload is None:
             for flat in flats:
-                flat.rest.optimizer = [(Range(0, flat.layout.shard_numel), "device")]
+                flat.tier_placement.optimizer = [(Range(0, flat.layout.shard_numel), "device")]
             return
         bodies = [
-            Body(
-                flat.homes,
-                self._is_trained(flat),
+            FlatSizes(
+                flat.shard_ranges,
+                self._is_optimized(flat),
                 flat.dtype.itemsize,
                 self._precision.reduce_dtype(flat.dtype).itemsize,
-                self._exact(flat).itemsize + self._state_bytes * self._exact(flat).itemsize // 4,
+                self._master_dtype(flat).itemsize
+                + self._state_bytes_per_element * self._master_dtype(flat).itemsize // 4,
             )
             for flat in flats
         ]
-        buffers = self._tiers.buffers(bodies)
-        rests, self._tiers.host_left = place(bodies, offload, self._partitioned_gradients, buffers)
+        buffers = self._tiers.staging_bytes(bodies)
+        rests, self._tiers.spare_host_bytes = assign_tiers(bodies, offload, self._has_partitioned_grads, buffers)
         for flat, rest in zip(flats, rests, strict=True):
-            flat.rest = rest
+            flat.tier_placement = rest
 
-    def _place(self, flat: Flat, shards: dict[torch.dtype, Arena]) -> None:
+    def _allocate_flat(self, flat: FlatParam, shards: dict[torch.dtype, Arena]) -> None:
         """Allocate a flat: its shard in its tier, if it keeps one, or all of it on the device."""
         shard, numel = None, flat.layout.shard_numel
-        if self._partitioned and flat.far:
-            shard = self._tiers.zeros("parameters", flat.rest.parameters, numel, flat.dtype, pinned=True)
-        elif self._partitioned and not self._is_cast(flat):
-            shard = shards[flat.dtype].take(numel)
+        if self._has_partitioned_params and flat.is_offloaded:
+            shard = self._tiers.zeros("parameters", flat.tier_placement.parameters, numel, flat.dtype, pinned=True)
+        elif self._has_partitioned_params and not self._is_cast_from_master(flat):
+            shard = shards[flat.dtype].allocate(numel)
         # What is partitioned has its full memory for a moment only: the pool would keep it, for one unit's size.
-        with nullcontext() if self._partitioned else self._pool:
-            flat.place(self._comm, self._partitioned, shard)
-        if not self._partitioned:
-            self._ledger.add("parameters", flat.full.nbytes)
+        with nullcontext() if self._has_partitioned_params else self._pool:
+            flat.allocate(self._comm, self._has_partitioned_params, shard)
+        if not self._has_partitioned_params:
+            self._tracker.add("parameters", flat.full.nbytes)
 
-    def _exact(self, flat: Flat) -> torch.dtype:
+    def _master_dtype(self, flat: FlatParam) -> torch.dtype:
         """The dtype that a flat is updated in."""
         return torch.float32 if self._precision.has_master(flat.dtype) else flat.dtype
 
-    def _near_masters(self, flat: Flat) -> list[Range]:
+    def _device_master_ranges(self, flat: FlatParam) -> list[Range]:
         """The stretches of which the device has a copy for the optimizer, beside the one in computation."""
-        if not self._has_master(flat) or (self._exact(flat) == flat.dtype and not flat.far):
+        if not self._has_master(flat) or (self._master_dtype(flat) == flat.dtype and not flat.is_offloaded):
             return []
-        return [span for span, tier in flat.rest.optimizer if tier == "device"]
+        return [span for span, tier in flat.tier_placement.optimizer if tier == "device"]
 
-    def _master(self, flat: Flat, arena: Arena | None, near: list[Range]) -> Spread:
+    def _make_master(self, flat: FlatParam, arena: Arena | None, device_ranges: list[Range]) -> TieredTensor:
         """What the optimizer updates: stretches in their tiers, and this rank's part itself where that will do."""
-        stretches: list[Stretch] = []
-        for span, tier in flat.rest.optimizer:
+        stretches: list[TierSegment] = []
+        for span, tier in flat.tier_placement.optimizer:
             if tier != "device":
-                for part in granules(span, flat.homes, GRANULES[tier]):
-                    tensor = self._tiers.zeros("master weights", tier, part.numel, self._exact(flat))
-                    stretches.append(Stretch(part, tier, tensor))
-            elif span in near and arena is not None:
-                stretches.append(Stretch(span, tier, arena.take(span.numel)))
+                for part in split_chunks(span, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
+                    tensor = self._tiers.zeros("master weights", tier, part.numel, self._master_dtype(flat))
+                    stretches.append(TierSegment(part, tier, tensor))
+            elif span in device_ranges and arena is not None:
+                stretches.append(TierSegment(span, tier, arena.allocate(span.numel)))
             else:
-                for home, owned in zip(flat.homes, flat.owned, strict=True):
-                    common = span.meet(home)
+                for home, owned in zip(flat.shard_ranges, flat.local_shards, strict=True):
+                    common = span.intersect(home)
                     if common is not None:
-                        part = common.moved(-home.start)
-                        stretches.append(Stretch(common, tier, owned[part.start : part.end]))
-        return Spread(stretches)
+                        part = common.shift(-home.start)
+                        stretches.append(TierSegment(common, tier, owned[part.start : part.end]))
+        return TieredTensor(stretches)
 
-    def _flats(self, plan: Plan) -> list[Flat]:
+    def _make_flats(self, spec: UnitSpec) -> list[FlatParam]:
         kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
-        for name in plan.parameters:
+        for name in spec.parameters:
             parameter = self._parameters[name]
             kind = (self._precision.compute_dtype(name, parameter), parameter.requires_grad)
             kinds.setdefault(kind, []).append(name)
         flats = []
         for (dtype, _), names in kinds.items():
             parameters = [self._parameters[name] for name in names]
-            divided = [self._divided.get(name) for name in names]
-            shares = [d.share if d is not None else None for d in divided]
+            divided = [self._tp_params.get(name) for name in names]
+            shares = [d.shard if d is not None else None for d in divided]
             numels = [
                 share.local_shape.numel() if share is not None else p.numel()
                 for p, share in zip(parameters, shares, strict=True)
             ]
-            layout = FlatLayout.build(numels, self._config.bucket_size, self._comm.shard.size)
-            flats.append(Flat(names, parameters, layout, dtype, self._comm.device, divided))
+            layout = FlatLayout.build(numels, self._config.bucket_size, self._comm.shard_axis.size)
+            flats.append(FlatParam(names, parameters, layout, dtype, self._comm.device, divided))
         return flats
 
-    def _is_trained(self, flat: Flat) -> bool:
-        return flat.trainable and any(id(parameter) in self._trained for parameter in flat.parameters)
+    def _is_optimized(self, flat: FlatParam) -> bool:
+        return flat.is_trainable and any(id(parameter) in self._optimized_ids for parameter in flat.parameters)
 
-    def _has_master(self, flat: Flat) -> bool:
+    def _has_master(self, flat: FlatParam) -> bool:
         """Whether an optimizer updates something else than the parameters in computation: exacter, or elsewhere."""
-        apart = self._precision.has_master(flat.dtype) or flat.rest.far or flat.far
-        return self._is_trained(flat) and apart
+        apart = (
+            self._precision.has_master(flat.dtype) or flat.tier_placement.has_offloaded_optimizer or flat.is_offloaded
+        )
+        return self._is_optimized(flat) and apart
 
-    def _is_cast(self, flat: Flat) -> bool:
+    def _is_cast_from_master(self, flat: FlatParam) -> bool:
         """Whether a partitioned flat keeps its master alone: see [Note: cast on gather]."""
-        near = not flat.far and not flat.rest.far
-        return self._config.casts_masters and near and self._has_master(flat) and self._exact(flat) != flat.dtype
+        near = not flat.is_offloaded and not flat.tier_placement.has_offloaded_optimizer
+        return (
+            self._config.needs_cast_on_gather
+            and near
+            and self._has_master(flat)
+            and self._master_dtype(flat) != flat.dtype
+        )
 
     @torch.no_grad()
-    def _fill(self, unit: Unit, plan: Plan) -> None:
-        staged = [self._stage(flat) for flat in unit.flats]
-        self._initialise(plan)
+    def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:
+        staged = [self._stage_values(flat) for flat in unit.flats]
+        self._init_meta_modules(spec)
         for flat, (values, wholes) in zip(unit.flats, staged, strict=True):
-            self._share_out(flat, values, wholes)
+            self._broadcast_over_tensor_axis(flat, values, wholes)
             for bucket in flat.layout.buckets:  # rank 0's values count, as under DDP
                 self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
-            flat.scatter(values, self._comm.shard.rank)
-            self._replace_divided(flat)
-        unit.bind(self._classes)
+            flat.load_full(values, self._comm.shard_axis.rank)
+            self._install_dtensors(flat)
+        unit.bind(self._original_classes)
         for values, wholes in staged:
-            self._ledger.add("staging", -values.nbytes - sum(whole.nbytes for whole in wholes.values()))
-        if self._partitioned:
-            unit.start_released()
+            self._tracker.add("staging", -values.nbytes - sum(whole.nbytes for whole in wholes.values()))
+        if self._has_partitioned_params:
+            unit.init_sharded()
 
-    def _stage(self, flat: Flat) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    def _stage_values(self, flat: FlatParam) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Lay the parameters' values, or room for them, out as the flat does; apart, whole what is to be divided."""
         dtype = flat.dtype if flat.master is None else flat.master.dtype
         values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
@@ -231,19 +249,19 @@ class Builder:
         for index, parameter in enumerate(flat.parameters):
             view = flat.view(values, index)
             if isinstance(parameter, DTensor):  # the user's: divided already
-                self._copy_divided(flat.names[index], parameter, view)
+                self._copy_from_dtensor(flat.names[index], parameter, view)
                 continue
-            if flat.shares[index] is not None:
+            if flat.tp_shards[index] is not None:
                 view = wholes[index] = torch.empty(parameter.shape, dtype=dtype, device=self._comm.device)
             if parameter.is_meta:
-                _make_real(parameter, view)
+                _materialize(parameter, view)
             else:
                 view.copy_(parameter.data)
                 parameter.data = view
-        self._ledger.add("staging", values.nbytes + sum(whole.nbytes for whole in wholes.values()))
+        self._tracker.add("staging", values.nbytes + sum(whole.nbytes for whole in wholes.values()))
         return values, wholes
 
-    def _copy_divided(self, name: str, parameter: DTensor, view: torch.Tensor) -> None:
+    def _copy_from_dtensor(self, name: str, parameter: DTensor, view: torch.Tensor) -> None:
         if parameter.is_meta:
             raise ValueError(
                 f"{name!r} is a DTensor on the meta device: leave it to shard() to divide a model that was built there"
@@ -251,52 +269,54 @@ class Builder:
         view.copy_(parameter.to_local())
         parameter._local_tensor = view
 
-    def _share_out(self, flat: Flat, values: torch.Tensor, wholes: dict[int, torch.Tensor]) -> None:
+    def _broadcast_over_tensor_axis(
+        self, flat: FlatParam, values: torch.Tensor, full_tensors: dict[int, torch.Tensor]
+    ) -> None:
         """Bring the first tensor rank's values to all of its axis, and keep this rank's share of what is divided."""
-        if self._comm.tensor.size == 1:
+        if self._comm.tensor_axis.size == 1:
             return
-        for index, share in enumerate(flat.shares):
+        for index, share in enumerate(flat.tp_shards):
             what = f"share {flat.names[index]!r} over the tensor axis"
             if share is None:
-                place = flat.layout.parameter(index)
-                self._comm.broadcast_over(self._comm.tensor, values[place.start : place.end], what)
-            elif index in wholes:
-                self._comm.broadcast_over(self._comm.tensor, wholes[index], what)
-                flat.view(values, index).copy_(share.take(wholes[index]))
+                place = flat.layout.range_of_param(index)
+                self._comm.broadcast_over_axis(self._comm.tensor_axis, values[place.start : place.end], what)
+            elif index in full_tensors:
+                self._comm.broadcast_over_axis(self._comm.tensor_axis, full_tensors[index], what)
+                flat.view(values, index).copy_(share.slice(full_tensors[index]))
 
-    def _replace_divided(self, flat: Flat) -> None:
+    def _install_dtensors(self, flat: FlatParam) -> None:
         """Put DTensors in the place of plain parameters that are divided: see [Note: divided parameters]."""
         parameters = list(flat.parameters)
         for index, (name, parameter) in enumerate(flat.named_parameters):
-            divided = flat.divided[index]
-            if divided is None or self._division is None:
+            divided = flat.tp_params[index]
+            if divided is None or self._tp_state is None:
                 continue
             if isinstance(parameter, DTensor):
-                refill(parameter, flat.views[index], divided)  # its dtype may be another in computation
+                set_data_and_dtype(parameter, flat.views[index], divided)  # its dtype may be another in computation
                 continue
-            new = nn.Parameter(divided.wrap(flat.views[index]), requires_grad=parameter.requires_grad)
-            self._classes[id(new)] = type(new)
-            self._division.replace(name, new)
-            parameter.data = flat.stand_in(parameter.shape)
+            new = nn.Parameter(divided.to_dtensor(flat.views[index]), requires_grad=parameter.requires_grad)
+            self._original_classes[id(new)] = type(new)
+            self._tp_state.replace_param(name, new)
+            parameter.data = flat.placeholder(parameter.shape)
             parameters[index] = new
         flat.parameters = tuple(parameters)
 
-    def _initialise(self, plan: Plan) -> None:
+    def _init_meta_modules(self, spec: UnitSpec) -> None:
         """Run the initialisation of the unit's modules that were built on the meta device."""
-        here = set(plan.parameters)
+        here = set(spec.parameters)
         for name, module in self._model.named_modules():
             own = {key for key, _ in module.named_parameters(name, recurse=False)}
-            if not own & here & self._from_meta:
+            if not own & here & self._meta_param_names:
                 continue
             if not own <= here:
                 raise ValueError(
                     f"{name!r} shares {sorted(own - here)} with another unit, so it cannot be initialised alone from "
                     "the meta device: build the model on a real device"
                 )
-            self._initialise_module(name, module)
+            self._init_meta_module(name, module)
 
-    def _initialise_module(self, name: str, module: nn.Module) -> None:
-        self._buffers_of(module)
+    def _init_meta_module(self, name: str, module: nn.Module) -> None:
+        self._materialize_buffers(module)
         reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
         if self._config.init_fn is not None:
             self._config.init_fn(module)
@@ -308,16 +328,16 @@ class Builder:
                 "pass shard(init_fn=…), which is called on each such module"
             )
 
-    def _buffers_of(self, module: nn.Module) -> None:
+    def _materialize_buffers(self, module: nn.Module) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device=self._comm.device)
 
-    def _buffers(self) -> None:
+    def _move_buffers_to_device(self) -> None:
         """Bring buffers to the device; those of modules without parameters are initialised here."""
         for name, module in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
-                self._initialise_module(name, module)
+                self._init_meta_module(name, module)
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self._comm.device:
                     module._buffers[key] = buffer.to(self._comm.device)

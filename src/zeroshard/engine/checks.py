@@ -15,8 +15,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeroshard.config import Config
 
-_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
-_OWN = frozenset(vars(nn.Module()))  # attributes of every module
+_PARALLEL_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, DataParallel)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def check_modules(model: nn.Module) -> None:
@@ -25,8 +25,8 @@ def check_modules(model: nn.Module) -> None:
         what = f"module {name!r}" if name else "the model"
         if "_zeroshard" in module.__dict__:
             raise ValueError(f"{what} is sharded already: call zeroshard.unshard() on it first")
-        kind = next((kind.__name__ for kind in _WRAPPERS if isinstance(module, kind)), None)
-        kind = kind or ("replicate()" if "replicate" in _composed(module) else None)
+        kind = next((kind.__name__ for kind in _PARALLEL_WRAPPERS if isinstance(module, kind)), None)
+        kind = kind or ("replicate()" if "replicate" in _composable_apis(module) else None)
         if kind is not None:
             inner = ": give shard() the module inside it" if hasattr(module, "module") else ""
             raise ValueError(
@@ -41,7 +41,7 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def _composed(module: nn.Module) -> Any:
+def _composable_apis(module: nn.Module) -> Any:
     """The composable distributed APIs that were applied to a module."""
     return module.__dict__.get(REGISTRY_KEY, ())
 
@@ -50,11 +50,11 @@ def check_parameters(model: nn.Module) -> None:
     """Refuse parameters whose gradients or memory somebody else uses, too."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
-            raise ValueError(f"{name!r} has a post-accumulate-grad hook. {NO_POST_HOOKS}")
+            raise ValueError(f"{name!r} has a post-accumulate-grad hook. {POST_HOOK_ERROR}")
     _check_aliases(model)
 
 
-NO_POST_HOOKS = (
+POST_HOOK_ERROR = (
     "Such a hook sees the gradient of this rank alone, and what it does to the parameter is lost or differs from rank "
     "to rank, so an optimizer cannot be stepped inside backward. Give the optimizer to zeroshard.shard() and call its "
     "step(); to look at gradients, use register_hook() or zeroshard.full_gradient()"
@@ -81,7 +81,7 @@ def check_max_norm(model: nn.Module, config: Config, ranks: int) -> None:
 def _check_aliases(model: nn.Module) -> None:
     """Refuse tensors that view a parameter's memory: they would not follow it into its partition."""
     parameters = {id(p): (name, p) for name, p in model.named_parameters()}
-    spans = sorted((*span, name) for name, p in parameters.values() if (span := _span(p)) is not None)
+    spans = sorted((*span, name) for name, p in parameters.values() if (span := _address_range(p)) is not None)
     dense = {name for name, p in parameters.values() if _is_dense(p)}
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end and one in dense and other in dense:
@@ -89,8 +89,8 @@ def _check_aliases(model: nn.Module) -> None:
                 f"{one!r} and {other!r} are two parameters over one memory, which shard() would separate: tie them by "
                 "making them one nn.Parameter, or give one of them a copy"
             )
-    for name, tensor in _attributes(model):
-        span = _span(tensor) if id(tensor) not in parameters else None
+    for name, tensor in _tensor_attributes(model):
+        span = _address_range(tensor) if id(tensor) not in parameters else None
         if span is None:
             continue
         before = bisect.bisect_left(spans, (span[1],)) - 1  # the last parameter that begins before its end
@@ -101,7 +101,7 @@ def _check_aliases(model: nn.Module) -> None:
             )
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _address_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     """The addresses between which a tensor's elements lie; None where it has no memory of its own."""
     try:
         start = tensor.data_ptr()
@@ -115,11 +115,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor has every element between its first and its last."""
-    span = _span(tensor)
+    span = _address_range(tensor)
     return span is not None and span[1] - span[0] == tensor.numel() * tensor.element_size()
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers of a model, and the tensors that its modules have as plain attributes."""
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
@@ -127,7 +127,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         hooks = module._forward_pre_hooks.values()
         reset = {getattr(hook, field, None) for hook in hooks for field in ("name", "_tensor_name")}
         for key, value in vars(module).items():
-            if key in _OWN or key in reset:
+            if key in _MODULE_ATTRIBUTES or key in reset:
                 continue
             for tensor in _tensors_in(value):
                 yield f"{prefix}.{key}" if prefix else key, tensor

@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator
-from zeroshard.layout import FlatLayout, Piece, Range, shared_rooms
-from zeroshard.memory.reader import Reader
-from zeroshard.memory.spread import Spread
-from zeroshard.rests import Rest
-from zeroshard.tensor.division import Divided
-from zeroshard.tensor.share import Share
+from zeroshard.layout import FlatLayout, ParamRange, Range, round_to_shared_sizes
+from zeroshard.memory.reader import ParamPrefetcher
+from zeroshard.memory.spread import TieredTensor
+from zeroshard.rests import TierPlacement
+from zeroshard.tensor.division import TPParam
+from zeroshard.tensor.share import TPShard
 
 
-class Arrival(Protocol):
+class PendingUpdate(Protocol):
     """Values that are on their way from another tier."""
 
     def wait(self) -> None:
         """Return when what comes next on this thread and stream may use them."""
 
 
-class Flat:
+class FlatParam:
     """The parameters of one unit that share dtype and trainability, laid end to end in one tensor.
 
     [Note: breathing storage]
@@ -47,62 +47,73 @@ class Flat:
         layout: FlatLayout,
         dtype: torch.dtype,
         device: torch.device,
-        divided: Sequence[Divided | None],
+        tp_params: Sequence[TPParam | None],
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.layout = layout
         self.dtype = dtype
-        self.trainable = parameters[0].requires_grad
+        self.is_trainable = parameters[0].requires_grad
         self.original_dtypes = tuple(p.dtype for p in parameters)
-        self.divided = tuple(divided)  # which parameters are DTensors over the tensor axis, and how
-        self.has_divided = any(d is not None for d in divided)
-        self.shares: tuple[Share | None, ...] = tuple(d.share if d is not None else None for d in divided)
-        self.wholes = tuple(p.shape for p in parameters)  # shapes of the undivided parameters
+        self.tp_params = tuple(tp_params)  # which parameters are DTensors over the tensor axis, and how
+        self.has_dtensors = any(d is not None for d in tp_params)
+        self.tp_shards: tuple[TPShard | None, ...] = tuple(d.shard if d is not None else None for d in tp_params)
+        self.full_shapes = tuple(p.shape for p in parameters)  # shapes of the undivided parameters
         # from here on, "parameter" is what this rank of the tensor axis has of it
         self.shapes = tuple(
-            whole if share is None else share.local_shape for whole, share in zip(self.wholes, self.shares, strict=True)
+            whole if share is None else share.local_shape
+            for whole, share in zip(self.full_shapes, self.tp_shards, strict=True)
         )
         self.strides = tuple(
             _dense_stride(p) if d is None else torch.empty(shape, device="meta").stride()
-            for p, d, shape in zip(parameters, divided, self.shapes, strict=True)
+            for p, d, shape in zip(parameters, tp_params, self.shapes, strict=True)
         )
         self.device = device
         self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
-        self.partitioned = False  # whether ``full`` comes and goes
+        self.is_partitioned = False  # whether ``full`` comes and goes
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned, unless it is cast
-        self.owned: list[torch.Tensor] = []  # this rank's part of each bucket: of ``shard``, or of ``full``, if kept
-        self.landings: list[torch.Tensor] = []  # the same parts' places in ``full``
-        self._casts: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # landings, and what is cast into them
-        self.homes = tuple(layout.in_shard(bucket) for bucket in layout.buckets)  # the same parts' places in the shard
-        self.rest = Rest()  # in which tiers its states rest
-        self.master: Spread | None = None  # [layout.shard_numel], what an optimizer updates in the parameters' stead
-        self.arrival: Arrival | None = None  # of new values for ``owned``, from an update outside the device
-        self.reader: Reader | None = None  # of a shard on disk
+        self.local_shards: list[
+            torch.Tensor
+        ] = []  # this rank's part of each bucket: of ``shard``, or of ``full``, if kept
+        self.shard_slots: list[torch.Tensor] = []  # the same parts' places in ``full``
+        self._cast_pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (
+            None  # landings, and what is cast into them
+        )
+        self.shard_ranges = tuple(
+            layout.shard_range(bucket) for bucket in layout.buckets
+        )  # the same parts' places in the shard
+        self.tier_placement = TierPlacement()  # in which tiers its states rest
+        self.master: TieredTensor | None = (
+            None  # [layout.shard_numel], what an optimizer updates in the parameters' stead
+        )
+        self.pending_update: PendingUpdate | None = (
+            None  # of new values for ``owned``, from an update outside the device
+        )
+        self.prefetcher: ParamPrefetcher | None = None  # of a shard on disk
         self.views: list[torch.Tensor] = []  # each parameter in ``full``
-        self.stand_ins: list[torch.Tensor] = []  # what each absent parameter points at between passes
-        self.segments: list[Piece] = []  # the parts of parameters this rank owns
-        self.rank = 0  # on the axis that the flat is partitioned over
-        self.buckets: list[torch.Tensor] = []  # each bucket of ``full``
+        self.placeholders: list[torch.Tensor] = []  # what each absent parameter points at between passes
+        self.owned_ranges: list[ParamRange] = []  # the parts of parameters this rank owns
+        self.shard_rank = 0  # on the axis that the flat is partitioned over
+        self.bucket_views: list[torch.Tensor] = []  # each bucket of ``full``
         # where the parameters lie, and how often they were changed in place, when last looked at: resident flats alone
-        self.known_pointers: list[int] | None = None
+        self.known_data_ptrs: list[int] | None = None
         self.known_versions: list[int] = []
-        self.room = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``share_rooms``
+        self.alloc_bytes = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``round_alloc_bytes``
 
     @property
-    def far(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether this rank's part of the parameters rests outside the device."""
-        return self.rest.parameters != "device"
+        return self.tier_placement.parameters != "device"
 
     @property
-    def is_cast(self) -> bool:
+    def is_cast_from_master(self) -> bool:
         """Whether the master is all that this rank keeps of its part: see [Note: cast on gather]."""
-        return self.partitioned and self.shard is None
+        return self.is_partitioned and self.shard is None
 
     @property
-    def on_disk(self) -> bool:
+    def is_on_disk(self) -> bool:
         """Whether it rests on disk."""
-        return self.rest.parameters == "disk"
+        return self.tier_placement.parameters == "disk"
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -114,7 +125,7 @@ class Flat:
         start = flat.storage_offset() + self.layout.starts[index]
         return flat.as_strided(self.shapes[index], self.strides[index], start)
 
-    def line(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+    def flatten(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """Flatten a tensor of parameter ``index``'s shape into the order its elements have in the flat."""
         if tensor.stride() != self.strides[index]:
             tensor = torch.empty_strided(
@@ -122,101 +133,105 @@ class Flat:
             ).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
 
-    def place(self, comm: Communicator, partitioned: bool, shard: torch.Tensor | None) -> None:
+    def allocate(self, comm: Communicator, is_partitioned: bool, shard: torch.Tensor | None) -> None:
         """Allocate: the breathing storage when partitioned, beside a shard or a master; else the full tensor alone."""
-        self.partitioned, self.shard, self.rank = partitioned, shard, comm.shard.rank
-        self._allocate()
-        self._nothing = torch.full(
+        self.is_partitioned, self.shard, self.shard_rank = is_partitioned, shard, comm.shard_axis.rank
+        self._allocate_full()
+        self._placeholder_value = torch.full(
             (), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
         )
-        self.stand_ins = [self.stand_in(shape) for shape in self.shapes]
-        self.segments = self.layout.segments(self.rank)
-        self.owned = self.landings
-        if partitioned:
-            self.owned = [shard[home.start : home.end] for home in self.homes] if shard is not None else []
+        self.placeholders = [self.placeholder(shape) for shape in self.shapes]
+        self.owned_ranges = self.layout.owned_ranges(self.shard_rank)
+        self.local_shards = self.shard_slots
+        if is_partitioned:
+            self.local_shards = (
+                [shard[home.start : home.end] for home in self.shard_ranges] if shard is not None else []
+            )
             self.full.untyped_storage().resize_(0)
 
-    def _allocate(self) -> None:
+    def _allocate_full(self) -> None:
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
-        self.buckets = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
-        parts = [self.layout.owned(bucket, self.rank) for bucket in self.layout.buckets]
-        self.landings = [self.full[part.start : part.end] for part in parts]
-        self._casts = None
+        self.bucket_views = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
+        parts = [self.layout.bucket_shard(bucket, self.shard_rank) for bucket in self.layout.buckets]
+        self.shard_slots = [self.full[part.start : part.end] for part in parts]
+        self._cast_pairs = None
 
-    def free(self, lent: bool) -> bool:
+    def free(self, keep_storage: bool) -> bool:
         """Free the full values: see [Note: breathing storage]. Return whether ``views`` are others from now on.
 
         Memory that a NumPy array shares (``parameter.detach().numpy()``) can never be resized again, and what was
         ``lent`` somebody may still read: it is left to whoever holds it, and the flat takes a new storage.
         """
         storage = self.full.untyped_storage()
-        if storage.resizable() and not lent:
+        if storage.resizable() and not keep_storage:
             storage.resize_(0)
             return False
-        self._allocate()
+        self._allocate_full()
         self.full.untyped_storage().resize_(0)
         return True
 
-    def stand_in(self, shape: torch.Size) -> torch.Tensor:
+    def placeholder(self, shape: torch.Size) -> torch.Tensor:
         """A value of no use, for a parameter of ``shape`` to point at: see [Note: absent parameters]."""
-        return self._nothing.expand(shape)
+        return self._placeholder_value.expand(shape)
 
-    def scatter(self, values: torch.Tensor, rank: int) -> None:
+    def load_full(self, values: torch.Tensor, rank: int) -> None:
         """Keep this rank's part of ``values``, a full tensor laid out like this flat."""
-        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.homes, strict=True)):
-            part = self.layout.owned(bucket, rank)
-            if not self.is_cast:
-                self.owned[number].copy_(values[part.start : part.end])
+        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
+            part = self.layout.bucket_shard(bucket, rank)
+            if not self.is_cast_from_master:
+                self.local_shards[number].copy_(values[part.start : part.end])
             if self.master is not None:
                 self.master.write(home, values[part.start : part.end])
-        if not self.partitioned:
+        if not self.is_partitioned:
             self.full.copy_(values)
 
-    def computed(self, number: int) -> torch.Tensor:
+    def local_shard(self, bucket_index: int) -> torch.Tensor:
         """This rank's part of a bucket, in the dtype of computation, wherever it rests."""
-        if not self.is_cast or self.master is None:
-            return self.owned[number]
-        return self.master.read(self.homes[number], self.device).to(self.dtype)
+        if not self.is_cast_from_master or self.master is None:
+            return self.local_shards[bucket_index]
+        return self.master.read(self.shard_ranges[bucket_index], self.device).to(self.dtype)
 
-    def held(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
+    def owned_slices(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
         """Yield (parameter, elements of it, their exact values, the master's where there is one) this rank owns."""
-        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.homes, strict=True)):
-            for piece in self.layout.owned_pieces(bucket, self.rank):
+        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
+            for piece in self.layout.owned_ranges_in_bucket(bucket, self.shard_rank):
                 if self.master is None:
-                    values = self.owned[number][piece.at : piece.at + piece.within.numel]
-                    yield piece.parameter, piece.within, values
+                    values = self.local_shards[number][piece.offset : piece.offset + piece.elements.numel]
+                    yield piece.param_index, piece.elements, values
                     continue
-                first = home.start + piece.at
-                for common, values in self.master.within(Range(first, first + piece.within.numel)):
-                    yield piece.parameter, common.moved(piece.within.start - first), values
+                first = home.start + piece.offset
+                for common, values in self.master.views_in(Range(first, first + piece.elements.numel)):
+                    yield piece.param_index, common.shift(piece.elements.start - first), values
 
-    def divided_stretches(self) -> list[Range]:
+    def tp_sharded_ranges(self) -> list[Range]:
         """Where, in this rank's shard, the values are that no other rank of the tensor axis has too."""
         stretches: list[Range] = []
-        for piece in self.segments:
-            if self.shares[piece.parameter] is None:
+        for piece in self.owned_ranges:
+            if self.tp_shards[piece.param_index] is None:
                 continue
-            here = Range(piece.at, piece.at + piece.within.numel)
+            here = Range(piece.offset, piece.offset + piece.elements.numel)
             if stretches and stretches[-1].end == here.start:
                 stretches[-1] = Range(stretches[-1].start, here.end)
             else:
                 stretches.append(here)
         return stretches
 
-    def update_from_master(self, near: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def master_copy_lists(self, device_only: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's parts and the master's parts they are to be copied from; ``near``: those on the device."""
-        return ([], []) if self.is_cast else self._paired(self.owned, near)
+        return ([], []) if self.is_cast_from_master else self._pair_with_master(self.local_shards, device_only)
 
-    def _paired(self, parts: list[torch.Tensor], near: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _pair_with_master(
+        self, shards: list[torch.Tensor], device_only: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Places in parts of the buckets, and what of the master belongs there, unless it is there already."""
         places: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for home, part in zip(self.homes, parts, strict=True):
-            for stretch, common in self.master.parts(home) if self.master is not None else ():
+        for home, part in zip(self.shard_ranges, shards, strict=True):
+            for stretch, common in self.master.segments_in(home) if self.master is not None else ():
                 source = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]
                 place = part[common.start - home.start : common.end - home.start]
-                if not (near and stretch.far) and place.data_ptr() != source.data_ptr():
+                if not (device_only and stretch.is_offloaded) and place.data_ptr() != source.data_ptr():
                     places.append(place)
                     sources.append(source)
         return places, sources
@@ -226,46 +241,46 @@ class Flat:
 
         One on disk is not read for that.
         """
-        if self.master is None or any(stretch.tier == "disk" for stretch in self.master.stretches):
+        if self.master is None or any(stretch.tier == "disk" for stretch in self.master.segments):
             return False
         return any(
             not torch.equal(part, self.master.read(home, self.device).to(self.dtype))
-            for part, home in zip(self.landings, self.homes, strict=True)
+            for part, home in zip(self.shard_slots, self.shard_ranges, strict=True)
         )
 
-    def arrive(self) -> None:
+    def wait_for_update(self) -> None:
         """Wait for new values of this rank's part that are on their way."""
-        if self.arrival is not None:
-            self.arrival.wait()
-            self.arrival = None  # not before: a wait that was interrupted is begun anew
+        if self.pending_update is not None:
+            self.pending_update.wait()
+            self.pending_update = None  # not before: a wait that was interrupted is begun anew
 
-    def bring(self) -> list[torch.Tensor]:
+    def all_gather_inputs(self) -> list[torch.Tensor]:
         """Return this rank's part of each bucket on the device, for the other ranks to gather."""
-        self.arrive()
-        if self.is_cast:
-            self._casts = self._casts or self._paired(self.landings, near=True)
-            if self._casts[0]:
-                torch._foreach_copy_(*self._casts)
-            return self.landings
-        if not self.far or self.shard is None:
-            return self.owned
-        shard = self.shard if self.reader is None else self.reader.take(self.shard)
-        for place, home in zip(self.landings, self.homes, strict=True):
+        self.wait_for_update()
+        if self.is_cast_from_master:
+            self._cast_pairs = self._cast_pairs or self._pair_with_master(self.shard_slots, device_only=True)
+            if self._cast_pairs[0]:
+                torch._foreach_copy_(*self._cast_pairs)
+            return self.shard_slots
+        if not self.is_offloaded or self.shard is None:
+            return self.local_shards
+        shard = self.shard if self.prefetcher is None else self.prefetcher.acquire(self.shard)
+        for place, home in zip(self.shard_slots, self.shard_ranges, strict=True):
             place.copy_(shard[home.slice], non_blocking=True)
-        if self.reader is not None:
-            self.reader.give(self.shard)
-        return self.landings
+        if self.prefetcher is not None:
+            self.prefetcher.release(self.shard)
+        return self.shard_slots
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Start to read a shard that rests on disk, and is not about to change."""
-        if self.reader is not None and self.shard is not None and self.arrival is None:
-            self.reader.fetch(self.shard)
+        if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
+            self.prefetcher.prefetch(self.shard)
 
 
-def share_rooms(flats: list[Flat]) -> None:
+def round_alloc_bytes(flats: list[FlatParam]) -> None:
     """Let flats of nearly one size take memory of one size, so that each fits where another was."""
-    for flat, room in zip(flats, shared_rooms([flat.room for flat in flats]), strict=True):
-        flat.room = room
+    for flat, room in zip(flats, round_to_shared_sizes([flat.alloc_bytes for flat in flats]), strict=True):
+        flat.alloc_bytes = room
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

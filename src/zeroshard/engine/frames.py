@@ -16,80 +16,84 @@ if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
+def outside_functorch() -> AbstractContextManager[Any]:
     """Leave torch.func's transforms for a while, where one is under way: it would wrap every tensor made meanwhile."""
     none = torch._C._functorch.peek_interpreter_stack() is None
-    return _NOTHING if none else temporarily_clear_interpreter_stack()
+    return _NULL_CONTEXT if none else temporarily_clear_interpreter_stack()
 
 
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
-class Trace:
+class ForwardRecord:
     """The frames of one forward. The autograd graph owns it, through the hooks: it goes when the graph goes."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []  # in the order they were left
-        self.uses: dict[Unit, list[Frame]] = {}
-        self.pins: list[Unit] = []  # that its backward may use without a hook to tell: see pins.py
+        self.calls: list[ModuleCall] = []  # in the order they were left
+        self.calls_by_unit: dict[Unit, list[ModuleCall]] = {}
+        self.retained_units: list[Unit] = []  # that its backward may use without a hook to tell: see pins.py
 
 
 @dataclass(eq=False)
-class Frame:
+class ModuleCall:
     """One run of a unit's module in forward, or one loose use: see [Note: what is over in backward]."""
 
     units: list[Unit]
-    entered: int
-    left: int = -1
-    hooked: bool = False  # whether a hook on its outputs tells when backward comes to it
-    loose: list[Frame] = field(default_factory=list)  # uses before it that no hook tells of: see [Note: loose uses]
-    lent: dict[Unit, Frame] = field(default_factory=dict)  # uses that gave the module views, by whose memory they are
-    reached_in: int = -1  # the backward that has come to it
+    start_tick: int
+    end_tick: int = -1
+    has_pre_backward_hook: bool = False  # whether a hook on its outputs tells when backward comes to it
+    untracked_uses: list[ModuleCall] = field(
+        default_factory=list
+    )  # uses before it that no hook tells of: see [Note: loose uses]
+    view_uses: dict[Unit, ModuleCall] = field(
+        default_factory=dict
+    )  # uses that gave the module views, by whose memory they are
+    last_backward_id: int = -1  # the backward that has come to it
 
 
-class EndOfBackward:
+class BackwardEndCallback:
     """What autograd calls when a backward is over. One that is left by an exception is never told of: autograd only
     drops the callback, and with it this object. Until then parameters are as autograd knows them, and whoever clears or
     reads gradients after the exception would miss those of the backwards before."""
 
-    def __init__(self, engine: Engine, number: int) -> None:
-        self._engine, self._number = weakref.ref(engine), number
+    def __init__(self, engine: Engine, backward_id: int) -> None:
+        self._engine, self._backward_id = weakref.ref(engine), backward_id
 
     def __call__(self) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.end_backward()
+            engine.finalize_backward()
 
     def __del__(self) -> None:
         """Say that autograd is done with it, however it ended."""
         engine = self._engine()
         if engine is not None:
             try:
-                engine.leave_backward(self._number)
+                engine.on_backward_dropped(self._backward_id)
             except RuntimeError as error:  # a finalizer cannot raise: the next forward does
-                engine.postponed = error.with_traceback(None)
+                engine.deferred_error = error.with_traceback(None)
 
 
-def is_reached(tensor: torch.Tensor) -> bool:
+def has_pre_backward_hook(tensor: torch.Tensor) -> bool:
     """Whether some hook tells when backward comes to a tensor."""
-    return any(type(hook) is Reach for hook in (tensor._backward_hooks or {}).values())
+    return any(type(hook) is PreBackwardHook for hook in (tensor._backward_hooks or {}).values())
 
 
-class Reach:
+class PreBackwardHook:
     """The hook on a unit's output: it runs when backward comes there."""
 
-    __slots__ = ("_engine", "_frame", "_trace")
+    __slots__ = ("_call", "_engine", "_record")
 
-    def __init__(self, engine: Engine, frame: Frame, trace: Trace) -> None:
-        self._engine, self._frame, self._trace = engine, frame, trace
+    def __init__(self, engine: Engine, call: ModuleCall, record: ForwardRecord) -> None:
+        self._engine, self._call, self._record = engine, call, record
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._engine.makes_graph = torch.is_grad_enabled()
-        with outside_transforms():
-            self._engine.reach(self._frame, self._trace)
+        self._engine.is_creating_graph = torch.is_grad_enabled()
+        with outside_functorch():
+            self._engine.pre_backward(self._call, self._record)
 
 
-def hook_first(tensor: torch.Tensor, hook: Reach) -> None:
+def prepend_hook(tensor: torch.Tensor, hook: PreBackwardHook) -> None:
     """Register a hook on a tensor, before those it has: they may run a backward that needs the unit's parameters."""
     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = tensor._backward_hooks

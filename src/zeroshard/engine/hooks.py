@@ -17,11 +17,11 @@ import torch._compile
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.engine.engine import Engine, in_backward
-from zeroshard.engine.frames import outside_transforms
-from zeroshard.engine.guards import Planted, Watch, guard, refuse_wrapped
-from zeroshard.engine.kept import Keeper, keepers
-from zeroshard.engine.parameter import card_of, is_absent
+from zeroshard.engine.engine import Engine, is_in_backward
+from zeroshard.engine.frames import outside_functorch
+from zeroshard.engine.guards import AttributeOverride, ReplacedParamDetector, block_unsupported_calls, check_not_wrapped
+from zeroshard.engine.kept import GraphTensorScanner, scanners_for
+from zeroshard.engine.parameter import is_guarded, param_info
 from zeroshard.engine.unit import Unit
 from zeroshard.precision import cast_floats
 
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _eager(hook: Callable[P, T]) -> Callable[P, T]:
+def _disable_compile(hook: Callable[P, T]) -> Callable[P, T]:
     """Hide a hook from compilers. (torch's own decorator imports the compiler at the first call, not here.)"""
     hidden: Callable[P, T] = torch._compile._disable_dynamo(hook)
     return hidden
@@ -42,19 +42,19 @@ def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
     [1.0, 0.0]
     """
     found: list[torch.Tensor] = []
-    _find(value, depth, found)
+    _collect_tensors(value, depth, found)
     return found
 
 
-def _find(value: Any, depth: int, found: list[torch.Tensor]) -> None:
+def _collect_tensors(value: Any, depth: int, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif depth and value is not None and not isinstance(value, (int, float, str, bytes, type, nn.Module)):
-        for item in _items(value):
-            _find(item, depth - 1, found)
+        for item in _contained_values(value):
+            _collect_tensors(item, depth - 1, found)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _contained_values(value: Any) -> Iterable[Any]:
     """What a container or an object holds."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return value
@@ -65,7 +65,7 @@ def _items(value: Any) -> Iterable[Any]:
     return (vars(value),) if hasattr(value, "__dict__") else ()
 
 
-def _is_running(module: nn.Module) -> bool:
+def _is_reentrant_call(module: nn.Module) -> bool:
     """Whether this call of a module is inside another one of the same: in its own forward, or in a hook of it."""
     frame: FrameType | None = sys._getframe()
     calls = 0
@@ -75,7 +75,7 @@ def _is_running(module: nn.Module) -> bool:
     return calls > 1
 
 
-class _Before:
+class _PreForwardHook:
     """Runs before a hooked module's forward."""
 
     def __init__(
@@ -83,70 +83,79 @@ class _Before:
         engine: Engine,
         units: tuple[Unit, ...],
         name: str,
-        watch: Watch | None,
+        replaced_param_detector: ReplacedParamDetector | None,
         layer_casts: _LayerCasts | None,
-        after: RemovableHandle,
+        post_hook: RemovableHandle,
     ) -> None:
-        self._engine, self._units, self._name, self._watch = engine, units, name, watch
-        self._outermost = watch is not None
+        self._engine, self._units, self._name, self._replaced_param_detector = (
+            engine,
+            units,
+            name,
+            replaced_param_detector,
+        )
+        self._is_root = replaced_param_detector is not None
         self._layer_casts = layer_casts
-        self._after = after.id
+        self._post_hook_id = post_hook.id
 
-    @_eager
+    @_disable_compile
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
-        if self._watch is not None:
-            refuse_wrapped(module)
-            self._watch.look(module)
-            self._engine.about_to_run(given)
-        with outside_transforms():
-            outermost = self._outermost and not (self._engine.in_forward and _is_running(module))
-            self._engine.enter((*self._units, *lenders(given, self._units)), self._name, outermost)
+        if self._replaced_param_detector is not None:
+            check_not_wrapped(module)
+            self._replaced_param_detector.check(module)
+            self._engine.pre_model_forward(given)
+        with outside_functorch():
+            outermost = self._is_root and not (self._engine.is_in_forward and _is_reentrant_call(module))
+            self._engine.pre_forward((*self._units, *units_of_views(given, self._units)), self._name, outermost)
         hooks = module._forward_hooks
-        if next(reversed(hooks), self._after) != self._after:  # hooks that came later use the parameters, too
-            hooks.move_to_end(self._after)  # type: ignore[attr-defined]
+        if (
+            next(reversed(hooks), self._post_hook_id) != self._post_hook_id
+        ):  # hooks that came later use the parameters, too
+            hooks.move_to_end(self._post_hook_id)  # type: ignore[attr-defined]
         if self._layer_casts is not None and self._layer_casts.are_needed(given):
             casts, self._layer_casts = self._layer_casts, None
             return casts.install(module, args, kwargs)
         return None
 
 
-def lenders(given: list[torch.Tensor], known: tuple[Unit, ...]) -> list[Unit]:
+def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) -> list[Unit]:
     """The units, beside the known ones, that a module is given views of: it reads their parameters' own memory."""
     found: list[Unit] = []
-    for tensor in given:
+    for tensor in inputs:
         base = tensor._base if type(tensor) is torch.Tensor and tensor._is_view() else None
-        card = card_of(base) if isinstance(base, nn.Parameter) else None
+        card = param_info(base) if isinstance(base, nn.Parameter) else None
         unit = card.unit() if card is not None else None
-        if unit is not None and unit.partitioned and unit not in known and unit not in found:
+        if unit is not None and unit.is_partitioned and unit not in known_units and unit not in found:
             found.append(unit)
     return found
 
 
-class _After:
+class _PostForwardHook:
     """Runs after a hooked module's forward, also when it raised."""
 
-    def __init__(self, engine: Engine, keepers: list[Keeper]) -> None:
-        self._engine, self._keepers = engine, keepers
+    def __init__(self, engine: Engine, scanners: list[GraphTensorScanner]) -> None:
+        self._engine, self._scanners = engine, scanners
 
-    @_eager
+    @_disable_compile
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if output is None and (error := sys.exc_info()[1]) is not None:
-            with outside_transforms():
-                self._engine.fail(error)
+            with outside_functorch():
+                self._engine.on_forward_error(error)
             return
         outputs, lent = [], False
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 outputs.append(tensor)
             base = tensor._base if tensor._is_view() else tensor
-            lent = lent or (isinstance(base, nn.Parameter) and card_of(base) is not None)
-            lent = lent or (tensor.grad_fn is None and self._engine.lends(tensor))  # detached: autograd knows no view
+            lent = lent or (isinstance(base, nn.Parameter) and param_info(base) is not None)
+            lent = lent or (
+                tensor.grad_fn is None and self._engine.owns_storage_of(tensor)
+            )  # detached: autograd knows no view
         hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
-        graph = bool(outputs) and torch.is_grad_enabled() and not in_backward()
-        kept = [tensor for keeper in self._keepers for tensor in keeper.kept()] if graph else []
-        with outside_transforms():
-            self._engine.leave(outputs, kept, lent, hides)
+        graph = bool(outputs) and torch.is_grad_enabled() and not is_in_backward()
+        kept = [tensor for keeper in self._scanners for tensor in keeper.find()] if graph else []
+        with outside_functorch():
+            self._engine.post_forward(outputs, kept, lent, hides)
 
 
 class _CastInputs:
@@ -176,22 +185,22 @@ class _LayerCasts:
     Such a layer would raise. A module with code of its own gets what it is given: tables in fp32, say, stay exact.
     """
 
-    def __init__(self, dtype: torch.dtype, handles: list[RemovableHandle | Planted]) -> None:
+    def __init__(self, dtype: torch.dtype, handles: list[RemovableHandle | AttributeOverride]) -> None:
         self._dtype, self._handles = dtype, handles
-        self._others = {torch.float16, torch.bfloat16, torch.float32, torch.float64} - {dtype}
+        self._other_dtypes = {torch.float16, torch.bfloat16, torch.float32, torch.float64} - {dtype}
 
-    def are_needed(self, given: list[torch.Tensor]) -> bool:
-        return any(tensor.dtype in self._others for tensor in given)
+    def are_needed(self, inputs: list[torch.Tensor]) -> bool:
+        return any(tensor.dtype in self._other_dtypes for tensor in inputs)
 
     def install(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook the layers of a module that is about to run; return its own inputs cast where it is such a layer."""
-        layers = [layer for layer in module.modules() if self._is_strict(layer)]
+        layers = [layer for layer in module.modules() if self._needs_cast(layer)]
         for layer in layers:
             cast = _CastLayerInputs(self._dtype)
             self._handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
         return cast(module, args, kwargs) if module in layers else None  # hooked while its hooks run: not called yet
 
-    def _is_strict(self, layer: nn.Module) -> bool:
+    def _needs_cast(self, layer: nn.Module) -> bool:
         own = [parameter.dtype for parameter in layer.parameters(recurse=False)]
         of_torch = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.RMSNorm)
         return of_torch and self._dtype in own
@@ -207,72 +216,72 @@ class _CastOutputs:
         return cast_floats(output, self._dtype)
 
 
-class _Loading:
+class _PreLoadStateDictHook:
     """Runs before ``load_state_dict`` changes anything: refuses what would go wrong in the middle."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __call__(self, module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
-        self._engine.states.refuse_away()
+        self._engine.state_guard.check_states_reloaded()
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.') or 'the model'} by "
                 "others, which nobody would train: leave assign out, or load before zeroshard.shard()"
             )
         for parameter in module.parameters():
-            card = card_of(parameter)
+            card = param_info(parameter)
             unit = card.unit() if card is not None else None
-            if card is not None and unit is not None and unit.partitioned and is_absent(parameter):
+            if card is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
                 raise RuntimeError(
                     f"load_state_dict() cannot write into {card.name!r}, whose values are not there: load inside `with "
                     "zeroshard.gathered(model, write_rank=0):`, or call zeroshard.load(path, model)"
                 )
 
 
-class _Loaded:
+class _PostLoadStateDictHook:
     """Runs after ``load_state_dict``: the loaded values go into shards and master copies too."""
 
-    def __init__(self, engine: Engine, watch: Watch) -> None:
-        self._engine, self._watch = engine, watch
+    def __init__(self, engine: Engine, replaced_param_detector: ReplacedParamDetector) -> None:
+        self._engine, self._replaced_param_detector = engine, replaced_param_detector
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        self._watch.look(module)
-        self._engine.states.absorb_resident()
+        self._replaced_param_detector.check(module)
+        self._engine.state_guard.write_back_params()
 
 
-def install(
+def install_hooks(
     model: nn.Module,
     engine: Engine,
-    homes: dict[str, tuple[Unit, ...]],
+    units_by_module: dict[str, tuple[Unit, ...]],
     fp32_modules: list[str],
     compute_dtype: torch.dtype | None,
     cast_inputs: bool,
-) -> list[RemovableHandle | Planted]:
+) -> list[RemovableHandle | AttributeOverride]:
     """Hook the model and the modules that units belong to; return the handles that undo it."""
-    handles: list[RemovableHandle | Planted] = list(guard(model))
-    watch = Watch(model)
+    handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
+    watch = ReplacedParamDetector(model)
     for name in fp32_modules:  # the casts come before the unit's hook registered below, which is put first
         module = model.get_submodule(name)
         if compute_dtype is not None:
             handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
-    hooked = {model.get_submodule(name) for name in homes}
+    hooked = {model.get_submodule(name) for name in units_by_module}
     casts = _LayerCasts(compute_dtype, handles) if cast_inputs and engine.config.has_master and compute_dtype else None
-    for name, units in ({"": ()} | homes).items():
+    for name, units in ({"": ()} | units_by_module).items():
         module = model.get_submodule(name)
         for unit in units:
-            unit.attend(name, module)
+            unit.add_module(name, module)
         of_model = module is model
-        leave = _After(engine, keepers(module, hooked) if units else [])
+        leave = _PostForwardHook(engine, scanners_for(module, hooked) if units else [])
         after = module.register_forward_hook(leave, always_call=True)
-        enter = _Before(engine, units, name, watch if of_model else None, None if of_model else casts, after)
+        enter = _PreForwardHook(engine, units, name, watch if of_model else None, None if of_model else casts, after)
         handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         handles.append(after)
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
     for module in model.modules():
         if module is model or next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_load_state_dict_pre_hook(_Loading(engine)))  # type: ignore[no-untyped-call]
-    handles.append(model.register_load_state_dict_post_hook(_Loaded(engine, watch)))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(_PreLoadStateDictHook(engine)))  # type: ignore[no-untyped-call]
+    handles.append(model.register_load_state_dict_post_hook(_PostLoadStateDictHook(engine, watch)))  # type: ignore[no-untyped-call]
     return handles

@@ -2,10 +2,10 @@
 
 [Note: absent parameters]
 Touching a tensor whose storage was resized to zero crashes the interpreter. So while a parameter's values are not in
-place, its ``__class__`` is ``AbsentParameter``: the same object, which whoever holds it (an optimizer, a tied module, a
-user's variable) goes on holding. It answers what needs no values. Anything else first asks its unit to bring the values
-(they may be on their way, or a forward may be running that uses the parameter outside its own module) and raises, with
-the parameter's name and the remedy, when the unit cannot. Swapping ``__class__`` both ways costs 0.3 µs.
+place, its ``__class__`` is ``GuardedParameter``: the same object, which whoever holds it (an optimizer, a tied module,
+a user's variable) goes on holding. It answers what needs no values. Anything else first asks its unit to bring the
+values (they may be on their way, or a forward may be running that uses the parameter outside its own module) and
+raises, with the parameter's name and the remedy, when the unit cannot. Swapping ``__class__`` both ways costs 0.3 µs.
 
 A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) never ask the class. So at rest, between passes, ``data``
 is also pointed at a single NaN stretched over the shape: they read NaN, not memory that is gone.
@@ -20,7 +20,7 @@ In stages 0 to 2 a look at where it lies and how often it was changed, once a fo
 [Note: divided parameters]
 A parameter that is divided along a tensor axis is a DTensor. What ZeRO partitions is the part this rank has of it, its
 ``_local_tensor``: that is pointed at the flat's memory, as ``data`` of a plain parameter is, while the DTensor around
-it, and with it what autograd knows of the parameter, stays. A class of its own (``AbsentDTensor``) takes the place of
+it, and with it what autograd knows of the parameter, stays. A class of its own (``GuardedDTensor``) takes the place of
 ``DTensor``, because Python swaps only classes of one layout.
 """
 
@@ -40,20 +40,20 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
-    from zeroshard.engine.flat import Flat
+    from zeroshard.engine.flat import FlatParam
     from zeroshard.engine.unit import Unit
 
-NOT_PICKLED = (
+PICKLE_ERROR = (
     "a sharded model, its parameters and its optimizer cannot be pickled, by torch.save or otherwise: this rank holds "
     "a part of them. Use zeroshard.save(path, model, optimizer), or torch.save a state_dict() taken inside "
     "`with zeroshard.gathered(model):`"
 )
 
 
-class Card:
+class ParamInfo:
     """What a managed parameter knows about itself. It keeps nothing alive: parameter → card → unit would be a cycle."""
 
-    def __init__(self, name: str, unit: Unit, flat: Flat, index: int) -> None:
+    def __init__(self, name: str, unit: Unit, flat: FlatParam, index: int) -> None:
         self.name = name
         self.index = index  # in the flat
         self.unit = weakref.ref(unit)
@@ -66,22 +66,22 @@ class Card:
         return unit.engine() if unit is not None else None
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: see :data:`NOT_PICKLED`."""
-        raise RuntimeError(f"{self.name!r} is sharded: {NOT_PICKLED}")
+        """Refuse: see :data:`PICKLE_ERROR`."""
+        raise RuntimeError(f"{self.name!r} is sharded: {PICKLE_ERROR}")
 
-    def fetch(self) -> bool:
+    def acquire_for_op(self) -> bool:
         """Bring the values if that may be done now."""
         unit, engine = self.unit(), self.engine
-        return unit is not None and engine is not None and engine.fetch(unit)
+        return unit is not None and engine is not None and engine.acquire_for_op(unit)
 
-    def fetched(self, result: object) -> None:
+    def release_after_op(self, result: object) -> None:
         """Say what came of the values that were brought: it may be a view of them. To be said after every fetch."""
         unit, engine = self.unit(), self.engine
         if unit is not None and engine is not None:
-            engine.fetched(unit, result)
+            engine.release_after_op(unit, result)
 
 
-def card_of(parameter: torch.Tensor) -> Card | None:
+def param_info(parameter: torch.Tensor) -> ParamInfo | None:
     """Return the card of a managed parameter, None for any other tensor."""
     return parameter.__dict__.get("_zeroshard")
 
@@ -89,13 +89,13 @@ def card_of(parameter: torch.Tensor) -> Card | None:
 # ``_grad`` is ``grad`` as autograd keeps it, whatever the parameter's class makes of that attribute.
 
 
-def have_autograd_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+def has_autograd_grads(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether autograd has put a gradient into any of the parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         return True in [parameter._grad is not None for parameter in parameters]
 
 
-def take_autograd_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+def pop_autograd_grads(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
     """Take, densely, the gradients autograd has put into the parameters: see [Note: many parameters]."""
     with torch._C.DisableTorchFunctionSubclass():
         taken: list[torch.Tensor | None] = [parameter._grad for parameter in parameters]
@@ -107,18 +107,20 @@ def take_autograd_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Te
         plain = set(map(type, present)) == {torch.Tensor}
         if not plain or {gradient.layout for gradient in present} != {torch.strided}:
             pairs = zip(taken, parameters, strict=True)
-            return [None if gradient is None else _own_and_dense(gradient, parameter) for gradient, parameter in pairs]
+            return [
+                None if gradient is None else _local_dense_grad(gradient, parameter) for gradient, parameter in pairs
+            ]
     return taken
 
 
-def autograd_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+def get_autograd_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient that is in the parameter itself."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = parameter._grad
         return gradient
 
 
-def zero_autograd_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def zero_autograd_grads(parameters: Sequence[nn.Parameter]) -> None:
     """Make the gradients that are in the parameters themselves zero: somebody may have put them there."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for parameter in parameters:
@@ -126,14 +128,14 @@ def zero_autograd_gradients(parameters: Sequence[nn.Parameter]) -> None:
                 parameter._grad.zero_()
 
 
-def _own_and_dense(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def _local_dense_grad(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(gradient, DTensor):
-        gradient = _local_gradient(gradient, parameter)
+        gradient = _local_grad(gradient, parameter)
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 @torch.no_grad()
-def _local_gradient(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
+def _local_grad(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
     """This rank's part of a gradient, divided as the parameter is: sums over the tensor axis are made here."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -141,7 +143,7 @@ def _local_gradient(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def point(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Make ``values`` the parameter's, or of a DTensor this rank's part."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = values
@@ -149,37 +151,37 @@ def point(parameter: nn.Parameter, values: torch.Tensor) -> None:
         parameter.data = values
 
 
-def point_all(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor], divided: bool) -> None:
+def set_data_all(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor], has_dtensors: bool) -> None:
     """Do so for many. ``divided``: there may be DTensors among them."""
     with torch._C.DisableTorchFunctionSubclass():
         for parameter, value in zip(parameters, values, strict=True):
-            if divided:
-                point(parameter, value)
+            if has_dtensors:
+                set_data(parameter, value)
             else:
                 parameter.data = value
 
 
-def versions_of(parameters: Sequence[nn.Parameter]) -> list[int]:
+def param_versions(parameters: Sequence[nn.Parameter]) -> list[int]:
     """How often each parameter has been changed in place, as autograd counts it."""
     with torch._C.DisableTorchFunctionSubclass():
         return [parameter._version for parameter in parameters]
 
 
-def pointers_of(parameters: Sequence[nn.Parameter], divided: bool) -> list[int]:
+def data_ptrs(parameters: Sequence[nn.Parameter], has_dtensors: bool) -> list[int]:
     """Where each parameter's values lie. ``divided``: there may be DTensors among them."""
     with torch._C.DisableTorchFunctionSubclass():
-        return list(map(torch.Tensor.data_ptr, map(values_of, parameters) if divided else parameters))
+        return list(map(torch.Tensor.data_ptr, map(local_data, parameters) if has_dtensors else parameters))
 
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of each read another object: compare with ==
 
 
-def values_of(parameter: nn.Parameter) -> torch.Tensor:
+def local_data(parameter: nn.Parameter) -> torch.Tensor:
     """The parameter's values, or of a DTensor this rank's part."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else _GET_DATA(parameter)  # not noted
 
 
-def _refuse_optimizer(parameter: Any, frame: FrameType | None) -> None:
+def _check_not_new_optimizer(parameter: Any, frame: FrameType | None) -> None:
     """Raise where what asks for something of a parameter is an optimizer that was made over it after shard()."""
     for _ in range(3):  # a method of its own, or a function that this has called
         if frame is None:
@@ -189,7 +191,7 @@ def _refuse_optimizer(parameter: Any, frame: FrameType | None) -> None:
         if isinstance(owner, torch.optim.Optimizer):
             held = [one for group in owner.param_groups for one in group["params"]]
             if code.co_name == "add_param_group" or any(one is parameter for one in held):
-                card, kind = card_of(parameter), type(owner).__name__
+                card, kind = param_info(parameter), type(owner).__name__
                 raise RuntimeError(
                     f"{kind} was given {card.name if card is not None else 'a parameter'!r} of a sharded model. An "
                     "optimizer that is made after shard() cannot update it, since the ranks hold shards: make it "
@@ -199,7 +201,7 @@ def _refuse_optimizer(parameter: Any, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-class _Resting:
+class _ReducedGradMixin:
     """A parameter between backward and the next forward: values as usual, but ``grad`` is the reduced gradient.
 
     Its gradient is kept elsewhere, so the plain attribute would be None, and ``torch.nn.utils.clip_grad_norm_`` would
@@ -209,9 +211,9 @@ class _Resting:
     __slots__ = ()  # as all classes here: swapped classes must have one layout
 
     def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
-        """Refuse: see :data:`NOT_PICKLED`."""
-        card = card_of(self)
-        raise RuntimeError(f"{card.name!r} is sharded: {NOT_PICKLED}" if card is not None else NOT_PICKLED)
+        """Refuse: see :data:`PICKLE_ERROR`."""
+        card = param_info(self)
+        raise RuntimeError(f"{card.name!r} is sharded: {PICKLE_ERROR}" if card is not None else PICKLE_ERROR)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         """Copy the values into a parameter of its own, which no sharded model knows."""
@@ -225,14 +227,14 @@ class _Resting:
 
     @property
     def grad(self: Any) -> torch.Tensor | None:
-        card = card_of(self)
-        _refuse_optimizer(self, sys._getframe(1))
+        card = param_info(self)
+        _check_not_new_optimizer(self, sys._getframe(1))
         engine = card.engine if card is not None else None
-        return engine.states.resting_gradient(card) if engine is not None and card is not None else None
+        return engine.state_guard.reduced_grad(card) if engine is not None and card is not None else None
 
     @grad.setter
     def grad(self: Any, value: torch.Tensor | None) -> None:
-        card = card_of(self)
+        card = param_info(self)
         engine = card.engine if card is not None else None
         if engine is None or card is None:
             return
@@ -240,11 +242,11 @@ class _Resting:
             raise RuntimeError(
                 f"the gradient of {card.name!r} is kept by zeroshard and cannot be replaced; None clears it"
             )
-        engine.states.clear_gradient(card)
+        engine.state_guard.clear_grad(card)
 
 
 # What needs no values: answered by the tensor's own metadata.
-_METADATA = {
+_METADATA_FUNCTIONS = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape dtype device layout requires_grad is_leaf grad_fn names ndim itemsize nbytes is_cuda is_cpu is_meta "
@@ -275,10 +277,10 @@ _METADATA = {
 
 
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # the first that a new optimizer asks for
-_LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # answered as of the values, see ``_twin``
+_LAYOUT_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # answered as of the values, see ``_meta_like``
 
 
-class _Absent(_Resting):
+class _GuardedMixin(_ReducedGradMixin):
     """A parameter whose values are not in place: see [Note: absent parameters]."""
 
     __slots__ = ()
@@ -289,17 +291,17 @@ class _Absent(_Resting):
     ) -> Any:
         kwargs = kwargs or {}
         if func == _IS_LEAF:
-            _refuse_optimizer(args[0], sys._getframe(1))
-        if func in _LAYOUT:
-            args = (_twin(args[0]), *args[1:])
-        elif func not in _METADATA:
-            return _with_values(func, args, kwargs)
+            _check_not_new_optimizer(args[0], sys._getframe(1))
+        if func in _LAYOUT_METHODS:
+            args = (_meta_like(args[0]), *args[1:])
+        elif func not in _METADATA_FUNCTIONS:
+            return _call_unsharded(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse: torch's own does not ask the class."""
-        raise RuntimeError(_complaint(self, torch.Tensor.set_))
+        raise RuntimeError(_access_error(self, torch.Tensor.set_))
 
 
 class GatheredBlock:
@@ -309,7 +311,7 @@ class GatheredBlock:
         self.is_open = True
 
 
-class _Gathered(_Resting):
+class _GatheredMixin(_ReducedGradMixin):
     """A partitioned parameter inside ``gathered()``: its full values lie in memory of the block's own.
 
     Autograd saves the parameter itself, not its memory, so a backward after the block would find other values there.
@@ -325,19 +327,19 @@ class _Gathered(_Resting):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func not in _METADATA and torch.is_grad_enabled():
-                for parameter in _instances(_Gathered, args, kwargs or {}):
-                    _guard_backward(parameter, result)
+            if func not in _METADATA_FUNCTIONS and torch.is_grad_enabled():
+                for parameter in _instances(_GatheredMixin, args, kwargs or {}):
+                    _forbid_backward_after_block(parameter, result)
         return result
 
 
-def _guard_backward(parameter: Any, result: Any) -> None:
+def _forbid_backward_after_block(parameter: Any, result: Any) -> None:
     """Have a backward through ``result`` raise once the parameter's ``gathered()`` block is over."""
-    card = card_of(parameter)
+    card = param_info(parameter)
     unit = card.unit() if card is not None else None
-    if card is None or unit is None or unit.block is None:
+    if card is None or unit is None or unit.gathered_block is None:
         return
-    name, block = card.name, unit.block
+    name, block = card.name, unit.gathered_block
 
     def check(gradient: torch.Tensor) -> None:
         if not block.is_open:
@@ -357,53 +359,53 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-class _NotesAliases(_Resting):
+class _DataAliasMixin(_ReducedGradMixin):
     """The same, and ``data`` is noted: autograd counts no change that is made through it."""
 
     __slots__ = ()
 
     @property
     def data(self: Any) -> torch.Tensor:
-        return _noted(self, _GET_DATA(self))
+        return _record_data_alias(self, _GET_DATA(self))
 
     @data.setter
     def data(self: Any, values: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
-def _noted(parameter: Any, values: torch.Tensor) -> torch.Tensor:
-    card = card_of(parameter)
+def _record_data_alias(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    card = param_info(parameter)
     unit = card.unit() if card is not None else None
     if unit is not None:
-        unit.note_alias(values)
+        unit.record_data_alias(values)
     return values
 
 
-class RestingParameter(_NotesAliases, nn.Parameter):
+class ReducedGradParameter(_DataAliasMixin, nn.Parameter):
     """A parameter between backward and the next forward."""
 
 
-class GatheredParameter(_Gathered, nn.Parameter):
+class GatheredParameter(_GatheredMixin, nn.Parameter):
     """A partitioned parameter inside ``gathered()``."""
 
 
-class AbsentParameter(_Absent, nn.Parameter):
+class GuardedParameter(_GuardedMixin, nn.Parameter):
     """A parameter whose values are not in place."""
 
 
-class RestingDTensor(_NotesAliases, DTensor):
+class ReducedGradDTensor(_DataAliasMixin, DTensor):
     """The first of the two for a divided parameter: see [Note: divided parameters]."""
 
     __slots__ = ()
 
 
-class GatheredDTensor(_Gathered, DTensor):
+class GatheredDTensor(_GatheredMixin, DTensor):
     """The same inside ``gathered()``."""
 
     __slots__ = ()
 
 
-class AbsentDTensor(_Absent, DTensor):
+class GuardedDTensor(_GuardedMixin, DTensor):
     """The second of the two for a divided parameter."""
 
     __slots__ = ()
@@ -416,53 +418,55 @@ class AbsentDTensor(_Absent, DTensor):
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """This rank's part, where it may be brought now."""
-        return _with_values(DTensor.to_local, (self,), options)  # type: ignore[no-any-return]
+        return _call_unsharded(DTensor.to_local, (self,), options)  # type: ignore[no-any-return]
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """The whole parameter, where this rank's part may be brought now."""
-        return _with_values(DTensor.full_tensor, (self,), options)  # type: ignore[no-any-return]
+        return _call_unsharded(DTensor.full_tensor, (self,), options)  # type: ignore[no-any-return]
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """The parameter divided otherwise, where this rank's part may be brought now."""
-        return _with_values(DTensor.redistribute, (self, *args), options)  # type: ignore[no-any-return]
+        return _call_unsharded(DTensor.redistribute, (self, *args), options)  # type: ignore[no-any-return]
 
 
-def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_unsharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with the values of all absent parameters it is given, which stay until it has run."""
-    cards: list[Card] = []
+    cards: list[ParamInfo] = []
     result: Any = None
     try:
-        for parameter in _instances(_Absent, args, kwargs):
-            card = card_of(parameter)
-            if card is None or not card.fetch():
+        for parameter in _instances(_GuardedMixin, args, kwargs):
+            card = param_info(parameter)
+            if card is None or not card.acquire_for_op():
                 if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
                     return _describe(parameter)
-                raise RuntimeError(_complaint(parameter, func))
+                raise RuntimeError(_access_error(parameter, func))
             cards.append(card)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return _noted(args[0], result) if func == _GET_DATA else result
+        return _record_data_alias(args[0], result) if func == _GET_DATA else result
     finally:  # also where it raised: whoever catches that may go on
         with torch._C.DisableTorchFunctionSubclass():
             for card in cards:
-                card.fetched(result)
+                card.release_after_op(result)
 
 
-def is_absent(parameter: nn.Parameter) -> bool:
+def is_guarded(parameter: nn.Parameter) -> bool:
     """Whether a parameter's values are not in place."""
-    return isinstance(parameter, _Absent)
+    return isinstance(parameter, _GuardedMixin)
 
 
-class Wardrobe:
+class ParamClasses:
     """The classes that a parameter changes between, looked up once: it changes them several times a step."""
 
     def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
         divided = isinstance(parameter, DTensor)
         self.parameter: Any = parameter
         self.original = original
-        self.absent: type = AbsentDTensor if divided else _derived(AbsentParameter, original, parameter)
-        self.resting: type = RestingDTensor if divided else _derived(RestingParameter, original, parameter)
-        self.gathered: type = GatheredDTensor if divided else _derived(GatheredParameter, original, parameter)
+        self.guarded: type = GuardedDTensor if divided else _subclass_for(GuardedParameter, original, parameter)
+        self.reduced_grad: type = (
+            ReducedGradDTensor if divided else _subclass_for(ReducedGradParameter, original, parameter)
+        )
+        self.gathered: type = GatheredDTensor if divided else _subclass_for(GatheredParameter, original, parameter)
 
 
 @functools.cache
@@ -470,7 +474,7 @@ def _subclass(kind: type, original: type) -> type:
     return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
 
 
-def _derived(kind: type, original: type, parameter: nn.Parameter) -> type:
+def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
     """One of these classes for a user's own class of parameter: instances stay instances of that, too."""
     if original is nn.Parameter or issubclass(nn.Parameter, original):
         return kind
@@ -483,14 +487,14 @@ def _derived(kind: type, original: type, parameter: nn.Parameter) -> type:
     return derived
 
 
-def _twin(parameter: Any) -> torch.Tensor:
+def _meta_like(parameter: Any) -> torch.Tensor:
     """A tensor without memory, laid out as the parameter's values are when they are there."""
-    card = card_of(parameter)
+    card = param_info(parameter)
     flat = card.flat() if card is not None else None
     with torch._C.DisableTorchFunctionSubclass():
         if card is None or flat is None:
             return torch.empty_like(parameter, device="meta")
-        if flat.shares[card.index] is not None:  # a DTensor: it knows
+        if flat.tp_shards[card.index] is not None:  # a DTensor: it knows
             return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         return torch.empty_strided(parameter.shape, flat.strides[card.index], dtype=parameter.dtype, device="meta")
 
@@ -509,17 +513,17 @@ def _instances(kind: type, *values: Any) -> list[Any]:
 
 
 def _describe(parameter: Any) -> str:
-    card = card_of(parameter)
+    card = param_info(parameter)
     name = card.name if card is not None else "?"
     return f"Parameter {name!r} (partitioned, {tuple(parameter.shape)}, {parameter.dtype}, {parameter.device})"
 
 
-def _complaint(parameter: Any, func: Callable[..., Any]) -> str:
-    card = card_of(parameter)
+def _access_error(parameter: Any, func: Callable[..., Any]) -> str:
+    card = param_info(parameter)
     name = card.name if card is not None else "a parameter"
     action = getattr(func, "__name__", str(func)).strip("_")
     flat = card.flat() if card is not None else None
-    alone = flat is not None and flat.layout.parts == 1
+    alone = flat is not None and flat.layout.shard_count == 1
     where = "there in forward and backward alone" if alone else "partitioned over the ranks"
     return (
         f"the values of {name!r} are {where}, so {action!r} cannot use them here. Use them on all ranks inside "

@@ -12,39 +12,39 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm import Communicator, Pending
-from zeroshard.engine.flat import Flat
+from zeroshard.comm import CollectiveWork, Communicator
+from zeroshard.engine.flat import FlatParam
 from zeroshard.engine.parameter import (
-    Card,
     GatheredBlock,
-    Wardrobe,
-    point,
-    point_all,
-    pointers_of,
-    values_of,
-    versions_of,
+    ParamClasses,
+    ParamInfo,
+    data_ptrs,
+    local_data,
+    param_versions,
+    set_data,
+    set_data_all,
 )
 from zeroshard.layout import Range
-from zeroshard.memory.lane import Lane
-from zeroshard.memory.ledger import Ledger
-from zeroshard.tensor.division import Divided
+from zeroshard.memory.lane import SideStream
+from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.tensor.division import TPParam
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
 
 
-LOOKS = 2  # at what a forward has left
+MAX_FORWARD_EDIT_CHECKS = 2  # at what a forward has left
 
 
-class State(enum.Enum):
+class UnitState(enum.Enum):
     """What is in memory of a unit's full parameters."""
 
-    RELEASED = enum.auto()  # nothing: only this rank's shard
-    GATHERING = enum.auto()  # the full storage, being filled
-    READY = enum.auto()  # the full parameters
+    SHARDED = enum.auto()  # nothing: only this rank's shard
+    UNSHARDING = enum.auto()  # the full storage, being filled
+    UNSHARDED = enum.auto()  # the full parameters
 
 
-class GatheredValues:
+class GatheredEditDetector:
     """Finds that a partitioned unit's parameters were changed in place while they were gathered.
 
     Version counters tell of all changes but those of ``parameter.data``, for 0.1 µs a parameter. So the first few times
@@ -52,43 +52,43 @@ class GatheredValues:
     """
 
     def __init__(self) -> None:
-        self._to_compare = 4  # gathers: two forwards, two backwards
+        self._checksums_left = 4  # gathers: two forwards, two backwards
         self._versions: list[int] = []
-        self._sums: list[torch.Tensor] = []
+        self._checksums: list[torch.Tensor] = []
 
-    def note_versions(self, flats: list[Flat]) -> None:
+    def record_versions(self, flats: list[FlatParam]) -> None:
         """A gather begins."""
-        self._versions, self._sums = _versions(flats), []
+        self._versions, self._checksums = _flat_versions(flats), []
 
-    def note(self, flats: list[Flat]) -> None:
+    def record_checksums(self, flats: list[FlatParam]) -> None:
         """The values are in place."""
-        if self._to_compare:
-            self._sums = [_checksum(flat.full) for flat in flats]
+        if self._checksums_left:
+            self._checksums = [_checksum(flat.full) for flat in flats]
 
-    def renew(self, flats: list[Flat]) -> None:
+    def reset(self, flats: list[FlatParam]) -> None:
         """What was changed has been taken over, if the values are in place."""
         if self._versions:
-            self._versions = _versions(flats)
-        if self._sums:
-            self.note(flats)
+            self._versions = _flat_versions(flats)
+        if self._checksums:
+            self.record_checksums(flats)
 
-    def edited(self, flats: list[Flat], stay: bool = False) -> str | None:
+    def describe_edits(self, flats: list[FlatParam], keep_record: bool = False) -> str | None:
         """What was changed since then, in words, or None. The values are about to go, unless they ``stay``."""
-        before, sums, versions = self._versions, self._sums, _versions(flats)
-        if not stay:
-            self._versions, self._sums = [], []
+        before, sums, versions = self._versions, self._checksums, _flat_versions(flats)
+        if not keep_record:
+            self._versions, self._checksums = [], []
         if versions != before:
             names = [name for flat in flats for name in flat.names]
             return next(repr(n) for n, old, new in zip(names, before, versions, strict=True) if old != new)
         for flat, noted in zip(flats if sums else [], sums, strict=True):
             if not torch.equal(_checksum(flat.full), noted):
                 return f"{flat.names[0]!r}" + (f", or another of {flat.names[1:]}," if len(flat.names) > 1 else "")
-        self._to_compare -= bool(sums) and not stay
+        self._checksums_left -= bool(sums) and not keep_record
         return None
 
 
-def _versions(flats: list[Flat]) -> list[int]:
-    return [version for flat in flats for version in versions_of(flat.parameters)]
+def _flat_versions(flats: list[FlatParam]) -> list[int]:
+    return [version for flat in flats for version in param_versions(flat.parameters)]
 
 
 @torch.no_grad()
@@ -99,8 +99,8 @@ def _checksum(full: torch.Tensor) -> torch.Tensor:
     return line[:even].view(torch.int64).sum() + line[even:].sum()
 
 
-def _refuse_edits(edited: str | None) -> None:
-    """Raise where :class:`GatheredValues` has found a change."""
+def _raise_if_edited(edited: str | None) -> None:
+    """Raise where :class:`GatheredEditDetector` has found a change."""
     if edited is not None:
         raise RuntimeError(
             f"the values of {edited} were changed in place during a forward or backward, where they are a copy that is "
@@ -116,41 +116,45 @@ class Unit:
     def __init__(
         self,
         name: str,
-        flats: list[Flat],
+        flats: list[FlatParam],
         comm: Communicator,
-        ledger: Ledger,
-        lane: Lane,
-        partitioned: bool,
+        tracker: MemoryTracker,
+        all_gather_stream: SideStream,
+        is_partitioned: bool,
     ) -> None:
         self.name = name
         self.flats = flats
-        self.partitioned = partitioned
-        self.trainable = any(flat.trainable for flat in flats)
-        self.state = State.READY
+        self.is_partitioned = is_partitioned
+        self.is_trainable = any(flat.is_trainable for flat in flats)
+        self.state = UnitState.UNSHARDED
         # inside gathered(): the parameters hold full values in memory of their own, whatever the state
-        self.block: GatheredBlock | None = None
-        self._at_entry: list[tuple[list[int], list[int]]] = []  # versions and places of each flat's parameters there
-        self.parked = False  # RELEASED, and the parameters point at no memory of the flat's
-        self._resting = False
-        self._shown: list[Wardrobe] = []  # partitioned: whose use is not noticed, as that of all others is
-        self.lent = False  # partitioned, and a forward has returned tensors that have its memory
-        self.out = False  # resident, and its values are in host memory: see away.py
-        self.expected = False  # resident, and its new values are still being made outside the device
-        self.gather_event = f"gather unit {name!r}"
-        self.copy_event = f"gather a copy of unit {name!r}"
-        self.reduce_event = f"reduce unit {name!r}"
+        self.gathered_block: GatheredBlock | None = None
+        self._edit_snapshot_at_entry: list[
+            tuple[list[int], list[int]]
+        ] = []  # versions and places of each flat's parameters there
+        self.is_storage_detached = False  # RELEASED, and the parameters point at no memory of the flat's
+        self._has_exposed_grads = False
+        self._unguarded: list[ParamClasses] = []  # partitioned: whose use is not noticed, as that of all others is
+        self.has_returned_views = False  # partitioned, and a forward has returned tensors that have its memory
+        self.is_released_to_host = False  # resident, and its values are in host memory: see away.py
+        self.is_stale = False  # resident, and its new values are still being made outside the device
+        self.all_gather_label = f"gather unit {name!r}"
+        self.gather_copy_label = f"gather a copy of unit {name!r}"
+        self.reduce_label = f"reduce unit {name!r}"
         self.engine: Callable[[], Engine | None] = lambda: None  # weak: set by the engine
         self._comm = comm
-        self._ledger = ledger
-        self._lane = lane  # that gathers run on
-        self._pending: list[Pending] = []
-        self._gathered: torch.Event | None = None
-        self._wardrobes: list[Wardrobe] = []  # of all parameters
-        self._by_module: dict[str, list[Wardrobe]] = {}  # those that a module of several may use
-        self._values = GatheredValues()
-        self._aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` of a resident unit, as given out
-        self._looks = LOOKS  # at values that a forward may change through ``parameter.data``
-        self._changes_itself = False  # such a forward was found
+        self._tracker = tracker
+        self._all_gather_stream = all_gather_stream  # that gathers run on
+        self._pending_gathers: list[CollectiveWork] = []
+        self._all_gather_event: torch.Event | None = None
+        self._param_classes: list[ParamClasses] = []  # of all parameters
+        self._param_classes_by_module: dict[str, list[ParamClasses]] = {}  # those that a module of several may use
+        self._edit_detector = GatheredEditDetector()
+        self._data_aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` of a resident unit, as given out
+        self._edit_checks_left = (
+            MAX_FORWARD_EDIT_CHECKS  # at values that a forward may change through ``parameter.data``
+        )
+        self._has_forward_edits = False  # such a forward was found
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -158,123 +162,129 @@ class Unit:
         return (parameter for flat in self.flats for parameter in flat.parameters)
 
     @property
-    def copied(self) -> bool:
+    def has_gathered_copy(self) -> bool:
         """Whether the parameters hold full values in memory of their own: see :meth:`gather_copy`."""
-        return self.block is not None
+        return self.gathered_block is not None
 
     @property
-    def has_masters(self) -> bool:
+    def needs_master_sync(self) -> bool:
         """Whether it is resident, and an optimizer updates other tensors than its parameters."""
-        return not self.partitioned and any(flat.master is not None for flat in self.flats)
+        return not self.is_partitioned and any(flat.master is not None for flat in self.flats)
 
     @property
-    def veiled(self) -> bool:
+    def is_guarded(self) -> bool:
         """Whether any use of the unit will be noticed, though its values are in memory."""
-        return self.state is State.READY and not self._shown
+        return self.state is UnitState.UNSHARDED and not self._unguarded
 
     @cached_property
     def full_bytes(self) -> int:
         """Bytes of the full parameters' memory."""
-        return sum(flat.room for flat in self.flats)
+        return sum(flat.alloc_bytes for flat in self.flats)
 
     def bind(self, original_classes: dict[int, type[nn.Parameter]]) -> None:
         """Point every parameter at its place in the flat, and give it its card."""
         for flat in self.flats:
             for index, parameter in enumerate(flat.parameters):
                 original = original_classes[id(parameter)]
-                point(parameter, flat.views[index])
-                parameter._zeroshard = Card(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
-                self._wardrobes.append(Wardrobe(parameter, original))
-            flat.known_versions = versions_of(flat.parameters)
+                set_data(parameter, flat.views[index])
+                parameter._zeroshard = ParamInfo(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
+                self._param_classes.append(ParamClasses(parameter, original))
+            flat.known_versions = param_versions(flat.parameters)
 
-    def attend(self, name: str, module: nn.Module) -> None:
+    def add_module(self, name: str, module: nn.Module) -> None:
         """The unit is brought for a module: remember which of its parameters that one has, or share it."""
         own = {id(parameter) for parameter in module.parameters()}
-        self._by_module[name] = [wardrobe for wardrobe in self._wardrobes if id(wardrobe.parameter) in own]
+        self._param_classes_by_module[name] = [
+            wardrobe for wardrobe in self._param_classes if id(wardrobe.parameter) in own
+        ]
 
-    def start_released(self) -> None:
+    def init_sharded(self) -> None:
         """A partitioned unit begins its life with only its shard in memory."""
-        self._dress(absent=True)
-        self.state = State.RELEASED
-        self.park()
+        self._set_classes(guarded=True)
+        self.state = UnitState.SHARDED
+        self.detach_storage()
 
-    def park(self) -> None:
+    def detach_storage(self) -> None:
         """Point the absent parameters at a value of no use: see [Note: absent parameters]."""
-        if self.partitioned and self.state is State.RELEASED and not self.parked:
-            self._point("stand_ins")
-            self.parked = True
+        if self.is_partitioned and self.state is UnitState.SHARDED and not self.is_storage_detached:
+            self._set_param_data("placeholders")
+            self.is_storage_detached = True
 
-    def _point(self, views: str) -> None:
-        if self.copied:
+    def _set_param_data(self, views: str) -> None:
+        if self.has_gathered_copy:
             return
         for flat in self.flats:
-            point_all(flat.parameters, getattr(flat, views), flat.has_divided)
+            set_data_all(flat.parameters, getattr(flat, views), flat.has_dtensors)
 
-    def gather(self, frozen: bool = False) -> None:
+    def start_unshard(self, include_frozen: bool = False) -> None:
         """Start to bring the full parameters. They are usable after :meth:`wait`.
 
         Of a resident unit only what is trained can have changed on other ranks, unless ``frozen`` says otherwise.
         """
-        if self.parked:
-            self._point("views")
-            self.parked = False
-        if self.partitioned and self.state is State.RELEASED:
+        if self.is_storage_detached:
+            self._set_param_data("views")
+            self.is_storage_detached = False
+        if self.is_partitioned and self.state is UnitState.SHARDED:
             for flat in self.flats:
-                flat.full.untyped_storage().resize_(flat.room)
-            self._ledger.add("gathered", self.full_bytes)
-            self._values.note_versions(self.flats)
-        elif not self.partitioned:
-            self._dress(absent=True)  # until the new values are in
-        self.expected = False
-        changed = [flat for flat in self.flats if self.partitioned or flat.trainable or frozen]
+                flat.full.untyped_storage().resize_(flat.alloc_bytes)
+            self._tracker.add("gathered", self.full_bytes)
+            self._edit_detector.record_versions(self.flats)
+        elif not self.is_partitioned:
+            self._set_classes(guarded=True)  # until the new values are in
+        self.is_stale = False
+        changed = [flat for flat in self.flats if self.is_partitioned or flat.is_trainable or include_frozen]
         for flat in changed:
-            flat.arrive()
-        with self._lane:
-            self._pending = self._all_gather(changed)
-        self._gathered = self._lane.mark()
-        self.state = State.GATHERING
+            flat.wait_for_update()
+        with self._all_gather_stream:
+            self._pending_gathers = self._start_all_gathers(changed)
+        self._all_gather_event = self._all_gather_stream.record_event()
+        self.state = UnitState.UNSHARDING
 
-    def expect(self) -> None:
+    def mark_stale(self) -> None:
         """New values of a resident unit are being made outside the device: its parameters are absent until then."""
-        self._dress(absent=True)
-        self.expected = True
+        self._set_classes(guarded=True)
+        self.is_stale = True
 
-    def wait(self, module: str | None = None) -> None:
+    def wait_for_unshard(self, module: str | None = None) -> None:
         """Make the full parameters usable.
 
         Those of one module, where it is named: of the others a partitioned unit's use is still to be noticed.
         """
-        gathering = self.state is State.GATHERING
+        gathering = self.state is UnitState.UNSHARDING
         if gathering:
-            self._finish()
-            self.state = State.READY
-            if self.partitioned:
-                self._values.note(self.flats)
-        if self.partitioned and self.state is State.READY:
-            self._show(self._wardrobes if module is None else self._by_module.get(module, self._wardrobes))
+            self._wait_all_gather()
+            self.state = UnitState.UNSHARDED
+            if self.is_partitioned:
+                self._edit_detector.record_checksums(self.flats)
+        if self.is_partitioned and self.state is UnitState.UNSHARDED:
+            self._unguard(
+                self._param_classes
+                if module is None
+                else self._param_classes_by_module.get(module, self._param_classes)
+            )
         elif gathering:
-            self._dress(absent=False) if self._resting else self._undress()
+            self._set_classes(guarded=False) if self._has_exposed_grads else self._restore_classes()
 
-    def _show(self, wardrobes: list[Wardrobe]) -> None:
-        if len(self._shown) == len(self._wardrobes):
+    def _unguard(self, wardrobes: list[ParamClasses]) -> None:
+        if len(self._unguarded) == len(self._param_classes):
             return
         hidden = [wardrobe for wardrobe in wardrobes if wardrobe.parameter.__class__ is not wardrobe.original]
         for wardrobe in hidden:
             wardrobe.parameter.__class__ = wardrobe.original
-        self._shown = self._shown + hidden if self._shown else hidden
+        self._unguarded = self._unguarded + hidden if self._unguarded else hidden
 
-    def veil(self) -> None:
+    def guard(self) -> None:
         """Make a use of a partitioned unit noticed, while its values are still in memory but nobody's in particular."""
-        if self.partitioned and self.state is State.READY:
-            self._hide()
+        if self.is_partitioned and self.state is UnitState.UNSHARDED:
+            self._guard()
 
-    def _hide(self) -> None:
-        copied = self.copied
-        for wardrobe in self._shown:
-            wardrobe.parameter.__class__ = wardrobe.gathered if copied else wardrobe.absent
-        self._shown = []
+    def _guard(self) -> None:
+        copied = self.has_gathered_copy
+        for wardrobe in self._unguarded:
+            wardrobe.parameter.__class__ = wardrobe.gathered if copied else wardrobe.guarded
+        self._unguarded = []
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def owns_storage_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is that of the full parameters."""
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if type(tensor) is not torch.Tensor:  # the parameter itself
@@ -285,30 +295,30 @@ class Unit:
         except (NotImplementedError, RuntimeError):  # it has no memory of its own: sparse, or vmap's
             return False
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Free the full parameters of a partitioned unit."""
-        if not self.partitioned or self.state is State.RELEASED:
+        if not self.is_partitioned or self.state is UnitState.SHARDED:
             return
-        self._finish()  # a gather nobody used: its memory must not go while it is written
-        edited = None if self.copied else self._values.edited(self.flats)
-        self._hide()
-        moved = [flat.free(self.lent) for flat in self.flats]
-        self.lent = False
+        self._wait_all_gather()  # a gather nobody used: its memory must not go while it is written
+        edited = None if self.has_gathered_copy else self._edit_detector.describe_edits(self.flats)
+        self._guard()
+        moved = [flat.free(self.has_returned_views) for flat in self.flats]
+        self.has_returned_views = False
         if any(moved):
-            self._point("views")
-        self._ledger.add("gathered", -self.full_bytes)
-        self.state = State.RELEASED
-        _refuse_edits(edited)
+            self._set_param_data("views")
+        self._tracker.add("gathered", -self.full_bytes)
+        self.state = UnitState.SHARDED
+        _raise_if_edited(edited)
 
     def accept_edits(self) -> None:
         """Values gathered for a pass count as unchanged from here on."""
-        if self.partitioned and self.state is not State.RELEASED:
-            self._values.renew(self.flats)
+        if self.is_partitioned and self.state is not UnitState.SHARDED:
+            self._edit_detector.reset(self.flats)
 
-    def note_alias(self, values: torch.Tensor) -> None:
+    def record_data_alias(self, values: torch.Tensor) -> None:
         """Somebody was given ``parameter.data`` of a resident unit, and may write into it as long as it lives."""
-        if not self.partitioned:
-            self._aliases.append(weakref.ref(values))
+        if not self.is_partitioned:
+            self._data_aliases.append(weakref.ref(values))
 
     def may_be_edited(self) -> bool:
         """Whether resident parameters may have been changed in a way that no version counter tells of.
@@ -316,61 +326,69 @@ class Unit:
         That is so where somebody has, or had since the last look, ``parameter.data``, and where the forward itself was
         seen to use that.
         """
-        if self.expected or self.out or self.state is not State.READY:
+        if self.is_stale or self.is_released_to_host or self.state is not UnitState.UNSHARDED:
             return False
-        taken, self._aliases = bool(self._aliases), [alias for alias in self._aliases if alias() is not None]
-        return taken or self._changes_itself
+        taken, self._data_aliases = (
+            bool(self._data_aliases),
+            [alias for alias in self._data_aliases if alias() is not None],
+        )
+        return taken or self._has_forward_edits
 
-    def watch_forward(self) -> None:
+    def detect_forward_edits(self) -> None:
         """A forward is over: see whether it has changed resident parameters through ``parameter.data``.
 
         That goes unnoticed there, but such a forward does so every time: the first times the values are compared with
         their masters.
         """
-        if self._looks and self.has_masters and self.state is State.READY and not (self.expected or self.out):
-            self._looks -= 1
-            self._changes_itself = self._changes_itself or any(flat.differs_from_master() for flat in self.flats)
+        if (
+            self._edit_checks_left
+            and self.needs_master_sync
+            and self.state is UnitState.UNSHARDED
+            and not (self.is_stale or self.is_released_to_host)
+        ):
+            self._edit_checks_left -= 1
+            self._has_forward_edits = self._has_forward_edits or any(flat.differs_from_master() for flat in self.flats)
 
-    def _finish(self) -> None:
-        for pending in self._pending:
+    def _wait_all_gather(self) -> None:
+        for pending in self._pending_gathers:
             pending.wait()
-        self._pending = []
-        self._lane.join(self._gathered)
-        self._gathered = None
+        self._pending_gathers = []
+        self._all_gather_stream.compute_wait_event(self._all_gather_event)
+        self._all_gather_event = None
 
-    def leave(self) -> None:
+    def release_to_host(self) -> None:
         """The values of a resident unit are out: its parameters are absent, and point at no memory of the flat's."""
-        self.out = True
-        self._dress(absent=True)
-        self._point("stand_ins")
+        self.is_released_to_host = True
+        self._set_classes(guarded=True)
+        self._set_param_data("placeholders")
 
-    def come_back(self) -> None:
+    def restore_from_host(self) -> None:
         """Undo :meth:`leave`."""
-        self.out = False
+        self.is_released_to_host = False
         for flat in self.flats:
-            flat.known_pointers = None  # their memory is other memory now
-        self._point("views")
-        self._dress(absent=False) if self._resting else self._undress()
+            flat.known_data_ptrs = None  # their memory is other memory now
+        self._set_param_data("views")
+        self._set_classes(guarded=False) if self._has_exposed_grads else self._restore_classes()
 
-    def rest(self) -> None:
+    def expose_reduced_grads(self) -> None:
         """Make ``grad`` of parameters whose values are there the reduced gradient."""
-        if self.partitioned:
-            for wardrobe in self._shown:
-                wardrobe.parameter.__class__ = wardrobe.resting
+        if self.is_partitioned:
+            for wardrobe in self._unguarded:
+                wardrobe.parameter.__class__ = wardrobe.reduced_grad
             return
-        self._resting = True
-        if self.state is State.READY and not self.expected and not self.out:
-            self._dress(absent=False)
+        self._has_exposed_grads = True
+        if self.state is UnitState.UNSHARDED and not self.is_stale and not self.is_released_to_host:
+            self._set_classes(guarded=False)
 
-    def wake(self) -> None:
+    def hide_reduced_grads(self) -> None:
         """Make parameters whose values are there plain ones, as autograd and compilers know them."""
-        if self.partitioned:
-            for wardrobe in self._shown:
+        if self.is_partitioned:
+            for wardrobe in self._unguarded:
                 wardrobe.parameter.__class__ = wardrobe.original
             return
-        self._resting = False
-        if self.state is State.READY and not self.expected and not self.out:
-            self._undress()
+        self._has_exposed_grads = False
+        if self.state is UnitState.UNSHARDED and not self.is_stale and not self.is_released_to_host:
+            self._restore_classes()
 
     @torch.no_grad()
     def gather_copy(self) -> None:
@@ -379,41 +397,47 @@ class Unit:
         Until :meth:`drop_copy` they stay there: a forward or backward meanwhile gathers and releases as ever, but
         computes with these values.
         """
-        if self.partitioned and self.state is not State.RELEASED:
-            _refuse_edits(self._values.edited(self.flats, stay=True))
+        if self.is_partitioned and self.state is not UnitState.SHARDED:
+            _raise_if_edited(self._edit_detector.describe_edits(self.flats, keep_record=True))
         copies = []
         for flat in self.flats:
-            if not self.partitioned:
+            if not self.is_partitioned:
                 copies.append(flat.full.clone())
                 continue
             fresh = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
-            flat.arrive()
+            flat.wait_for_update()
             for number, bucket in enumerate(flat.layout.buckets):
-                self._gather_whole(fresh[bucket.start : bucket.end], flat.computed(number), self.copy_event)
+                self._all_gather_bucket(
+                    fresh[bucket.start : bucket.end], flat.local_shard(number), self.gather_copy_label
+                )
             copies.append(fresh)
         for flat, fresh in zip(self.flats, copies, strict=True):
-            point_all(flat.parameters, [flat.view(fresh, i) for i in range(len(flat.shapes))], flat.has_divided)
-        self.block = GatheredBlock()
-        self._at_entry = self._marks()
-        self._dress_hidden()
+            set_data_all(flat.parameters, [flat.view(fresh, i) for i in range(len(flat.shapes))], flat.has_dtensors)
+        self.gathered_block = GatheredBlock()
+        self._edit_snapshot_at_entry = self._edit_snapshot()
+        self._set_guarded_classes()
 
     def drop_copy(self) -> None:
         """Let go of what :meth:`gather_copy` made: the parameters are again what the unit's state says."""
-        if self.block is None:
+        if self.gathered_block is None:
             return
-        self.block.is_open = False
-        edited = self.edited()
-        self.block, self._at_entry = None, []
+        self.gathered_block.is_open = False
+        edited = self.edited_params()
+        self.gathered_block, self._edit_snapshot_at_entry = None, []
         if edited:  # what they were in the block is undone: no graph made of it may be gone back through
             torch.autograd.graph.increment_version(edited)
             self.accept_edits()
-        self.parked = self.partitioned and self.state is State.RELEASED
-        self._point("stand_ins" if self.parked else "views")
-        self._dress_hidden()
+        self.is_storage_detached = self.is_partitioned and self.state is UnitState.SHARDED
+        self._set_param_data("placeholders" if self.is_storage_detached else "views")
+        self._set_guarded_classes()
 
-    def edited(self) -> list[nn.Parameter]:
+    def edited_params(self) -> list[nn.Parameter]:
         """The parameters that were changed, or pointed elsewhere, since :meth:`gather_copy`."""
-        marks = zip(self.flats, self._at_entry, self._marks(), strict=True) if self.copied else ()
+        marks = (
+            zip(self.flats, self._edit_snapshot_at_entry, self._edit_snapshot(), strict=True)
+            if self.has_gathered_copy
+            else ()
+        )
         return [
             parameter
             for flat, before, now in marks
@@ -422,21 +446,21 @@ class Unit:
             if any(old[index] != new[index] for old, new in zip(before, now, strict=True))
         ]
 
-    def _marks(self) -> list[tuple[list[int], list[int]]]:
-        return [(versions_of(flat.parameters), pointers_of(flat.parameters, flat.has_divided)) for flat in self.flats]
+    def _edit_snapshot(self) -> list[tuple[list[int], list[int]]]:
+        return [(param_versions(flat.parameters), data_ptrs(flat.parameters, flat.has_dtensors)) for flat in self.flats]
 
-    def _dress_hidden(self) -> None:
+    def _set_guarded_classes(self) -> None:
         """Give a partitioned unit's parameters the class they have while no running module uses them."""
-        shown = {id(wardrobe) for wardrobe in self._shown}
-        for wardrobe in self._wardrobes if self.partitioned else ():
+        shown = {id(wardrobe) for wardrobe in self._unguarded}
+        for wardrobe in self._param_classes if self.is_partitioned else ():
             if id(wardrobe) not in shown:
-                wardrobe.parameter.__class__ = wardrobe.gathered if self.copied else wardrobe.absent
+                wardrobe.parameter.__class__ = wardrobe.gathered if self.has_gathered_copy else wardrobe.guarded
 
-    def check_written(self) -> None:
+    def check_param_data(self) -> None:
         """Raise where a parameter was given values that the unit cannot hold."""
         for flat in self.flats:
             for index, (name, parameter) in enumerate(flat.named_parameters):
-                values = values_of(parameter)
+                values = local_data(parameter)
                 expected, got = (
                     f"{tuple(shape)} {dtype} on {device}"
                     for shape, dtype, device in (
@@ -451,102 +475,102 @@ class Unit:
                     )
 
     @torch.no_grad()
-    def dissolve(self) -> None:
+    def to_plain(self) -> None:
         """Make the parameters plain again: own memory, first dtype, the master's values where there is one."""
-        self.wait()
-        self._undress()
+        self.wait_for_unshard()
+        self._restore_classes()
         for flat in self.flats:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
             whole = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
-            for number, (bucket, home) in enumerate(zip(flat.layout.buckets, flat.homes, strict=True)):
-                mine = flat.owned[number] if flat.master is None else flat.master.read(home, flat.device)
-                self._gather_whole(whole[bucket.start : bucket.end], mine, self.gather_event)
+            for number, (bucket, home) in enumerate(zip(flat.layout.buckets, flat.shard_ranges, strict=True)):
+                mine = flat.local_shards[number] if flat.master is None else flat.master.read(home, flat.device)
+                self._all_gather_bucket(whole[bucket.start : bucket.end], mine, self.all_gather_label)
             for index, parameter in enumerate(flat.parameters):
                 view = flat.view(whole, index)
                 plain = torch.empty_strided(
                     view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
                 )
-                refill(parameter, plain.copy_(view), flat.divided[index])
+                set_data_and_dtype(parameter, plain.copy_(view), flat.tp_params[index])
                 parameter.grad = None
                 del parameter._zeroshard  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def absorb(self, source: int | None) -> torch.Tensor:
+    def write_back(self, src_rank: int | None) -> torch.Tensor:
         """Take the parameters' present full values, those of rank ``source`` of the mesh, into shards and master.
 
         Returns whether this rank's part of them is another one than before.
         """
         changed: list[torch.Tensor] = []
-        self.check_written()
+        self.check_param_data()
         for flat in self.flats:
-            if flat.reader is not None:
-                flat.reader.forget()
+            if flat.prefetcher is not None:
+                flat.prefetcher.discard()
             for bucket in flat.layout.buckets:
                 values = torch.zeros(bucket.numel, dtype=flat.dtype, device=flat.device)
-                for piece in flat.layout.pieces(bucket):
-                    line = flat.line(values_of(flat.parameters[piece.parameter]), piece.parameter)
-                    end = piece.at + piece.within.numel
-                    values[piece.at : end] = line[piece.within.start : piece.within.end]
-                if source is not None:
-                    self._comm.broadcast(values, source, f"write unit {self.name!r}")
-                    self._share_undivided(flat, bucket, values)
-                changed.append(self._keep(flat, bucket, values))
+                for piece in flat.layout.params_in_bucket(bucket):
+                    line = flat.flatten(local_data(flat.parameters[piece.param_index]), piece.param_index)
+                    end = piece.offset + piece.elements.numel
+                    values[piece.offset : end] = line[piece.elements.start : piece.elements.end]
+                if src_rank is not None:
+                    self._comm.broadcast(values, src_rank, f"write unit {self.name!r}")
+                    self._broadcast_tp_replicated(flat, bucket, values)
+                changed.append(self._write_bucket(flat, bucket, values))
         self.accept_edits()
         return torch.stack(changed).any() if changed else torch.tensor(False)
 
-    def _share_undivided(self, flat: Flat, bucket: Range, values: torch.Tensor) -> None:
+    def _broadcast_tp_replicated(self, flat: FlatParam, bucket: Range, values: torch.Tensor) -> None:
         """Of what all ranks of the tensor axis hold alike, the first one's values count."""
-        for piece in flat.layout.pieces(bucket) if self._comm.tensor.size > 1 else ():
-            if flat.shares[piece.parameter] is None:
-                part = values[piece.at : piece.at + piece.within.numel]
-                self._comm.broadcast_over(self._comm.tensor, part, f"write unit {self.name!r}")
+        for piece in flat.layout.params_in_bucket(bucket) if self._comm.tensor_axis.size > 1 else ():
+            if flat.tp_shards[piece.param_index] is None:
+                part = values[piece.offset : piece.offset + piece.elements.numel]
+                self._comm.broadcast_over_axis(self._comm.tensor_axis, part, f"write unit {self.name!r}")
 
-    def _keep(self, flat: Flat, bucket: Range, values: torch.Tensor) -> torch.Tensor:
+    def _write_bucket(self, flat: FlatParam, bucket: Range, values: torch.Tensor) -> torch.Tensor:
         """Take new values of a bucket; returns whether this rank's part is another one than before."""
         number = flat.layout.buckets.index(bucket)
-        part = flat.layout.owned(bucket, self._comm.shard.rank).moved(-bucket.start)
+        part = flat.layout.bucket_shard(bucket, self._comm.shard_axis.rank).shift(-bucket.start)
         new = values[part.start : part.end]
-        changed = (flat.computed(number).to(flat.device) != new).any()
+        changed = (flat.local_shard(number).to(flat.device) != new).any()
         if flat.master is not None:  # first: on the device it may be the part itself
-            master = flat.master.read(flat.homes[number], flat.device)
+            master = flat.master.read(flat.shard_ranges[number], flat.device)
             kept = torch.where(master.to(flat.dtype) == new, master, new.to(master.dtype))  # what is unchanged is exact
-            flat.master.write(flat.homes[number], kept)
-        if not flat.partitioned:
-            flat.buckets[number].copy_(values)
-        elif not flat.is_cast:
-            flat.owned[number].copy_(new)
+            flat.master.write(flat.shard_ranges[number], kept)
+        if not flat.is_partitioned:
+            flat.bucket_views[number].copy_(values)
+        elif not flat.is_cast_from_master:
+            flat.local_shards[number].copy_(new)
         return changed
 
-    def _all_gather(self, flats: list[Flat]) -> list[Pending]:
-        pending: list[Pending] = []
+    def _start_all_gathers(self, flats: list[FlatParam]) -> list[CollectiveWork]:
+        pending: list[CollectiveWork] = []
         for flat in flats:
-            parts = flat.bring()
-            if self._comm.shard.size > 1:
-                pairs = zip(flat.buckets, parts, strict=True)
-                pending += [self._comm.all_gather(full, part, self.gather_event) for full, part in pairs]
-            elif parts is not flat.landings:  # one rank, whose parameters come and go
-                torch._foreach_copy_(flat.landings, parts)
+            parts = flat.all_gather_inputs()
+            if self._comm.shard_axis.size > 1:
+                pairs = zip(flat.bucket_views, parts, strict=True)
+                pending += [self._comm.all_gather(full, part, self.all_gather_label) for full, part in pairs]
+            elif parts is not flat.shard_slots:  # one rank, whose parameters come and go
+                torch._foreach_copy_(flat.shard_slots, parts)
         return pending
 
-    def _gather_whole(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+    def _all_gather_bucket(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> None:
         """Collect every rank's part of a bucket, wherever it rests, and wait for it."""
-        part = part.to(whole.device)
-        if self._comm.shard.size > 1:
-            self._comm.all_gather(whole, part, what).wait()
+        shard = shard.to(output.device)
+        if self._comm.shard_axis.size > 1:
+            self._comm.all_gather(output, shard, what).wait()
         else:
-            whole.copy_(part)
+            output.copy_(shard)
 
-    def _dress(self, absent: bool) -> None:
-        for wardrobe in self._wardrobes:
-            wardrobe.parameter.__class__ = wardrobe.absent if absent else wardrobe.resting
+    def _set_classes(self, guarded: bool) -> None:
+        for wardrobe in self._param_classes:
+            wardrobe.parameter.__class__ = wardrobe.guarded if guarded else wardrobe.reduced_grad
 
-    def _undress(self) -> None:
-        for wardrobe in self._wardrobes:
+    def _restore_classes(self) -> None:
+        for wardrobe in self._param_classes:
             wardrobe.parameter.__class__ = wardrobe.original
 
 
-def refill(parameter: nn.Parameter, values: torch.Tensor, divided: Divided | None) -> None:
+def set_data_and_dtype(parameter: nn.Parameter, values: torch.Tensor, tp_param: TPParam | None) -> None:
     """Give a parameter values of another dtype; a DTensor's own dtype has to follow."""
-    if divided is not None:
-        parameter.data = divided.wrap(values)
-    point(parameter, values)
+    if tp_param is not None:
+        parameter.data = tp_param.to_dtensor(values)
+    set_data(parameter, values)

@@ -12,29 +12,29 @@ from typing import Any
 import torch
 
 from zeroshard.engine.gradients import Gradients
-from zeroshard.host.crew import Running
-from zeroshard.host.desk import Desk
-from zeroshard.host.granule import MASTER, Granule
-from zeroshard.host.native import Kernels
-from zeroshard.host.recipe import Recipe
-from zeroshard.host.verdict import Ruling
-from zeroshard.memory.tiers import Tiers
-from zeroshard.runs import Run, is_elementwise, lifted
+from zeroshard.host.crew import KernelHandle
+from zeroshard.host.desk import PinnedStaging
+from zeroshard.host.granule import MASTER_KEY, StateChunk
+from zeroshard.host.native import CpuKernels
+from zeroshard.host.recipe import UpdateSpec
+from zeroshard.host.verdict import GradScaleValues
+from zeroshard.memory.tiers import TierAllocator
+from zeroshard.runs import OptimizerSlice, as_plain_parameters, is_elementwise
 
 
 @dataclass(frozen=True)
-class Task:
+class ChunkUpdate:
     """The update of one granule in one step."""
 
-    granule: Granule
-    runs: tuple[Run, ...]
+    chunk: StateChunk
+    slices: tuple[OptimizerSlice, ...]
     states: tuple[dict[str, Any], ...]  # of the runs; the optimizer may have others by the time they are updated
-    recipes: tuple[Recipe, ...] | None  # None: by torch
-    groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
-    alone: bool  # whether nothing else may be under way meanwhile: see [Note: behind the kernel]
+    specs: tuple[UpdateSpec, ...] | None  # None: by torch
+    param_groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
+    is_exclusive: bool  # whether nothing else may be under way meanwhile: see [Note: behind the kernel]
 
 
-class Craft:
+class ChunkUpdater:
     """Updates granules by the native update or by torch. ``now`` is everywhere the moment of the step.
 
     Whatever yields does so once its kernels run, unless its task is to be alone; what it returns is there when it goes
@@ -45,150 +45,156 @@ class Craft:
         self,
         inner: torch.optim.Optimizer,
         gradients: Gradients,
-        tiers: Tiers,
-        desk: Desk,
-        kernels: Kernels | None,
+        tiers: TierAllocator,
+        staging: PinnedStaging,
+        kernels: CpuKernels | None,
         threads: int,
     ) -> None:
-        self._inner, self._gradients, self._tiers, self._desk = inner, gradients, tiers, desk
-        self._kernels, self._threads = kernels, threads
-        self._crew = None if kernels is None else kernels.crew()
+        self._inner, self._gradients, self._tiers, self._staging = inner, gradients, tiers, staging
+        self._kernels, self._thread_count = kernels, threads
+        self._kernel_threads = None if kernels is None else kernels.make_threads()
 
-    def ahead(self, task: Task, ruling: Ruling) -> Generator[None, None, None]:
+    def speculate(self, update: ChunkUpdate, grad_scale: GradScaleValues) -> Generator[None, None, None]:
         """Update a granule beside its old values."""
-        granule = task.granule
-        yield from self._cook(task, granule.lines, granule.beside, granule.copy, ruling)
+        granule = update.chunk
+        yield from self._apply_native(update, granule.tensors, granule.shadow, granule.shadow_params, grad_scale)
 
-    def confirm(self, task: Task, now: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def commit(self, update: ChunkUpdate, step_event: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Let what was made ahead of the step count."""
-        granule = task.granule
-        states = dict(zip(task.runs, task.states, strict=True))
-        keys = dict.fromkeys(key for recipe in task.recipes or () for key in recipe.keys)
-        granule.exchange(list(keys), states)
-        self._count(task)
-        return self._desk.deliver(granule.place, granule.copy, now)
+        granule = update.chunk
+        states = dict(zip(update.slices, update.states, strict=True))
+        keys = dict.fromkeys(key for recipe in update.specs or () for key in recipe.state_keys)
+        granule.swap(list(keys), states)
+        self._increment_steps(update)
+        return self._staging.copy_to_device(granule.param_shard, granule.shadow_params, step_event)
 
     def update(
-        self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling, now: torch.cuda.Event | None
+        self,
+        update: ChunkUpdate,
+        tensors: dict[str, torch.Tensor],
+        grad_scale: GradScaleValues,
+        step_event: torch.cuda.Event | None,
     ) -> Generator[None, None, torch.cuda.Event | None]:
         """Update a granule, whose values are in ``lines`` by key, and send the new parameters to their place."""
-        granule = task.granule
-        if task.recipes is None:
-            with self._pointed(task, lines):
-                self._by_torch(task, lines, ruling)
-                return self.deliver_masters(granule, list(task.runs), now)
-        if self._desk.direct(granule.place, now):
-            yield from self._cook(task, lines, lines, granule.place, ruling)
-            self._count(task)
+        granule = update.chunk
+        if update.specs is None:
+            with self._using_buffers(update, tensors):
+                self._apply_torch(update, tensors, grad_scale)
+                return self.copy_masters_to_params(granule, list(update.slices), step_event)
+        if self._staging.can_write_directly(granule.param_shard, step_event):
+            yield from self._apply_native(update, tensors, tensors, granule.param_shard, grad_scale)
+            self._increment_steps(update)
             return None
-        slot, copy = None, granule.copy
+        slot, copy = None, granule.shadow_params
         if copy is None:  # slots are few: until the device is at the step, they stay taken
-            slot = self._desk.take()
-            copy = slot.copy_of(granule)
-        yield from self._cook(task, lines, lines, copy, ruling)
-        self._count(task)
-        whole = granule.whole and len(task.runs) == len(granule.runs)
+            slot = self._staging.acquire_slot()
+            copy = slot.param_view(granule)
+        yield from self._apply_native(update, tensors, tensors, copy, grad_scale)
+        self._increment_steps(update)
+        whole = granule.is_fully_covered and len(update.slices) == len(granule.slices)
         event = None
-        for span in [slice(None)] if whole else [granule.within(run).slice for run in task.runs]:
-            event = self._desk.deliver(granule.place[span], copy[span], now)
+        for span in [slice(None)] if whole else [granule.range_of(run).slice for run in update.slices]:
+            event = self._staging.copy_to_device(granule.param_shard[span], copy[span], step_event)
         if slot is not None:
-            slot.event = event
+            slot.copy_done = event
         return event
 
-    def _cook(
+    def _apply_native(
         self,
-        task: Task,
+        update: ChunkUpdate,
         old: dict[str, torch.Tensor],
         new: dict[str, torch.Tensor],
         copy: torch.Tensor | None,
-        ruling: Ruling,
+        grad_scale: GradScaleValues,
     ) -> Generator[None, None, None]:
         """Update by the native update. Alone, run after run, as all may find their gradients in one buffer."""
-        running: list[Running] = []
+        running: list[KernelHandle] = []
         try:
-            for run, recipe in zip(task.runs, task.recipes or (), strict=True):
-                span = task.granule.within(run).slice
-                begun = recipe.cook(
-                    self._kernels_there,
-                    {key: old[key][span] for key in (MASTER, *recipe.keys)},
-                    {key: new[key][span] for key in (MASTER, *recipe.keys)},
-                    self._desk.gradient(run, self._gradients),
+            for run, recipe in zip(update.slices, update.specs or (), strict=True):
+                span = update.chunk.range_of(run).slice
+                begun = recipe.apply(
+                    self._required_kernels,
+                    {key: old[key][span] for key in (MASTER_KEY, *recipe.state_keys)},
+                    {key: new[key][span] for key in (MASTER_KEY, *recipe.state_keys)},
+                    self._staging.fetch_grad(run, self._gradients),
                     None if copy is None else copy[span],
-                    ruling.factors,
-                    self._threads,
-                    None if task.alone else self._crew,
+                    grad_scale.factors,
+                    self._thread_count,
+                    None if update.is_exclusive else self._kernel_threads,
                 )
                 running.append(begun)
-            if not task.alone:
+            if not update.is_exclusive:
                 yield
         finally:
             for begun in running:
-                begun.end()
+                begun.wait()
 
     @property
-    def _kernels_there(self) -> Kernels:
+    def _required_kernels(self) -> CpuKernels:
         if self._kernels is None:
             raise RuntimeError("the native update is not there: please report this")
         return self._kernels
 
-    def _count(self, task: Task) -> None:
-        for state in task.states:
+    def _increment_steps(self, update: ChunkUpdate) -> None:
+        for state in update.states:
             if "step" in state:
                 state["step"] += 1
 
     @contextlib.contextmanager
-    def _pointed(self, task: Task, lines: dict[str, torch.Tensor]) -> Iterator[None]:
+    def _using_buffers(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
         """Let runs and their states point at lines in memory, where they rest on disk."""
-        granule = task.granule
+        granule = update.chunk
         if granule.tier != "disk":
             yield
             return
-        self._point(task, lines)
+        self._set_data(update, tensors)
         try:
             yield
         finally:
-            self._point(task, granule.lines)
+            self._set_data(update, granule.tensors)
 
-    def _point(self, task: Task, lines: dict[str, torch.Tensor]) -> None:
-        for run, state in zip(task.runs, task.states, strict=True):
-            span = task.granule.within(run).slice
-            run.parameter.data = lines[MASTER][span]
-            for key in task.granule.states:
-                if is_elementwise(key, state.get(key), run.parameter.shape) and key in lines:
-                    state[key] = lines[key][span]
+    def _set_data(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor]) -> None:
+        for run, state in zip(update.slices, update.states, strict=True):
+            span = update.chunk.range_of(run).slice
+            run.parameter.data = tensors[MASTER_KEY][span]
+            for key in update.chunk.states:
+                if is_elementwise(key, state.get(key), run.parameter.shape) and key in tensors:
+                    state[key] = tensors[key][span]
 
-    def _by_torch(self, task: Task, lines: dict[str, torch.Tensor], ruling: Ruling) -> None:
+    def _apply_torch(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor], grad_scale: GradScaleValues) -> None:
         """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
         twin: Any = copy.copy(self._inner)
         twin.param_groups = []
-        states = zip(task.runs, task.states, strict=True)
+        states = zip(update.slices, update.states, strict=True)
         wides: list[torch.Tensor] = []
         twin.state = defaultdict(dict, {run.parameter: state for run, state in states})
-        for run, group in zip(task.runs, task.groups, strict=True):
-            gradient = self._desk.gradient(run, self._gradients)
+        for run, group in zip(update.slices, update.param_groups, strict=True):
+            gradient = self._staging.fetch_grad(run, self._gradients)
             wide = gradient.to(run.parameter.dtype, copy=True)
-            for factor in ruling.factors:
+            for factor in grad_scale.factors:
                 wide.mul_(factor)
             wides.append(wide)
             twin.param_groups.append({**group, "params": [run.parameter]})
-        with lifted([run.parameter for run in task.runs]):
-            for run, wide in zip(task.runs, wides, strict=True):
+        with as_plain_parameters([run.parameter for run in update.slices]):
+            for run, wide in zip(update.slices, wides, strict=True):
                 run.parameter.grad = wide
             type(self._inner).step(twin)
-        for run, state in zip(task.runs, task.states, strict=True):
-            task.granule.house(run, state, self._tiers, lines)
+        for run, state in zip(update.slices, update.states, strict=True):
+            update.chunk.adopt_states(run, state, self._tiers, tensors)
 
-    def deliver_masters(
-        self, granule: Granule, runs: list[Run], now: torch.cuda.Event | None
+    def copy_masters_to_params(
+        self, chunk: StateChunk, slices: list[OptimizerSlice], step_event: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
         """Send values that were updated elsewhere to the parameters in computation."""
-        if self._desk.direct(granule.place, now):
-            for run in runs:
-                granule.place[granule.within(run).slice].copy_(run.parameter.data)
+        if self._staging.can_write_directly(chunk.param_shard, step_event):
+            for run in slices:
+                chunk.param_shard[chunk.range_of(run).slice].copy_(run.parameter.data)
             return None
-        slot = self._desk.take()
-        for run in runs:
-            span = granule.within(run).slice
-            slot.copy_of(granule)[span].copy_(run.parameter.data)
-            slot.event = self._desk.deliver(granule.place[span], slot.copy_of(granule)[span], now)
-        return slot.event
+        slot = self._staging.acquire_slot()
+        for run in slices:
+            span = chunk.range_of(run).slice
+            slot.param_view(chunk)[span].copy_(run.parameter.data)
+            slot.copy_done = self._staging.copy_to_device(
+                chunk.param_shard[span], slot.param_view(chunk)[span], step_event
+            )
+        return slot.copy_done

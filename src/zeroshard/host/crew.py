@@ -20,46 +20,49 @@ from collections.abc import Sequence
 import torch
 
 
-class Crew:
+class KernelThreads:
     """Threads that do updates in the order in which they are begun: see [Note: from one update to the next].
 
-    ``library`` is that of ``kernels.c``; :meth:`Kernels.crew` makes one.
+    ``library`` is that of ``kernels.c``; :meth:`CpuKernels.make_threads` makes one.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         library.zeroshard_crew.argtypes, library.zeroshard_crew.restype = (), ctypes.c_void_p
         for function in (library.zeroshard_end, library.zeroshard_dismiss):
             function.argtypes, function.restype = (ctypes.c_void_p,), None
-        self.library, self._process = library, os.getpid()
+        self.library, self._pid = library, os.getpid()
         self.handle: int | None = library.zeroshard_crew()
         if self.handle is None:
             raise MemoryError("no memory for the threads of the host's updates")
 
     def __del__(self) -> None:
-        if self.handle is not None and self._process == os.getpid():  # a fork does not have the threads
+        if self.handle is not None and self._pid == os.getpid():  # a fork does not have the threads
             self.library.zeroshard_dismiss(self.handle)
 
 
-class Running:
+class KernelHandle:
     """An update that was begun, and the tensors that it reads and writes until :meth:`end` has returned.
 
     One that is dropped is ended, or it would write into memory that is another's by then.
 
-    >>> Running().end()  # over from the beginning
+    >>> KernelHandle().wait()  # over from the beginning
     """
 
     def __init__(
-        self, crew: Crew | None = None, call: int | None = None, tensors: Sequence[torch.Tensor | None] = ()
+        self,
+        kernel_threads: KernelThreads | None = None,
+        call: int | None = None,
+        tensors: Sequence[torch.Tensor | None] = (),
     ) -> None:
-        self._crew, self._call, self._tensors = crew, call, tensors
-        self._process = os.getpid()
+        self._kernel_threads, self._call, self._tensors = kernel_threads, call, tensors
+        self._pid = os.getpid()
 
-    def end(self) -> None:
+    def wait(self) -> None:
         """Return when it is over."""
-        crew, call, self._call = self._crew, self._call, None
-        if crew is not None and call is not None and self._process == os.getpid():  # a fork does not have the threads
+        crew, call, self._call = self._kernel_threads, self._call, None
+        if crew is not None and call is not None and self._pid == os.getpid():  # a fork does not have the threads
             crew.library.zeroshard_end(call)
-        self._crew, self._tensors = None, ()
+        self._kernel_threads, self._tensors = None, ()
 
     def __del__(self) -> None:
-        self.end()
+        self.wait()

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-HOLD = 8  # steps that nothing is done ahead, after a guess was wrong
+HOLD_OFF_STEPS = 8  # steps that nothing is done ahead, after a guess was wrong
 
 
-class Foresight:
+class StepPredictor:
     """Learns from the loop how many backwards it runs for a step.
 
-    >>> foresight = Foresight()
-    >>> foresight.stepped(backwards=2)
-    >>> foresight.stepped(backwards=2)
-    >>> foresight.last(1), foresight.last(2)
+    >>> foresight = StepPredictor()
+    >>> foresight.on_step(backwards=2)
+    >>> foresight.on_step(backwards=2)
+    >>> foresight.expects_step(1), foresight.expects_step(2)
     (False, True)
-    >>> foresight.wrong()
-    >>> foresight.last(2)
+    >>> foresight.on_misprediction()
+    >>> foresight.expects_step(2)
     False
     """
 
     def __init__(self) -> None:
-        self._usual = 0
-        self._steady = False
-        self._held = 0
+        self._backwards_per_step = 0
+        self._is_steady = False
+        self._hold_off_steps_left = 0
 
-    def last(self, backward: int) -> bool:
+    def expects_step(self, backward: int) -> bool:
         """Whether the step is expected after this backward, the how-many-eth since the last step."""
-        return self._steady and not self._held and backward == self._usual
+        return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
 
-    def stepped(self, backwards: int) -> None:
+    def on_step(self, backwards: int) -> None:
         """A step has come."""
-        self._steady = backwards == self._usual
-        self._usual = backwards
-        self._held = max(0, self._held - 1)
+        self._is_steady = backwards == self._backwards_per_step
+        self._backwards_per_step = backwards
+        self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
 
-    def wrong(self) -> None:
+    def on_misprediction(self) -> None:
         """What was done ahead was for nothing."""
-        self._held = HOLD
+        self._hold_off_steps_left = HOLD_OFF_STEPS

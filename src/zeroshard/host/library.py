@@ -28,16 +28,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # fp-contract: fused only where fmaf() is written. The other two let loops with sqrtf() and with selects be vectorised.
-EXACT = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-LINKED = ("-fPIC", "-shared", "-pthread")
+EXACT_FP_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+LINK_FLAGS = ("-fPIC", "-shared", "-pthread")
 # Not every compiler knows each word for "this machine"; without any, the result is right but slow.
-TUNED = (("-march=native",), ("-mcpu=native",), ())
+TUNING_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 COMPILERS = ("cc", "gcc", "clang")
-LIMIT = 120  # seconds for one run of a compiler
-CPU_LINES = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
+COMPILE_TIMEOUT_SECONDS = 120  # seconds for one run of a compiler
+CPUINFO_FIELDS = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
-class NotBuiltError(Exception):
+class KernelBuildError(Exception):
     """No library: why, in words for the user."""
 
 
@@ -47,20 +47,20 @@ def load_library(source: Path) -> ctypes.CDLL:
     >>> from zeroshard.host import library
     >>> try:
     ...     name = load_library(Path(library.__file__).with_name("kernels.c"))._name
-    ... except NotBuiltError:
+    ... except KernelBuildError:
     ...     name = "kernels.so"
     >>> Path(name).suffix
     '.so'
     """
     reasons = []
     for compiler in compilers():
-        for place in (kept, temporary):
+        for place in (cache_dir, temp_dir):
             try:
                 with place() as directory:
-                    return _loaded(source, compiler, directory)
-            except (NotBuiltError, OSError) as error:
+                    return _load_or_build(source, compiler, directory)
+            except (KernelBuildError, OSError) as error:
                 reasons.append(f"{shlex.join(compiler)}: {error}")
-    raise NotBuiltError("; ".join(dict.fromkeys(reasons)) or "no C compiler was found")
+    raise KernelBuildError("; ".join(dict.fromkeys(reasons)) or "no C compiler was found")
 
 
 def compilers() -> list[list[str]]:
@@ -74,7 +74,7 @@ def compilers() -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[Path]:
+def cache_dir() -> Iterator[Path]:
     """The user's cache, made if it is not there. OSError where it cannot be used."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     directory = root / "zeroshard"
@@ -86,28 +86,33 @@ def kept() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def temporary() -> Iterator[Path]:
+def temp_dir() -> Iterator[Path]:
     """A directory that is gone afterwards; a library that was loaded stays loaded."""
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as directory:
         yield Path(directory)
 
 
-def processor() -> str:
+def cpu_description() -> str:
     """What this machine's processor says of itself, as far as compiled code depends on it.
 
-    >>> bool(processor())
+    >>> bool(cpu_description())
     True
     """
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         first = []
-    lines = [line for line in first if line.split(":")[0].strip() in CPU_LINES]
+    lines = [line for line in first if line.split(":")[0].strip() in CPUINFO_FIELDS]
     return "\n".join([platform.machine(), platform.processor(), *lines])
 
 
-def _loaded(source: Path, compiler: list[str], directory: Path) -> ctypes.CDLL:
-    depends = source.read_text(), _answer([*compiler, "--version"]), repr((EXACT, LINKED, TUNED)), processor()
+def _load_or_build(source: Path, compiler: list[str], directory: Path) -> ctypes.CDLL:
+    depends = (
+        source.read_text(),
+        _run([*compiler, "--version"]),
+        repr((EXACT_FP_FLAGS, LINK_FLAGS, TUNING_FLAGS)),
+        cpu_description(),
+    )
     identity = "\n".join(depends)
     target = directory / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not target.exists():
@@ -119,25 +124,25 @@ def _build(source: Path, compiler: list[str], target: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".tmp", prefix=target.stem, dir=target.parent)
     os.close(handle)
     try:
-        for tuned in TUNED:
+        for tuned in TUNING_FLAGS:
             try:
-                _answer([*compiler, *EXACT, *tuned, *LINKED, str(source), "-o", name, "-lm"])
+                _run([*compiler, *EXACT_FP_FLAGS, *tuned, *LINK_FLAGS, str(source), "-o", name, "-lm"])
                 break
-            except NotBuiltError:
-                if tuned == TUNED[-1]:
+            except KernelBuildError:
+                if tuned == TUNING_FLAGS[-1]:
                     raise
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def _answer(command: list[str]) -> str:
+def _run(command: list[str]) -> str:
     """Run a compiler and return what it prints; NotBuiltError with its first complaint."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise NotBuiltError(f"it took over {LIMIT} s") from None
+        raise KernelBuildError(f"it took over {COMPILE_TIMEOUT_SECONDS} s") from None
     if done.returncode:
         complaint = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise NotBuiltError(f"it exited with {done.returncode} ({complaint[0]})")
+        raise KernelBuildError(f"it exited with {done.returncode} ({complaint[0]})")
     return done.stdout

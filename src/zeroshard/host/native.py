@@ -65,18 +65,20 @@ from typing import ClassVar
 
 import torch
 
-from zeroshard.host.crew import Crew, Running
-from zeroshard.host.library import NotBuiltError, load_library
-from zeroshard.host.options import AdamOptions, SGDOptions
+from zeroshard.host.crew import KernelHandle, KernelThreads
+from zeroshard.host.library import KernelBuildError, load_library
+from zeroshard.host.options import AdamHyperparams, SGDHyperparams
 
-SOURCE = Path(__file__).with_name("kernels.c")
-LANES = 8 if platform.machine() in ("x86_64", "AMD64") else 4  # fp32 elements of a vector in torch's fused kernels
-DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # as kernels.c numbers them
-FACTORS = 2
-_building = threading.Lock()
+KERNELS_SOURCE = Path(__file__).with_name("kernels.c")
+FUSED_VECTOR_LANES = (
+    8 if platform.machine() in ("x86_64", "AMD64") else 4
+)  # fp32 elements of a vector in torch's fused kernels
+DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # as kernels.c numbers them
+MAX_GRAD_FACTORS = 2
+_build_lock = threading.Lock()
 
 
-class _Update(ctypes.Structure):
+class _UpdateStruct(ctypes.Structure):
     """kernels.c's ``struct update``."""
 
     _fields_: ClassVar = [
@@ -84,7 +86,7 @@ class _Update(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parameter_out", "first_out", "second_out", "copy")),
         *((name, ctypes.c_int64) for name in ("numel", "plain")),
         *((name, ctypes.c_int32) for name in ("gradient_dtype", "copy_dtype")),
-        ("factor", ctypes.c_float * FACTORS),
+        ("factor", ctypes.c_float * MAX_GRAD_FACTORS),
         *((name, ctypes.c_float) for name in ("sign", "l2", "decay", "rate")),
         *((name, ctypes.c_float) for name in ("beta1", "weight", "beta2", "weight2", "correction2", "eps")),
         *((name, ctypes.c_float) for name in ("momentum", "undamped")),
@@ -97,15 +99,15 @@ class _Update(ctypes.Structure):
 class Rounding:
     """Where an update rounds: what differs between the kernels of one torch and another, and between processors."""
 
-    separate: bool = False
+    is_fma_free: bool = False
     """Products are rounded before they are added: torch uses no FMA."""
-    lanes: int = 1
+    vector_lanes: int = 1
     """Of `fused`: elements after the last multiple of it are "other", and with 0 all are."""
-    roots: int | None = None
+    sqrt_address: int | None = None
     """The address of the function that takes Adam's square roots (MKL's); None: they are correctly rounded."""
 
 
-class Kernels:
+class CpuKernels:
     """The native updates. Calls let other Python threads run, and use as many threads as they are told.
 
     ``out`` is where the new values go: the tensors they are computed from, or others. Old values are left as they are
@@ -118,14 +120,14 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         for function in (library.zeroshard_adam, library.zeroshard_sgd):
-            function.argtypes, function.restype = (ctypes.POINTER(_Update), ctypes.c_int), None
+            function.argtypes, function.restype = (ctypes.POINTER(_UpdateStruct), ctypes.c_int), None
         for function in (library.zeroshard_adam_begin, library.zeroshard_sgd_begin):
-            function.argtypes = ctypes.c_void_p, ctypes.POINTER(_Update), ctypes.c_int
+            function.argtypes = ctypes.c_void_p, ctypes.POINTER(_UpdateStruct), ctypes.c_int
             function.restype = ctypes.c_void_p
 
-    def crew(self) -> Crew:
+    def make_threads(self) -> KernelThreads:
         """A new crew, for updates that are begun one after the other."""
-        return Crew(self._library)
+        return KernelThreads(self._library)
 
     def adam(
         self,
@@ -133,17 +135,17 @@ class Kernels:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
         gradient: torch.Tensor,  # fp32, bf16 or fp16
-        options: AdamOptions,
+        hyperparams: AdamHyperparams,
         *,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         step: int,
         copy: torch.Tensor | None = None,
-        factors: Sequence[float] = (),
+        grad_factors: Sequence[float] = (),
         threads: int = 1,
-        powers: tuple[float, float] | None = None,
-        crew: Crew | None = None,
+        beta_powers: tuple[float, float] | None = None,
+        kernel_threads: KernelThreads | None = None,
         rounding: Rounding | None = None,
-    ) -> Running:
+    ) -> KernelHandle:
         """Update one stretch. ``step`` counts this update too: 1 for the first.
 
         ``powers``: both betas to the power of ``step`` as a GPU has them in fp32, for what is fused there.
@@ -151,83 +153,90 @@ class Kernels:
 
         >>> p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
         >>> new, half = tuple(torch.empty(3) for _ in range(3)), torch.empty(3, dtype=torch.bfloat16)
-        >>> if found := kernels():
-        ...     begun = found.adam(p, m, v, torch.ones(3), AdamOptions(lr=0.5), out=new, step=1, copy=half)
+        >>> if found := load_kernels():
+        ...     begun = found.adam(p, m, v, torch.ones(3), AdamHyperparams(lr=0.5), out=new, step=1, copy=half)
         ...     print(half.tolist(), p.tolist())
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
         if step < 1:
             raise ValueError(f"step is {step}; it counts this update too, so the first is 1")
-        update = _update((parameter, exp_avg, exp_avg_sq), out, gradient, copy, factors, options, rounding)
-        update.l2 = 0.0 if options.decoupled else options.weight_decay
-        update.eps = options.eps
-        if options.cuda and options.fused:
-            _constants_of_a_gpu(update, options, powers)
+        update = _make_update(
+            (parameter, exp_avg, exp_avg_sq), out, gradient, copy, grad_factors, hyperparams, rounding
+        )
+        update.l2 = 0.0 if hyperparams.decoupled_weight_decay else hyperparams.weight_decay
+        update.eps = hyperparams.eps
+        if hyperparams.is_cuda_rounding and hyperparams.fused:
+            _set_cuda_fused_adam_constants(update, hyperparams, beta_powers)
         else:
-            _constants(update, options, step)
+            _set_adam_constants(update, hyperparams, step)
         tensors = (parameter, exp_avg, exp_avg_sq, gradient, copy, *out)
-        return self._run("zeroshard_adam", update, _positive(threads), crew, tensors)
+        return self._launch("zeroshard_adam", update, _check_threads(threads), kernel_threads, tensors)
 
     def sgd(
         self,
         parameter: torch.Tensor,  # fp32, as the momentum
         momentum: torch.Tensor | None,
         gradient: torch.Tensor,  # fp32, bf16 or fp16
-        options: SGDOptions,
+        hyperparams: SGDHyperparams,
         *,
         out: tuple[torch.Tensor, torch.Tensor | None],
         copy: torch.Tensor | None = None,
-        factors: Sequence[float] = (),
+        grad_factors: Sequence[float] = (),
         threads: int = 1,
-        crew: Crew | None = None,
+        kernel_threads: KernelThreads | None = None,
         rounding: Rounding | None = None,
-    ) -> Running:
+    ) -> KernelHandle:
         """Update one stretch. ``momentum`` is None without momentum, and the first time, when it becomes the gradient.
 
         >>> p, buffer = torch.ones(3), torch.empty(3)
-        >>> if found := kernels():
-        ...     begun = found.sgd(p, None, torch.ones(3), SGDOptions(lr=0.5, momentum=0.9), out=(p, buffer))
+        >>> if found := load_kernels():
+        ...     begun = found.sgd(p, None, torch.ones(3), SGDHyperparams(lr=0.5, momentum=0.9), out=(p, buffer))
         ...     print(p.tolist(), buffer.tolist())
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
-        if (out[1] is not None) != (options.momentum != 0):
-            wanted = "a tensor for the momentum" if options.momentum else "None in its place, as nothing is kept"
+        if (out[1] is not None) != (hyperparams.momentum != 0):
+            wanted = "a tensor for the momentum" if hyperparams.momentum else "None in its place, as nothing is kept"
             got = "None" if out[1] is None else "a tensor"
-            raise ValueError(f"out[1] is {got}; momentum {options.momentum} wants {wanted}")
+            raise ValueError(f"out[1] is {got}; momentum {hyperparams.momentum} wants {wanted}")
         if momentum is not None and out[1] is None:
             raise ValueError("got a momentum tensor with momentum 0; give None")
-        update = _update((parameter, momentum), out, gradient, copy, factors, options, rounding)
-        update.l2, update.decay, update.rate = options.weight_decay, 1.0, -options.lr
-        update.momentum, update.undamped = options.momentum, 1 - options.dampening
-        update.begins, update.nesterov = momentum is None, options.nesterov
+        update = _make_update((parameter, momentum), out, gradient, copy, grad_factors, hyperparams, rounding)
+        update.l2, update.decay, update.rate = hyperparams.weight_decay, 1.0, -hyperparams.lr
+        update.momentum, update.undamped = hyperparams.momentum, 1 - hyperparams.dampening
+        update.begins, update.nesterov = momentum is None, hyperparams.nesterov
         tensors = (parameter, momentum, gradient, copy, *out)
-        return self._run("zeroshard_sgd", update, _positive(threads), crew, tensors)
+        return self._launch("zeroshard_sgd", update, _check_threads(threads), kernel_threads, tensors)
 
-    def _run(
-        self, name: str, update: _Update, threads: int, crew: Crew | None, tensors: tuple[torch.Tensor | None, ...]
-    ) -> Running:
-        if crew is None:
+    def _launch(
+        self,
+        name: str,
+        update: _UpdateStruct,
+        threads: int,
+        kernel_threads: KernelThreads | None,
+        tensors: tuple[torch.Tensor | None, ...],
+    ) -> KernelHandle:
+        if kernel_threads is None:
             getattr(self._library, name)(ctypes.byref(update), threads)
-            return Running()
-        call = getattr(self._library, f"{name}_begin")(crew.handle, ctypes.byref(update), threads)
-        return Running(crew, call, tensors)
+            return KernelHandle()
+        call = getattr(self._library, f"{name}_begin")(kernel_threads.handle, ctypes.byref(update), threads)
+        return KernelHandle(kernel_threads, call, tensors)
 
 
-def kernels() -> Kernels | None:
+def load_kernels() -> CpuKernels | None:
     """Return the native updates, built at the first call; None where they cannot be, with one warning.
 
-    >>> kernels() is kernels()
+    >>> load_kernels() is load_kernels()
     True
     """
-    with _building:  # ranks may be threads: one builds, and one warns
-        return _kernels()
+    with _build_lock:  # ranks may be threads: one builds, and one warns
+        return _load_kernels()
 
 
 @functools.cache
-def _kernels() -> Kernels | None:
+def _load_kernels() -> CpuKernels | None:
     try:
-        return Kernels(load_library(SOURCE))
-    except NotBuiltError as error:
+        return CpuKernels(load_library(KERNELS_SOURCE))
+    except KernelBuildError as error:
         warnings.warn(
             f"zeroshard's host kernels could not be built, so torch's own slower update runs on the host: {error}. "
             "Install a C compiler (gcc or clang, with the C library's headers), or name one in $CC",
@@ -237,79 +246,88 @@ def _kernels() -> Kernels | None:
         return None
 
 
-def usual_rounding(options: AdamOptions | SGDOptions) -> Rounding:
+def default_rounding(hyperparams: AdamHyperparams | SGDHyperparams) -> Rounding:
     """How torch rounds on a processor with FMA, where its square roots are correctly rounded; and on every GPU.
 
-    >>> usual_rounding(SGDOptions(lr=0.1))
-    Rounding(separate=False, lanes=1, roots=None)
+    >>> default_rounding(SGDHyperparams(lr=0.1))
+    Rounding(is_fma_free=False, vector_lanes=1, sqrt_address=None)
     """
-    if not options.fused:
+    if not hyperparams.fused:
         return Rounding()
-    return Rounding(lanes=0 if LANES == 4 and isinstance(options, AdamOptions) else LANES)  # Arm
+    return Rounding(
+        vector_lanes=0 if FUSED_VECTOR_LANES == 4 and isinstance(hyperparams, AdamHyperparams) else FUSED_VECTOR_LANES
+    )  # Arm
 
 
-def _update(
+def _make_update(
     states: Sequence[torch.Tensor | None],  # parameter, first and second state
     out: Sequence[torch.Tensor | None],
     gradient: torch.Tensor,
     copy: torch.Tensor | None,
-    factors: Sequence[float],
-    options: AdamOptions | SGDOptions,
+    grad_factors: Sequence[float],
+    hyperparams: AdamHyperparams | SGDHyperparams,
     rounding: Rounding | None,
-) -> _Update:
+) -> _UpdateStruct:
     """Check the tensors, and fill in what both optimizers have."""
-    if len(factors) > FACTORS:
-        raise ValueError(f"got {len(factors)} factors of the gradient, at most {FACTORS} are applied")
+    if len(grad_factors) > MAX_GRAD_FACTORS:
+        raise ValueError(f"got {len(grad_factors)} factors of the gradient, at most {MAX_GRAD_FACTORS} are applied")
     if len(out) != len(states):
         raise ValueError(f"out has {len(out)} tensors; one is wanted for each of {len(states)} states")
-    update, parameter = _Update(), states[0]
+    update, parameter = _UpdateStruct(), states[0]
     assert parameter is not None
     update.numel = parameter.numel()
     if rounding is None:
-        rounding = usual_rounding(options)
-    update.plain = update.numel - update.numel % rounding.lanes if rounding.lanes else 0
-    update.separate, update.roots = rounding.separate, rounding.roots
+        rounding = default_rounding(hyperparams)
+    update.plain = update.numel - update.numel % rounding.vector_lanes if rounding.vector_lanes else 0
+    update.separate, update.roots = rounding.is_fma_free, rounding.sqrt_address
     for field, tensor in zip(("parameter", "first", "second"), states, strict=False):
-        setattr(update, field, _address(field, tensor, parameter, (torch.float32,)))
+        setattr(update, field, _checked_address(field, tensor, parameter, (torch.float32,)))
     for field, tensor in zip(("parameter_out", "first_out", "second_out"), out, strict=False):
-        setattr(update, field, _address(field, tensor, parameter, (torch.float32,)))
-    update.gradient = _address("gradient", gradient, parameter, tuple(DTYPES))
-    update.copy = _address("copy", copy, parameter, tuple(DTYPES))
-    update.gradient_dtype, update.copy_dtype = DTYPES[gradient.dtype], 0 if copy is None else DTYPES[copy.dtype]
-    update.factor[:] = [*factors, *(1.0 for _ in range(FACTORS - len(factors)))]
-    update.sign = -1.0 if options.maximize else 1.0
+        setattr(update, field, _checked_address(field, tensor, parameter, (torch.float32,)))
+    update.gradient = _checked_address("gradient", gradient, parameter, tuple(DTYPE_CODES))
+    update.copy = _checked_address("copy", copy, parameter, tuple(DTYPE_CODES))
+    update.gradient_dtype, update.copy_dtype = (
+        DTYPE_CODES[gradient.dtype],
+        0 if copy is None else DTYPE_CODES[copy.dtype],
+    )
+    update.factor[:] = [*grad_factors, *(1.0 for _ in range(MAX_GRAD_FACTORS - len(grad_factors)))]
+    update.sign = -1.0 if hyperparams.maximize else 1.0
     return update
 
 
-def _constants(update: _Update, options: AdamOptions, step: int) -> None:
+def _set_adam_constants(update: _UpdateStruct, hyperparams: AdamHyperparams, step: int) -> None:
     """Adam's numbers that are the same for all elements, in double."""
-    beta1, beta2 = options.betas
+    beta1, beta2 = hyperparams.betas
     correction1, correction2 = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
-    update.decay = 1 - options.lr * options.weight_decay if options.decoupled else 1.0
-    update.rate = -(options.lr / correction1)
+    update.decay = 1 - hyperparams.lr * hyperparams.weight_decay if hyperparams.decoupled_weight_decay else 1.0
+    update.rate = -(hyperparams.lr / correction1)
     update.weight, update.beta2, update.weight2 = 1 - beta1, beta2, 1 - beta2
-    update.correction2 = math.sqrt(correction2) if options.fused else correction2**0.5  # as torch has them
-    update.cuda = options.cuda
+    update.correction2 = math.sqrt(correction2) if hyperparams.fused else correction2**0.5  # as torch has them
+    update.cuda = hyperparams.is_cuda_rounding
 
 
-def _constants_of_a_gpu(update: _Update, options: AdamOptions, powers: tuple[float, float] | None) -> None:
+def _set_cuda_fused_adam_constants(
+    update: _UpdateStruct, hyperparams: AdamHyperparams, beta_powers: tuple[float, float] | None
+) -> None:
     """The same in fp32: one operation in double on fp32 numbers, rounded to fp32, is that operation in fp32."""
-    if powers is None:
+    if beta_powers is None:
         raise ValueError("fused Adam as on a GPU wants powers: both betas to the power of step, as the GPU has them")
-    beta1, beta2, lr = (_fp32(value) for value in (*options.betas, options.lr))
-    correction1, correction2 = (_fp32(1 - power) for power in powers)
-    update.decay = -_fp32(lr * _fp32(options.weight_decay)) if options.decoupled else 0.0
-    update.rate = -_fp32(lr / correction1)
+    beta1, beta2, lr = (_round_to_fp32(value) for value in (*hyperparams.betas, hyperparams.lr))
+    correction1, correction2 = (_round_to_fp32(1 - power) for power in beta_powers)
+    update.decay = (
+        -_round_to_fp32(lr * _round_to_fp32(hyperparams.weight_decay)) if hyperparams.decoupled_weight_decay else 0.0
+    )
+    update.rate = -_round_to_fp32(lr / correction1)
     update.beta1, update.beta2 = beta1, beta2
     update.correction2 = math.sqrt(correction2)
     update.cuda = 2
 
 
-def _fp32(value: float) -> float:
+def _round_to_fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _address(
+def _checked_address(
     name: str, tensor: torch.Tensor | None, parameter: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> int | None:
     if tensor is None:
@@ -322,7 +340,7 @@ def _address(
     return tensor.data_ptr()
 
 
-def _positive(threads: int) -> int:
+def _check_threads(threads: int) -> int:
     if threads < 1:
         raise ValueError(f"threads is {threads}; at least 1 is wanted")
     return threads

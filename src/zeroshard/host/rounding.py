@@ -32,75 +32,75 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from zeroshard.host.native import Kernels, Rounding, kernels, usual_rounding
-from zeroshard.host.options import AdamOptions, SGDOptions
+from zeroshard.host.native import CpuKernels, Rounding, default_rounding, load_kernels
+from zeroshard.host.options import AdamHyperparams, SGDHyperparams
 
-Kind = Literal["adam", "sgd"]
+OptimizerKind = Literal["adam", "sgd"]
 # Tensors of so many elements: in one, enough to meet square roots that MKL rounds otherwise (0.6 % of them); the short
 # ones show which elements are left over after whole vectors.
-PIECES = [4096, *[15] * 6]
-NUMEL = sum(PIECES)
-STEPS = 3
-FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-LANES = (4, 8, 16, 0)
+TRIAL_NUMELS = [4096, *[15] * 6]
+TRIAL_TOTAL_NUMEL = sum(TRIAL_NUMELS)
+TRIAL_STEPS = 3
+FP32_ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+LANE_CANDIDATES = (4, 8, 16, 0)
 # Large steps: the last bit of everything that is computed on the way decides a bit of the parameter.
-TRIED: dict[Kind, tuple[AdamOptions | SGDOptions, ...]] = {
+TRIAL_HYPERPARAMS: dict[OptimizerKind, tuple[AdamHyperparams | SGDHyperparams, ...]] = {
     "adam": (
-        AdamOptions(lr=0.7, weight_decay=0.1),
-        AdamOptions(lr=0.7, betas=(0.3, 0.99), weight_decay=0.1, decoupled=False, maximize=True),
+        AdamHyperparams(lr=0.7, weight_decay=0.1),
+        AdamHyperparams(lr=0.7, betas=(0.3, 0.99), weight_decay=0.1, decoupled_weight_decay=False, maximize=True),
     ),
     "sgd": (
-        SGDOptions(lr=0.7, weight_decay=0.1),
-        SGDOptions(lr=0.7, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
-        SGDOptions(lr=0.7, momentum=0.9, nesterov=True),
+        SGDHyperparams(lr=0.7, weight_decay=0.1),
+        SGDHyperparams(lr=0.7, momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
+        SGDHyperparams(lr=0.7, momentum=0.9, nesterov=True),
     ),
 }
 
 
 @functools.cache  # ranks that are threads may try at once: they find the same
-def rounding_of_torch(kind: Kind, fused: bool) -> Rounding | None:
+def detect_torch_rounding(kind: OptimizerKind, fused: bool) -> Rounding | None:
     """How torch rounds updates of ``kind``, Adam (and AdamW) or SGD, on this processor: [Note: found by trying].
 
     None: in no way that the native update knows, or there is no native update.
 
-    >>> kernels() is None or rounding_of_torch("sgd", fused=False) in (Rounding(), Rounding(separate=True))
+    >>> load_kernels() is None or detect_torch_rounding("sgd", fused=False) in (Rounding(), Rounding(is_fma_free=True))
     True
     """
-    native = kernels()
+    native = load_kernels()
     if native is None:
         return None
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_find, native, kind, fused).result()
+        return thread.submit(_detect, native, kind, fused).result()
 
 
 @torch.no_grad()
-def _find(native: Kernels, kind: Kind, fused: bool) -> Rounding | None:
-    tried = [dataclasses.replace(options, fused=fused) for options in TRIED[kind]]
-    numbers = [_numbers(seed) for seed in range(1 + STEPS)]  # a parameter, and its gradients
+def _detect(native: CpuKernels, kind: OptimizerKind, fused: bool) -> Rounding | None:
+    tried = [dataclasses.replace(options, fused=fused) for options in TRIAL_HYPERPARAMS[kind]]
+    numbers = [_trial_values(seed) for seed in range(1 + TRIAL_STEPS)]  # a parameter, and its gradients
     wanted = [
-        (options, _by_torch(options, foreach, numbers))
+        (options, _run_torch(options, foreach, numbers))
         for options in tried
         for foreach in ((False,) if fused else (False, True))
     ]
-    for way in _ways(tried[0]):
-        if all(_equal(found, _by_kernel(native, options, way, numbers)) for options, found in wanted):
+    for way in _candidate_roundings(tried[0]):
+        if all(_is_bitwise_equal(found, _run_native(native, options, way, numbers)) for options, found in wanted):
             return way
     return None
 
 
-def _ways(options: AdamOptions | SGDOptions) -> list[Rounding]:
+def _candidate_roundings(hyperparams: AdamHyperparams | SGDHyperparams) -> list[Rounding]:
     """All roundings that the kernel knows, the likelier first."""
-    lanes = dict.fromkeys((usual_rounding(options).lanes, *(LANES if options.fused else ())))
-    has_roots = isinstance(options, AdamOptions) and mkl_roots() is not None
-    roots = (None, mkl_roots()) if options.fused else (mkl_roots(), None)
+    lanes = dict.fromkeys((default_rounding(hyperparams).vector_lanes, *(LANE_CANDIDATES if hyperparams.fused else ())))
+    has_roots = isinstance(hyperparams, AdamHyperparams) and mkl_sqrt_address() is not None
+    roots = (None, mkl_sqrt_address()) if hyperparams.fused else (mkl_sqrt_address(), None)
     return [Rounding(*way) for way in itertools.product((False, True), lanes, roots if has_roots else (None,))]
 
 
 @functools.cache
-def mkl_roots() -> int | None:
+def mkl_sqrt_address() -> int | None:
     """The address of the function from which torch takes square roots, where it was built with MKL.
 
-    >>> mkl_roots() is None or mkl_roots() > 0
+    >>> mkl_sqrt_address() is None or mkl_sqrt_address() > 0
     True
     """
     for place in (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), None):
@@ -111,56 +111,58 @@ def mkl_roots() -> int | None:
     return None
 
 
-def _numbers(seed: int) -> torch.Tensor:
+def _trial_values(seed: int) -> torch.Tensor:
     """Numbers of many magnitudes, the same on every machine; zeros, subnormal and infinite ones come first."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def drawn(below: int) -> torch.Tensor:
-        return torch.randint(below, (NUMEL,), generator=generator, dtype=torch.int32, device="cpu")
+        return torch.randint(below, (TRIAL_TOTAL_NUMEL,), generator=generator, dtype=torch.int32, device="cpu")
 
     found = (((115 + drawn(17)) << 23) + drawn(1 << 23)).view(torch.float32)  # from 2^-12 to 2^5
     found *= 2 * drawn(2) - 1
-    special = torch.tensor([0.0, -0.0, 1e-40, -3e-42, 1e-22, 3e19, torch.inf], **FP32)
+    special = torch.tensor([0.0, -0.0, 1e-40, -3e-42, 1e-22, 3e19, torch.inf], **FP32_ON_CPU)
     found[: special.numel()] = special.roll(seed)
     return found
 
 
-def _by_torch(options: AdamOptions | SGDOptions, foreach: bool, numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+def _run_torch(
+    hyperparams: AdamHyperparams | SGDHyperparams, foreach: bool, values: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """The parameter and its states after some steps of torch's own."""
-    lines = _lines(numbers)
-    parameters, firsts, seconds = (list(torch.split(line, PIECES)) for line in lines)
-    ways: dict[str, Any] = {"foreach": foreach, "fused": options.fused, "maximize": options.maximize}
-    if isinstance(options, AdamOptions):
-        counted = [torch.zeros((), **FP32) for _ in PIECES]
-        for gradient in numbers[1:]:
+    lines = _make_tensors(values)
+    parameters, firsts, seconds = (list(torch.split(line, TRIAL_NUMELS)) for line in lines)
+    ways: dict[str, Any] = {"foreach": foreach, "fused": hyperparams.fused, "maximize": hyperparams.maximize}
+    if isinstance(hyperparams, AdamHyperparams):
+        counted = [torch.zeros((), **FP32_ON_CPU) for _ in TRIAL_NUMELS]
+        for gradient in values[1:]:
             adam(
                 parameters,
-                list(torch.split(gradient.clone(), PIECES)),
+                list(torch.split(gradient.clone(), TRIAL_NUMELS)),
                 firsts,
                 seconds,
                 [],
                 counted,
-                decoupled_weight_decay=options.decoupled,
+                decoupled_weight_decay=hyperparams.decoupled_weight_decay,
                 amsgrad=False,
-                beta1=options.betas[0],
-                beta2=options.betas[1],
-                lr=options.lr,
-                weight_decay=options.weight_decay,
-                eps=options.eps,
+                beta1=hyperparams.betas[0],
+                beta2=hyperparams.betas[1],
+                lr=hyperparams.lr,
+                weight_decay=hyperparams.weight_decay,
+                eps=hyperparams.eps,
                 **ways,
             )
         return lines
-    buffers: list[torch.Tensor | None] = [None for _ in PIECES]
-    for gradient in numbers[1:]:
+    buffers: list[torch.Tensor | None] = [None for _ in TRIAL_NUMELS]
+    for gradient in values[1:]:
         sgd(
             parameters,
-            list(torch.split(gradient.clone(), PIECES)),
+            list(torch.split(gradient.clone(), TRIAL_NUMELS)),
             buffers,
-            weight_decay=options.weight_decay,
-            momentum=options.momentum,
-            lr=options.lr,
-            dampening=options.dampening,
-            nesterov=options.nesterov,
+            weight_decay=hyperparams.weight_decay,
+            momentum=hyperparams.momentum,
+            lr=hyperparams.lr,
+            dampening=hyperparams.dampening,
+            nesterov=hyperparams.nesterov,
             **ways,
         )
     for first, buffer in zip(firsts, buffers, strict=True):
@@ -169,30 +171,34 @@ def _by_torch(options: AdamOptions | SGDOptions, foreach: bool, numbers: list[to
     return lines
 
 
-def _by_kernel(
-    native: Kernels, options: AdamOptions | SGDOptions, rounding: Rounding, numbers: list[torch.Tensor]
+def _run_native(
+    native: CpuKernels, hyperparams: AdamHyperparams | SGDHyperparams, rounding: Rounding, values: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The same by the native update."""
-    lines = _lines(numbers)
-    for step, gradient in enumerate(numbers[1:], 1):
-        pieces = (torch.split(line, PIECES) for line in (*lines, gradient))
+    lines = _make_tensors(values)
+    for step, gradient in enumerate(values[1:], 1):
+        pieces = (torch.split(line, TRIAL_NUMELS) for line in (*lines, gradient))
         for parameter, first, second, g in zip(*pieces, strict=True):
-            if isinstance(options, AdamOptions):
+            if isinstance(hyperparams, AdamHyperparams):
                 states = parameter, first, second
-                native.adam(*states, g, options, out=states, step=step, rounding=rounding)
+                native.adam(*states, g, hyperparams, out=states, step=step, rounding=rounding)
             else:
-                new = first if options.momentum else None
+                new = first if hyperparams.momentum else None
                 old = new if step > 1 else None
-                native.sgd(parameter, old, g, options, out=(parameter, new), rounding=rounding)
+                native.sgd(parameter, old, g, hyperparams, out=(parameter, new), rounding=rounding)
     return lines
 
 
-def _lines(numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+def _make_tensors(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """A parameter and room for two states."""
-    return [numbers[0].clone(), torch.zeros(NUMEL, **FP32), torch.zeros(NUMEL, **FP32)]
+    return [
+        values[0].clone(),
+        torch.zeros(TRIAL_TOTAL_NUMEL, **FP32_ON_CPU),
+        torch.zeros(TRIAL_TOTAL_NUMEL, **FP32_ON_CPU),
+    ]
 
 
-def _equal(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> bool:
+def _is_bitwise_equal(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> bool:
     """Whether all bits are equal. A NaN equals a NaN."""
     return all(
         bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())

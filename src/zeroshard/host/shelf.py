@@ -8,20 +8,20 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from zeroshard.host.granule import Granule
-from zeroshard.memory.disk import DiskError, Transfer, buffer
-from zeroshard.memory.tiers import SLOTS, Tiers
+from zeroshard.host.granule import StateChunk
+from zeroshard.memory.disk import DiskError, Transfer, aligned_buffer
+from zeroshard.memory.tiers import STAGING_SLOTS, TierAllocator
 
 
-class _Loan:
+class _StagedChunk:
     """The states of one granule in memory."""
 
-    def __init__(self, granule: Granule, buffers: dict[str, torch.Tensor], tiers: Tiers) -> None:
-        self.granule, self.buffers = granule, buffers
-        rests = granule.lines
-        self.lines = {key: buffers[key][: tensor.nbytes].view(tensor.dtype) for key, tensor in rests.items()}
-        self._rests, self._tiers = rests, tiers
-        self._transfers: list[Transfer] = [tiers.disk.read(tensor, buffers[key]) for key, tensor in rests.items()]
+    def __init__(self, chunk: StateChunk, buffers: dict[str, torch.Tensor], tiers: TierAllocator) -> None:
+        self.chunk, self.buffers = chunk, buffers
+        rests = chunk.tensors
+        self.tensors = {key: buffers[key][: tensor.nbytes].view(tensor.dtype) for key, tensor in rests.items()}
+        self._disk_tensors, self._tiers = rests, tiers
+        self._transfers: list[Transfer] = [tiers.disk.start_read(tensor, buffers[key]) for key, tensor in rests.items()]
 
     def wait(self) -> None:
         """Return when what was started last, the reads or the writes, is over; raise only then."""
@@ -35,64 +35,66 @@ class _Loan:
         if failures:
             raise failures[0]
 
-    def write(self) -> None:
+    def start_write_back(self) -> None:
         """Start to write everything back."""
-        self._transfers = [self._tiers.disk.write(self.buffers[key], tensor) for key, tensor in self._rests.items()]
+        self._transfers = [
+            self._tiers.disk.start_write(self.buffers[key], tensor) for key, tensor in self._disk_tensors.items()
+        ]
 
 
-class Shelf:
+class DiskStaging:
     """While one granule is worked on, the next is read and the one before written. Used by one thread."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: TierAllocator) -> None:
         self._tiers = tiers
-        self._buffers: list[dict[str, torch.Tensor]] = [{} for _ in range(SLOTS)]  # sets, by key
-        self._free = list(self._buffers)
-        self._read: dict[Granule, _Loan] = {}
-        self._written: deque[_Loan] = deque()
+        self._buffer_sets: list[dict[str, torch.Tensor]] = [{} for _ in range(STAGING_SLOTS)]  # sets, by key
+        self._free_buffer_sets = list(self._buffer_sets)
+        self._reading: dict[StateChunk, _StagedChunk] = {}
+        self._writing: deque[_StagedChunk] = deque()
 
     @contextmanager
-    def taken(self, granule: Granule, following: list[Granule]) -> Iterator[dict[str, torch.Tensor]]:
+    def staged(self, chunk: StateChunk, upcoming: list[StateChunk]) -> Iterator[dict[str, torch.Tensor]]:
         """Inside, the granule's master and states are in memory, by key; what is changed there is written back.
 
         ``following`` are the granules that the step still has to come to, this one included, which is taken from it.
         The one after it is read meanwhile, though granules may be taken in another order.
         """
-        loan = self._read.pop(granule, None) or self._lend(granule)
-        after = following.index(granule)
-        following.remove(granule)  # read again, it would be kept as it is now until the next step
-        if after < len(following) and not self._read:  # one at a time, or the buffers would not do
-            self._read[following[after]] = self._lend(following[after])
+        loan = self._reading.pop(chunk, None) or self._start_read(chunk)
+        after = upcoming.index(chunk)
+        upcoming.remove(chunk)  # read again, it would be kept as it is now until the next step
+        if after < len(upcoming) and not self._reading:  # one at a time, or the buffers would not do
+            self._reading[upcoming[after]] = self._start_read(upcoming[after])
         loan.wait()
-        yield loan.lines
-        loan.write()
-        self._written.append(loan)
+        yield loan.tensors
+        loan.start_write_back()
+        self._writing.append(loan)
 
-    def finish(self) -> None:
+    def wait_writes(self) -> None:
         """Wait for all that is being written."""
-        while self._written:
-            self._reclaim()
+        while self._writing:
+            self._wait_oldest_write()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """After a failure: let what is under way end, and begin anew."""
-        for loan in (*self._read.values(), *self._written):
+        for loan in (*self._reading.values(), *self._writing):
             with suppress(DiskError):
                 loan.wait()
-        self._read.clear()
-        self._written.clear()
-        self._free = list(self._buffers)
+        self._reading.clear()
+        self._writing.clear()
+        self._free_buffer_sets = list(self._buffer_sets)
 
-    def _lend(self, granule: Granule) -> _Loan:
-        while not self._free:
-            self._reclaim()
-        buffers = self._free.pop()
-        for key, tensor in granule.lines.items():
+    def _start_read(self, chunk: StateChunk) -> _StagedChunk:
+        while not self._free_buffer_sets:
+            self._wait_oldest_write()
+        buffers = self._free_buffer_sets.pop()
+        for key, tensor in chunk.tensors.items():
             before = buffers[key].nbytes if key in buffers else 0
             if before < tensor.nbytes:
-                buffers[key] = buffer(tensor.nbytes)
-                self._tiers.count("buckets", buffers[key].nbytes - before)
-        return _Loan(granule, buffers, self._tiers)
+                buffers[key] = aligned_buffer(tensor.nbytes)
+                self._tiers.track_host_bytes("buckets", buffers[key].nbytes - before)
+        return _StagedChunk(chunk, buffers, self._tiers)
 
-    def _reclaim(self) -> None:
+    def _wait_oldest_write(self) -> None:
         """Wait for what has been under way longest, and have its buffers back."""
-        self._written[0].wait()
-        self._free.append(self._written.popleft().buffers)
+        self._writing[0].wait()
+        self._free_buffer_sets.append(self._writing.popleft().buffers)

@@ -22,286 +22,326 @@ from typing import Any
 import torch
 
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat import Flat
-from zeroshard.host.coming import Coming
-from zeroshard.host.craft import Craft, Task
-from zeroshard.host.desk import Desk
-from zeroshard.host.foresight import Foresight
-from zeroshard.host.granule import MASTER, Granule
-from zeroshard.host.native import Kernels, kernels
-from zeroshard.host.recipe import Recipe, recipe_for
-from zeroshard.host.shelf import Shelf
-from zeroshard.host.verdict import Ruling, Verdict
-from zeroshard.host.worker import Job, Worker
+from zeroshard.engine.flat import FlatParam
+from zeroshard.host.coming import PendingParams
+from zeroshard.host.craft import ChunkUpdate, ChunkUpdater
+from zeroshard.host.desk import PinnedStaging
+from zeroshard.host.foresight import StepPredictor
+from zeroshard.host.granule import MASTER_KEY, StateChunk
+from zeroshard.host.native import CpuKernels, load_kernels
+from zeroshard.host.recipe import UpdateSpec, make_update_spec
+from zeroshard.host.shelf import DiskStaging
+from zeroshard.host.verdict import GradScaleReadback, GradScaleValues
+from zeroshard.host.worker import UpdateJob, UpdateWorker
 from zeroshard.memory.disk import DiskError
-from zeroshard.memory.host import host_memory_left, ranks_here
-from zeroshard.memory.spread import Stretch
-from zeroshard.memory.tiers import Tiers
-from zeroshard.runs import Run, states_of_an_element
+from zeroshard.memory.host import available_host_memory, local_world_size
+from zeroshard.memory.spread import TierSegment
+from zeroshard.memory.tiers import TierAllocator
+from zeroshard.runs import OptimizerSlice, state_bytes_per_element
 
-SHARE = 0.7  # of the memory that is left: for what is made ahead of a step
+SPECULATION_MEMORY_FRACTION = 0.7  # of the memory that is left: for what is made ahead of a step
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Speculation:
     """An update that was begun before the step."""
 
-    task: Task
-    done: Future[Ruling]
+    update: ChunkUpdate
+    future: Future[GradScaleValues]
 
 
-class HostUpdates:
+class CpuUpdates:
     """Updates the far stretches of one model: see [Note: just in time]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: Tiers) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: TierAllocator) -> None:
         self._inner, self._engine, self._tiers = inner, engine, tiers
-        flats = list(engine.gradients.of_flat)
-        self._of: dict[Flat, list[Granule]] = {
-            flat: [Granule(flat, stretch) for stretch in flat.master.stretches if stretch.far]
+        flats = list(engine.gradients.flat_grads)
+        self._chunks_by_flat: dict[FlatParam, list[StateChunk]] = {
+            flat: [StateChunk(flat, stretch) for stretch in flat.master.segments if stretch.is_offloaded]
             for flat in flats
             if flat.master is not None
         }
-        self._granules: dict[Stretch, Granule] = {g.stretch: g for found in self._of.values() for g in found}
-        self._kernels: Kernels | None = kernels()
-        self._desk = Desk(engine.comm.device, tiers, self._granules.values())
+        self._chunk_by_segment: dict[TierSegment, StateChunk] = {
+            g.segment: g for found in self._chunks_by_flat.values() for g in found
+        }
+        self._kernels: CpuKernels | None = load_kernels()
+        self._staging = PinnedStaging(engine.comm.device, tiers, self._chunk_by_segment.values())
         threads = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
-        self._craft = Craft(inner, engine.gradients, tiers, self._desk, self._kernels, threads)
-        self._shelf = Shelf(tiers)
-        self._order = {granule: number for number, granule in enumerate(self._granules.values())}
-        self._there: dict[Flat, torch.cuda.Event | None] = {}  # when a flat's gradient is complete, where that is told
-        self._worker = Worker()
-        self._jobs: list[Future[Any]] = []
-        self._vain: list[Future[Any]] = []  # begun ahead, of no use, and perhaps still under way
-        self._uncounted: list[Task] = []  # of a step in which a gradient overflowed
-        self._foresight = Foresight()
-        self._ahead: dict[Granule, Ahead] = {}
-        self._guessing = False
-        self._inverse = Verdict()
-        self._left = self._spare()  # bytes for what is made ahead
+        self._updater = ChunkUpdater(inner, engine.gradients, tiers, self._staging, self._kernels, threads)
+        self._disk_staging = DiskStaging(tiers)
+        self._chunk_order = {granule: number for number, granule in enumerate(self._chunk_by_segment.values())}
+        self._grad_ready_events: dict[
+            FlatParam, torch.cuda.Event | None
+        ] = {}  # when a flat's gradient is complete, where that is told
+        self._worker = UpdateWorker()
+        self._futures: list[Future[Any]] = []
+        self._discarded_futures: list[Future[Any]] = []  # begun ahead, of no use, and perhaps still under way
+        self._skipped_updates: list[ChunkUpdate] = []  # of a step in which a gradient overflowed
+        self._predictor = StepPredictor()
+        self._speculations: dict[StateChunk, Speculation] = {}
+        self._is_speculating = False
+        self._speculative_scale = GradScaleReadback()
+        self._speculation_bytes_left = self._speculation_budget_bytes()  # bytes for what is made ahead
 
     # -- told by the optimizer and the engine ------------------------------------------------------------------------
 
-    def arrange(self, runs: list[Run]) -> None:
+    def set_slices(self, slices: list[OptimizerSlice]) -> None:
         """Take note of the runs there are."""
-        self.doubt()
-        for granule in self._granules.values():
-            granule.runs = []
-        for run in runs:
-            if run.stretch is not None:
-                self._granules[run.stretch].runs.append(run)
-        for granule in self._granules.values():
-            granule.whole = granule.covered(granule.runs)
+        self.invalidate()
+        for granule in self._chunk_by_segment.values():
+            granule.slices = []
+        for run in slices:
+            if run.tier_segment is not None:
+                self._chunk_by_segment[run.tier_segment].slices.append(run)
+        for granule in self._chunk_by_segment.values():
+            granule.is_fully_covered = granule.is_covered_by(granule.slices)
 
-    def room(self, stretch: Stretch, run: Run, key: str, dtype: torch.dtype) -> torch.Tensor:
+    def state_buffer(self, segment: TierSegment, slice_: OptimizerSlice, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Where a state of a run in a far stretch belongs, in its tier; what is there now has no meaning."""
-        return self._granules[stretch].room(run, key, dtype, self._tiers)
+        return self._chunk_by_segment[segment].state_buffer(slice_, key, dtype, self._tiers)
 
-    def foresee(self, backwards: int) -> None:
+    def on_backward_begin(self, backwards: int) -> None:
         """A backward begins: see [Note: just in time]."""
-        self.doubt()
-        self._guessing = self._foresight.last(backwards) and self._left > 0 and self._kernels is not None
-        if self._guessing:
-            self._inverse = Verdict(inverse=self._engine.gradients.inverse)
+        self.invalidate()
+        self._is_speculating = (
+            self._predictor.expects_step(backwards) and self._speculation_bytes_left > 0 and self._kernels is not None
+        )
+        if self._is_speculating:
+            self._speculative_scale = GradScaleReadback(inv_scale=self._engine.gradients.inverse_scale)
 
-    def landed(self, flat: Flat) -> None:
+    def on_shard_ready(self, flat: FlatParam) -> None:
         """Begin to update what a flat's gradient is there for, ahead of the step."""
-        if flat not in self._of:
+        if flat not in self._chunks_by_flat:
             return
-        gradient = self._engine.gradients.of_flat[flat]
-        there = self._there[flat] = gradient.landing if gradient.far else self._desk.mark()
-        if not (self._guessing and all(gradient.used)):
+        gradient = self._engine.gradients.flat_grads[flat]
+        there = self._grad_ready_events[flat] = (
+            gradient.copy_done if gradient.is_offloaded else self._staging.record_event()
+        )
+        if not (self._is_speculating and all(gradient.is_param_used)):
             return
-        for granule in self._of[flat]:
-            if not granule.whole or granule.tier == "disk":
+        for granule in self._chunks_by_flat[flat]:
+            if not granule.is_fully_covered or granule.tier == "disk":
                 continue
-            task = self._task(granule, granule.runs, ahead=True)
-            if task.recipes is not None and self._open_beside(granule, task.recipes):
-                moments, work = [there, self._inverse.there], partial(self._work_ahead, task, self._inverse)
-                job = Job((self._order[granule], 1), moments, work, task.alone)
-                self._ahead[granule] = Ahead(task, self._worker.do(job))
+            task = self._make_update(granule, granule.slices, is_speculative=True)
+            if task.specs is not None and self._try_allocate_shadow(granule, task.specs):
+                moments, work = (
+                    [there, self._speculative_scale.ready_event],
+                    partial(self._run_speculative, task, self._speculative_scale),
+                )
+                job = UpdateJob((self._chunk_order[granule], 1), moments, work, task.is_exclusive)
+                self._speculations[granule] = Speculation(task, self._worker.submit(job))
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """What was begun ahead of the step does not count."""
-        self._guessing = False
-        if self._ahead:
-            for ahead in self._ahead.values():
-                self._drop(ahead)
-            self._ahead.clear()
+        self._is_speculating = False
+        if self._speculations:
+            for ahead in self._speculations.values():
+                self._discard(ahead)
+            self._speculations.clear()
 
-    def step(self, runs: list[Run], verdict: Verdict, backwards: int) -> None:
+    def step(self, slices: list[OptimizerSlice], grad_scale: GradScaleReadback, backwards: int) -> None:
         """Start the update of these runs."""
         self.wait()
-        self._foresight.stepped(backwards)
-        self._guessing = False
-        ahead, self._ahead = self._ahead, {}
-        due: dict[Granule, list[Run]] = {}
-        for run in runs:
-            if run.stretch is not None:
-                due.setdefault(self._granules[run.stretch], []).append(run)
-        tasks = [self._task(granule, due[granule]) for granule in self._granules.values() if granule in due]
+        self._predictor.on_step(backwards)
+        self._is_speculating = False
+        ahead, self._speculations = self._speculations, {}
+        due: dict[StateChunk, list[OptimizerSlice]] = {}
+        for run in slices:
+            if run.tier_segment is not None:
+                due.setdefault(self._chunk_by_segment[run.tier_segment], []).append(run)
+        tasks = [
+            self._make_update(granule, due[granule]) for granule in self._chunk_by_segment.values() if granule in due
+        ]
         for granule, vain in ahead.items():
             if granule not in due:
-                self._drop(vain)
-        now = self._desk.mark()
-        following = [task.granule for task in tasks if task.granule.tier == "disk"]
-        coming: dict[Flat, list[Future[Any]]] = {}
+                self._discard(vain)
+        now = self._staging.record_event()
+        following = [task.chunk for task in tasks if task.chunk.tier == "disk"]
+        coming: dict[FlatParam, list[Future[Any]]] = {}
         for task in tasks:
-            granule = task.granule
-            moments = [self._there.get(granule.flat, now), verdict.there]
-            if granule.place.device.type == "cpu":  # the device has to have read the old values
+            granule = task.chunk
+            moments = [self._grad_ready_events.get(granule.flat, now), grad_scale.ready_event]
+            if granule.param_shard.device.type == "cpu":  # the device has to have read the old values
                 moments.append(now)
-            work = partial(self._work, task, verdict, ahead.get(granule), now, following)
-            done = self._worker.do(Job((self._order[granule], 0), moments, work, task.alone))
+            work = partial(self._run_update, task, grad_scale, ahead.get(granule), now, following)
+            done = self._worker.submit(UpdateJob((self._chunk_order[granule], 0), moments, work, task.is_exclusive))
             coming.setdefault(granule.flat, []).append(done)
-            self._jobs.append(done)
-        self._there.clear()
+            self._futures.append(done)
+        self._grad_ready_events.clear()
         for flat, jobs in coming.items():
-            flat.arrival = Coming(jobs, self._fail)
+            flat.pending_update = PendingParams(jobs, self._fail)
 
-    def together(self, runs: list[Run]) -> None:
+    def write_through(self, slices: list[OptimizerSlice]) -> None:
         """Bring about what the optimizer itself has just updated, in one call for all runs."""
-        now = self._desk.mark()
-        due: dict[Granule, list[Run]] = {}
-        for run in runs:
-            if run.stretch is not None:
-                granule = self._granules[run.stretch]
-                granule.house(run, self._inner.state.get(run.parameter, {}), self._tiers)
+        now = self._staging.record_event()
+        due: dict[StateChunk, list[OptimizerSlice]] = {}
+        for run in slices:
+            if run.tier_segment is not None:
+                granule = self._chunk_by_segment[run.tier_segment]
+                granule.adopt_states(run, self._inner.state.get(run.parameter, {}), self._tiers)
                 due.setdefault(granule, []).append(run)
         for granule, found in due.items():
-            event = self._craft.deliver_masters(granule, found, now)
+            event = self._updater.copy_masters_to_params(granule, found, now)
             if event is not None:
                 event.synchronize()
 
     def wait(self) -> None:
         """Return when no update is under way."""
-        for job in self._jobs:
+        for job in self._futures:
             error = job.exception()  # as in Coming.wait()
             if error is not None:
                 raise self._fail(error) from error
-        self._jobs = []
-        wait_for(self._vain)
-        self._vain = []
-        self._unmake_states()
+        self._futures = []
+        wait_for(self._discarded_futures)
+        self._discarded_futures = []
+        self._remove_uncommitted_states()
         try:
-            self._shelf.finish()
+            self._disk_staging.wait_writes()
         except DiskError as error:
             raise self._fail(error) from error
 
     # -- on the thread of the step -----------------------------------------------------------------------------------
 
-    def _drop(self, ahead: Ahead) -> None:
-        if not ahead.done.cancel():
-            self._vain.append(ahead.done)
-        self._foresight.wrong()
+    def _discard(self, speculation: Speculation) -> None:
+        if not speculation.future.cancel():
+            self._discarded_futures.append(speculation.future)
+        self._predictor.on_misprediction()
 
     def _fail(self, error: BaseException) -> Exception:
         """Let everything that is under way end, and say so to whoever wants to go on without a load."""
         why = f"the update outside the device failed: {type(error).__name__}: {error}"
         told = f"{why}. The states are of no use any more: load a checkpoint"
-        self._engine.states.spoilt |= dict.fromkeys(("weights", "optimizer"), told)  # what a load makes good
-        self._engine.comm.control.tell_failure(why)
-        wait_for(self._jobs)
-        self._jobs = []
-        self._shelf.forget()
-        for flat in self._of:
-            flat.arrival = None
+        self._engine.state_guard.invalid_states |= dict.fromkeys(
+            ("weights", "optimizer"), told
+        )  # what a load makes good
+        self._engine.comm.consistency.announce_failure(why)
+        wait_for(self._futures)
+        self._futures = []
+        self._disk_staging.reset()
+        for flat in self._chunks_by_flat:
+            flat.pending_update = None
         return RuntimeError(told)
 
-    def _task(self, granule: Granule, runs: list[Run], ahead: bool = False) -> Task:
+    def _make_update(
+        self, chunk: StateChunk, slices: list[OptimizerSlice], is_speculative: bool = False
+    ) -> ChunkUpdate:
         """What is to be done. ``ahead``: by the native update only where there are states, since a step makes them."""
-        states = tuple(self._inner.state[run.parameter] for run in runs)
-        gradient = self._engine.gradients.of_flat[granule.flat]
-        dtypes = (granule.stretch.tensor.dtype, gradient.dtype, granule.flat.dtype)
-        recipes: list[Recipe] = []
-        for run, state in zip(runs, states, strict=True) if self._kernels is not None else ():
-            recipe = recipe_for(self._inner, run.group, state, dtypes, self._engine.comm.device.type == "cuda")
-            if recipe is None or (ahead and any(state.get(key) is None for key in recipe.keys)):
+        states = tuple(self._inner.state[run.parameter] for run in slices)
+        gradient = self._engine.gradients.flat_grads[chunk.flat]
+        dtypes = (chunk.segment.tensor.dtype, gradient.dtype, chunk.flat.dtype)
+        recipes: list[UpdateSpec] = []
+        for run, state in zip(slices, states, strict=True) if self._kernels is not None else ():
+            recipe = make_update_spec(
+                self._inner, run.param_group, state, dtypes, self._engine.comm.device.type == "cuda"
+            )
+            if recipe is None or (is_speculative and any(state.get(key) is None for key in recipe.state_keys)):
                 break
             recipes.append(recipe)
-        if len(recipes) == len(runs):
-            for run, recipe in zip(runs, recipes, strict=True):
-                self._begin(granule, run, recipe)
-            fetched = self._engine.comm.device.type == "cuda" and not gradient.far  # into the one buffer there is
-            return Task(granule, tuple(runs), states, tuple(recipes), (), fetched or granule.tier == "disk")
-        return Task(granule, tuple(runs), states, None, tuple(_as_it_is(run.group) for run in runs), alone=True)
+        if len(recipes) == len(slices):
+            for run, recipe in zip(slices, recipes, strict=True):
+                self._init_states(chunk, run, recipe)
+            fetched = (
+                self._engine.comm.device.type == "cuda" and not gradient.is_offloaded
+            )  # into the one buffer there is
+            return ChunkUpdate(chunk, tuple(slices), states, tuple(recipes), (), fetched or chunk.tier == "disk")
+        return ChunkUpdate(
+            chunk,
+            tuple(slices),
+            states,
+            None,
+            tuple(_snapshot_group(run.param_group) for run in slices),
+            is_exclusive=True,
+        )
 
-    def _begin(self, granule: Granule, run: Run, recipe: Recipe) -> None:
+    def _init_states(self, chunk: StateChunk, slice_: OptimizerSlice, spec: UpdateSpec) -> None:
         """Make the states of a run that has none yet, or bring them into the granule."""
-        state = self._inner.state[run.parameter]
-        within = granule.within(run)
-        for key in recipe.keys:
+        state = self._inner.state[slice_.parameter]
+        within = chunk.range_of(slice_)
+        for key in spec.state_keys:
             if state.get(key) is None:
-                if key not in granule.states:
-                    granule.states[key] = self._tiers.zeros(None, granule.tier, granule.numel, torch.float32)
+                if key not in chunk.states:
+                    chunk.states[key] = self._tiers.zeros(None, chunk.tier, chunk.numel, torch.float32)
                 else:  # of a run whose states were forgotten
-                    granule.states[key][within.slice].zero_()
-                state[key] = granule.states[key][within.slice]
-        if "exp_avg" in recipe.keys and "step" not in state:
+                    chunk.states[key][within.slice].zero_()
+                state[key] = chunk.states[key][within.slice]
+        if "exp_avg" in spec.state_keys and "step" not in state:
             state["step"] = torch.tensor(0.0)
-        granule.house(run, state, self._tiers)
+        chunk.adopt_states(slice_, state, self._tiers)
 
-    def _unmake_states(self) -> None:
+    def _remove_uncommitted_states(self) -> None:
         """Take back the states that were made for a first step which then did not count: it will be the first again."""
-        for task in self._uncounted:
-            for state, recipe in zip(task.states, task.recipes or (), strict=False):
+        for task in self._skipped_updates:
+            for state, recipe in zip(task.states, task.specs or (), strict=False):
                 if recipe.step == 1:
-                    for key in (*recipe.keys, "step"):
+                    for key in (*recipe.state_keys, "step"):
                         state.pop(key, None)
-        self._uncounted = []
+        self._skipped_updates = []
 
-    def _spare(self) -> int:
+    def _speculation_budget_bytes(self) -> int:
         """Bytes of host memory that may be taken to work ahead: a part of what is left once all states are there."""
         if self._tiers.offload is None or not self._tiers.offload.speculate:
             return 0
-        gradients = self._engine.gradients.of_flat.values()
-        coming = sum(g.flat.layout.shard_numel * g.dtype.itemsize for g in gradients if g.far)
-        coming += sum(granule.numel for granule in self._granules.values()) * states_of_an_element(self._inner)
-        left = int(SHARE * max(0, host_memory_left() // ranks_here() - coming))
-        limit = self._tiers.host_left
+        gradients = self._engine.gradients.flat_grads.values()
+        coming = sum(g.flat.layout.shard_numel * g.dtype.itemsize for g in gradients if g.is_offloaded)
+        coming += sum(granule.numel for granule in self._chunk_by_segment.values()) * state_bytes_per_element(
+            self._inner
+        )
+        left = int(SPECULATION_MEMORY_FRACTION * max(0, available_host_memory() // local_world_size() - coming))
+        limit = self._tiers.spare_host_bytes
         return left if limit is None else min(left, limit)
 
-    def _open_beside(self, granule: Granule, recipes: tuple[Recipe, ...]) -> bool:
+    def _try_allocate_shadow(self, chunk: StateChunk, specs: tuple[UpdateSpec, ...]) -> bool:
         """Whether there is room to update a granule ahead of the step."""
-        keys = list(dict.fromkeys(key for recipe in recipes for key in recipe.keys))
-        missing = [key for key in (MASTER, *keys) if key not in granule.beside]
-        nbytes = granule.numel * (4 * len(missing) + (granule.flat.dtype.itemsize if granule.copy is None else 0))
-        if nbytes > self._left:
+        keys = list(dict.fromkeys(key for recipe in specs for key in recipe.state_keys))
+        missing = [key for key in (MASTER_KEY, *keys) if key not in chunk.shadow]
+        nbytes = chunk.numel * (4 * len(missing) + (chunk.flat.dtype.itemsize if chunk.shadow_params is None else 0))
+        if nbytes > self._speculation_bytes_left:
             return False
-        self._left -= nbytes
+        self._speculation_bytes_left -= nbytes
         if missing:
-            granule.open_beside(self._tiers, keys)
+            chunk.allocate_shadow(self._tiers, keys)
         return True
 
     # -- on the thread of updates ------------------------------------------------------------------------------------
 
-    def _work_ahead(self, task: Task, verdict: Verdict) -> Generator[None, None, Ruling]:
+    def _run_speculative(
+        self, update: ChunkUpdate, grad_scale: GradScaleReadback
+    ) -> Generator[None, None, GradScaleValues]:
         """Update a granule beside its old values."""
-        ruling = verdict.read()
-        yield from self._craft.ahead(task, ruling)
+        ruling = grad_scale.read()
+        yield from self._updater.speculate(update, ruling)
         return ruling
 
-    def _work(
-        self, task: Task, verdict: Verdict, begun: Ahead | None, now: torch.cuda.Event | None, following: list[Granule]
+    def _run_update(
+        self,
+        update: ChunkUpdate,
+        grad_scale: GradScaleReadback,
+        speculation: Speculation | None,
+        step_event: torch.cuda.Event | None,
+        upcoming: list[StateChunk],
     ) -> Generator[None, None, torch.cuda.Event | None]:
         """Confirm what was made ahead, or update a granule now."""
-        ruling, granule = verdict.read(), task.granule
-        if not ruling.counts:
-            if begun is not None:
-                begun.done.cancel()
-            self._uncounted.append(task)
+        ruling, granule = grad_scale.read(), update.chunk
+        if not ruling.is_finite:
+            if speculation is not None:
+                speculation.future.cancel()
+            self._skipped_updates.append(update)
             return None
-        if begun is not None and not begun.done.cancel():  # it is over: no two of one granule overlap
-            made, same = begun.done.result(), begun.task.runs == task.runs and begun.task.recipes == task.recipes
-            if same and made.inverse == ruling.inverse and ruling.coefficient in (None, 1.0):
-                return self._craft.confirm(task, now)
-            self._foresight.wrong()
+        if speculation is not None and not speculation.future.cancel():  # it is over: no two of one granule overlap
+            made, same = (
+                speculation.future.result(),
+                speculation.update.slices == update.slices and speculation.update.specs == update.specs,
+            )
+            if same and made.inv_scale == ruling.inv_scale and ruling.clip_coef in (None, 1.0):
+                return self._updater.commit(update, step_event)
+            self._predictor.on_misprediction()
         if granule.tier == "disk":
-            with self._shelf.taken(granule, following) as lines:
-                return (yield from self._craft.update(task, lines, ruling, now))
-        return (yield from self._craft.update(task, granule.lines, ruling, now))
+            with self._disk_staging.staged(granule, upcoming) as lines:
+                return (yield from self._updater.update(update, lines, ruling, step_event))
+        return (yield from self._updater.update(update, granule.tensors, ruling, step_event))
 
 
-def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
+def _snapshot_group(group: dict[str, Any]) -> dict[str, Any]:
     """A group for torch to step on the host, which nothing that is done to the user's own changes any more."""
     numbers = {key: value.detach().cpu().clone() for key, value in group.items() if isinstance(value, torch.Tensor)}
     return {**group, **numbers, **({"capturable": False} if "capturable" in group else {})}
@@ -310,4 +350,4 @@ def _as_it_is(group: dict[str, Any]) -> dict[str, Any]:
 def default_threads() -> int:
     """This rank's share of the processors, less two: one launches the device's work, one runs backward."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // ranks_here() - 2)
+    return max(1, processors // local_world_size() - 2)

@@ -39,152 +39,156 @@ from typing import Any
 
 import torch
 
-NICE = 10  # how much lower the priority of updates is
+WORKER_NICENESS = 10  # how much lower the priority of updates is
 
 
 @dataclass(eq=False)
-class Job:
+class UpdateJob:
     """Something to be done when some moments of the device are over."""
 
-    order: tuple[int, int]  # the smallest is done first; jobs with the same first number do not overlap
-    moments: Sequence[torch.cuda.Event | None]  # that are not known to be over
+    priority: tuple[int, int]  # the smallest is done first; jobs with the same first number do not overlap
+    events: Sequence[torch.cuda.Event | None]  # that are not known to be over
     work: Callable[[], Any]  # a plain function, or a generator's: see [Note: behind the kernel]
-    alone: bool = False  # whether nothing else may be under way meanwhile
-    done: Future[Any] = field(default_factory=Future)
-    _rest: Generator[None, None, Any] | None = None  # what is still to be done of it
+    is_exclusive: bool = False  # whether nothing else may be under way meanwhile
+    future: Future[Any] = field(default_factory=Future)
+    _generator: Generator[None, None, Any] | None = None  # what is still to be done of it
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it can be done, or the device has failed, which :meth:`wait` tells."""
         try:
-            while self.moments and (self.moments[-1] is None or self.moments[-1].query()):  # type: ignore[no-untyped-call]
-                self.moments = self.moments[:-1]  # what is over stays over: it is not asked again
+            while self.events and (self.events[-1] is None or self.events[-1].query()):  # type: ignore[no-untyped-call]
+                self.events = self.events[:-1]  # what is over stays over: it is not asked again
         except RuntimeError:
             return True
-        return not self.moments
+        return not self.events
 
     @property
-    def dropped(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether it was cancelled; whoever waits for it is told."""
-        return self.done.cancelled() and not self.done.set_running_or_notify_cancel()
+        return self.future.cancelled() and not self.future.set_running_or_notify_cancel()
 
-    def wait(self) -> None:
+    def wait_events(self) -> None:
         """Return when it can be done."""
-        for moment in self.moments:
+        for moment in self.events:
             if moment is not None:
                 moment.synchronize()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Do it up to where its kernel runs; wholly, where it has none."""
-        if not self.done.set_running_or_notify_cancel():
+        if not self.future.set_running_or_notify_cancel():
             return
         try:
-            self.wait()  # it is over; raises where the device has failed
+            self.wait_events()  # it is over; raises where the device has failed
             made = self.work()
         except BaseException as error:
-            self.done.set_exception(error)
+            self.future.set_exception(error)
             return
         if isinstance(made, Generator):
-            self._rest = made
-            self._go_on(made)
+            self._generator = made
+            self._advance(made)
         else:
-            self.done.set_result(made)
+            self.future.set_result(made)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Do the rest of it, if there is one."""
-        while self._rest is not None:
-            self._go_on(self._rest)
+        while self._generator is not None:
+            self._advance(self._generator)
 
-    def _go_on(self, rest: Generator[None, None, Any]) -> None:
+    def _advance(self, generator: Generator[None, None, Any]) -> None:
         try:
-            next(rest)
+            next(generator)
         except StopIteration as over:
-            self._rest = None
-            self.done.set_result(over.value)
+            self._generator = None
+            self.future.set_result(over.value)
         except BaseException as error:
-            self._rest = None
-            self.done.set_exception(error)
+            self._generator = None
+            self.future.set_exception(error)
 
 
-class Worker:
+class UpdateWorker:
     """Does jobs one after the other, on a thread that begins with the first of them.
 
-    >>> worker = Worker()
-    >>> worker.do(Job((0, 0), [], lambda: 6 * 7)).result()
+    >>> worker = UpdateWorker()
+    >>> worker.submit(UpdateJob((0, 0), [], lambda: 6 * 7)).result()
     42
     """
 
     def __init__(self) -> None:
-        self._queue = _Queue()
+        self._queue = _JobQueue()
         self._thread: threading.Thread | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self._finalizer: Callable[[], Any] = lambda: None
 
-    def do(self, job: Job) -> Future[Any]:
+    def submit(self, job: UpdateJob) -> Future[Any]:
         """Take a job on. It may be cancelled until it is begun."""
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zeroshard update", daemon=True)
+            self._thread = threading.Thread(
+                target=_worker_loop, args=(self._queue,), name="zeroshard update", daemon=True
+            )
             self._thread.start()
-            self._end = weakref.finalize(self, _end, self._queue, self._thread)  # also when the interpreter exits
+            self._finalizer = weakref.finalize(
+                self, _shut_down, self._queue, self._thread
+            )  # also when the interpreter exits
         self._queue.add(job)
-        return job.done
+        return job.future
 
 
-class _Queue:
+class _JobQueue:
     """The jobs there are. The thread knows this alone, so that it does not keep a model alive."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._jobs: list[Job] = []
-        self._closed = False
+        self._condition = threading.Condition()
+        self._jobs: list[UpdateJob] = []
+        self._is_closed = False
 
-    def add(self, job: Job) -> None:
-        with self._changed:
+    def add(self, job: UpdateJob) -> None:
+        with self._condition:
             self._jobs.append(job)
-            self._changed.notify()
+            self._condition.notify()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
 
-    def next(self, wait: bool) -> Job | None:
+    def next(self, wait: bool) -> UpdateJob | None:
         """The job to begin now. None: there will be no more or, where it does not ``wait``, there is none yet."""
         while True:
-            with self._changed:
-                self._jobs = [job for job in self._jobs if not job.dropped]
-                if self._closed:
+            with self._condition:
+                self._jobs = [job for job in self._jobs if not job.is_cancelled]
+                if self._is_closed:
                     return None
-                ready = min((job for job in self._jobs if job.ready), key=lambda job: job.order, default=None)
+                ready = min((job for job in self._jobs if job.is_ready), key=lambda job: job.priority, default=None)
                 if ready is not None:
                     self._jobs.remove(ready)
                     return ready
                 if not wait:
                     return None
                 if not self._jobs:
-                    self._changed.wait()
+                    self._condition.wait()
                     continue
-                upcoming = max(self._jobs, key=lambda job: job.order)  # backward comes to it first
+                upcoming = max(self._jobs, key=lambda job: job.priority)  # backward comes to it first
             with contextlib.suppress(RuntimeError):  # of the device: it is told where the job is done
-                upcoming.wait()
+                upcoming.wait_events()
 
 
-def _serve(queue: _Queue) -> None:
+def _worker_loop(queue: _JobQueue) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-    begun: Job | None = None  # whose kernel may run
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICENESS)
+    begun: UpdateJob | None = None  # whose kernel may run
     while (job := queue.next(wait=begun is None)) is not None or begun is not None:
-        if begun is not None and (job is None or job.alone or job.order[0] == begun.order[0]):
-            begun.end()
+        if begun is not None and (job is None or job.is_exclusive or job.priority[0] == begun.priority[0]):
+            begun.finish()
             begun = None
         if job is not None:
-            job.begin()
+            job.start()
             if begun is not None:
-                begun.end()
+                begun.finish()
             begun = job
         del job  # while it waits for the next, nothing of this one is kept
 
 
-def _end(queue: _Queue, thread: threading.Thread) -> None:
+def _shut_down(queue: _JobQueue, thread: threading.Thread) -> None:
     queue.close()
     if thread is not threading.current_thread():
         thread.join()

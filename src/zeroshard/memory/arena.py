@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.ledger import MemoryTracker
 from zeroshard.memory.pool import Pool
 
 
@@ -16,78 +16,80 @@ class Arena:
     Neighbours can be joined again into one view, so that an optimizer step over the shards of many units is one fused
     kernel. ``apart``: in the pool, else in the model's memory.
 
-    >>> arena = Arena("parameters", 8, torch.float32, Pool(torch.device("cpu")), Ledger())
-    >>> a, b = arena.take(3), arena.take(5)
+    >>> arena = Arena("parameters", 8, torch.float32, Pool(torch.device("cpu")), MemoryTracker())
+    >>> a, b = arena.allocate(3), arena.allocate(5)
     >>> arena.tensor.numel() == a.numel() + b.numel()
     True
 
     It breathes where it is told to: closed it takes no memory, and what was handed out is valid again, with any values,
     once it is open.
 
-    >>> arena.close()
-    >>> arena.open()
+    >>> arena.free_storage()
+    >>> arena.alloc_storage()
     >>> a.zero_()
     tensor([0., 0., 0.])
     """
 
     def __init__(
-        self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, ledger: Ledger, apart: bool = True
+        self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, tracker: MemoryTracker, in_pool: bool = True
     ) -> None:
-        self._kind, self._pool, self._ledger, self._apart = kind, pool, ledger, apart
-        with self._memory(numel * dtype.itemsize):
+        self._kind, self._pool, self._tracker, self._is_in_pool = kind, pool, tracker, in_pool
+        with self._allocation_context(numel * dtype.itemsize):
             self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: alignment must hold no NaN
-        self._taken = 0
-        self._open = True
-        ledger.add(kind, self.tensor.nbytes)
+        self._allocated_numel = 0
+        self._has_storage = True
+        tracker.add(kind, self.tensor.nbytes)
 
-    def take(self, numel: int) -> torch.Tensor:
+    def allocate(self, numel: int) -> torch.Tensor:
         """Return the next ``numel`` elements."""
-        if self._taken + numel > self.tensor.numel():
-            raise ValueError(f"the arena holds {self.tensor.numel()} elements, {self._taken + numel} were asked for")
-        part = self.tensor[self._taken : self._taken + numel]
-        self._taken += numel
+        if self._allocated_numel + numel > self.tensor.numel():
+            raise ValueError(
+                f"the arena holds {self.tensor.numel()} elements, {self._allocated_numel + numel} were asked for"
+            )
+        part = self.tensor[self._allocated_numel : self._allocated_numel + numel]
+        self._allocated_numel += numel
         return part
 
-    def open(self) -> None:
+    def alloc_storage(self) -> None:
         """Take memory, if there is none."""
-        if not self._open:
-            with self._memory(self.tensor.nbytes):
+        if not self._has_storage:
+            with self._allocation_context(self.tensor.nbytes):
                 self.tensor.untyped_storage().resize_(self.tensor.nbytes)
-            self._ledger.add(self._kind, self.tensor.nbytes)
-            self._open = True
+            self._tracker.add(self._kind, self.tensor.nbytes)
+            self._has_storage = True
 
-    def close(self) -> None:
+    def free_storage(self) -> None:
         """Give the memory back until the next :meth:`open`. Nobody may look at what was handed out meanwhile."""
-        if self._open:
+        if self._has_storage:
             self.tensor.untyped_storage().resize_(0)
-        self.drop()
+        self.disown()
 
-    def drop(self) -> None:
+    def disown(self) -> None:
         """Count the memory no longer: it belongs to whoever was given a part of it."""
-        if self._open:
-            self._ledger.add(self._kind, -self.tensor.nbytes)
-            self._open = False
+        if self._has_storage:
+            self._tracker.add(self._kind, -self.tensor.nbytes)
+            self._has_storage = False
 
-    def move_apart(self) -> None:
+    def move_to_pool(self) -> None:
         """Move what is there into the pool, for good, if there is room. Parts that were handed out go with it."""
-        if self._apart or not self._open or self._pool.device.type != "cuda":
-            self._apart = True
+        if self._is_in_pool or not self._has_storage or self._pool.device.type != "cuda":
+            self._is_in_pool = True
             return
         try:
             values = self.tensor.clone()
         except torch.OutOfMemoryError:
             return
-        self.close()
-        self._apart = True
+        self.free_storage()
+        self._is_in_pool = True
         try:
-            self.open()
+            self.alloc_storage()
         except torch.OutOfMemoryError:
-            self._apart = False
-            self.open()
+            self._is_in_pool = False
+            self.alloc_storage()
         self.tensor.copy_(values)
 
-    def _memory(self, nbytes: int) -> AbstractContextManager[object]:
+    def _allocation_context(self, nbytes: int) -> AbstractContextManager[object]:
         """Where so many bytes are to be taken."""
-        if self._apart:
-            self._pool.make_room([nbytes])
-        return self._pool if self._apart else nullcontext()
+        if self._is_in_pool:
+            self._pool.reserve([nbytes])
+        return self._pool if self._is_in_pool else nullcontext()

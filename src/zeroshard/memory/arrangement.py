@@ -22,169 +22,189 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from zeroshard.memory.rehearsal import UNIT, Rehearsal, Request
+from zeroshard.memory.rehearsal import ROUND_LARGE_BYTES, AllocatorSimulator, AllocRequest
 
-FIRST = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
-SECOND = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
-LARGE = (1.0, 0.9375, 0.875)  # times the bytes that are in use at once
-BELOW = (1.0, 0.85, 0.7, 0.55)  # times a request
-ENOUGH = 1.01  # times the bytes that are in use at once, or …
-MORE = 4 * UNIT  # … so many bytes more than these
-KEPT = 3  # of the guesses so far, the best
-TURN = 40  # changes that are tried before another has its turn
-IDLE = 5  # turns without a new guess, after which it ends
-MOST = 6  # segments
-FEW = 6  # sizes, the largest
-OUT = 1.1  # times the least, from which on a guess is out of the running
-GROWN = 512  # a request is larger by this part of it, the second time
-APART = 0.05  # of its bytes: by so much another guess differs, or by its number of segments
+FIRST_SEGMENT_RATIOS = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
+SECOND_SEGMENT_RATIOS = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
+LARGE_SEGMENT_RATIOS = (1.0, 0.9375, 0.875)  # times the bytes that are in use at once
+SMALL_SEGMENT_RATIOS = (1.0, 0.85, 0.7, 0.55)  # times a request
+TARGET_RATIO = 1.01  # times the bytes that are in use at once, or …
+TARGET_SLACK_BYTES = 4 * ROUND_LARGE_BYTES  # … so many bytes more than these
+MAX_CANDIDATES = 3  # of the guesses so far, the best
+CHANGES_PER_ROUND = 40  # changes that are tried before another has its turn
+MAX_IDLE_ROUNDS = 5  # turns without a new guess, after which it ends
+MAX_SEGMENTS = 6  # segments
+LARGEST_SIZES_COUNT = 6  # sizes, the largest
+PRUNE_RATIO = 1.1  # times the least, from which on a guess is out of the running
+REQUEST_GROWTH_DIVISOR = 512  # a request is larger by this part of it, the second time
+MIN_DIFFERENCE_RATIO = 0.05  # of its bytes: by so much another guess differs, or by its number of segments
 
-Sizes = tuple[int, ...]  # bytes, the largest first
+SegmentSizes = tuple[int, ...]  # bytes, the largest first
 
 
 @dataclass(frozen=True)
-class Guess:
+class SegmentCandidate:
     """Sizes of segments, and the bytes that are reserved in the end where these are made first."""
 
-    sizes: Sizes
-    needed: int
+    sizes: SegmentSizes
+    reserved_bytes: int
 
 
-class Arrangement:
+class SegmentSearch:
     """The sizes that were found so far for a list of requests.
 
     >>> steps = [(1, 60 << 20), (2, 60 << 20), (1, 0), (2, 0), (3, 120 << 20), (3, 0)]
-    >>> [size >> 20 for size in Arrangement(steps).best(seconds=1)[0].sizes]
+    >>> [size >> 20 for size in SegmentSearch(steps).search(seconds=1)[0].sizes]
     [122]
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[AllocRequest]) -> None:
         self._requests = requests
-        self._grown = [(tensor, nbytes + nbytes // GROWN) for tensor, nbytes in requests]
-        self._most = _at_once(self._grown)
-        self._enough = max(ENOUGH * self._most, self._most + MORE)
-        rounded = {_whole(nbytes) for _, nbytes in self._grown}
-        self._sizes = sorted(size for size in rounded if size)
-        self._needed: dict[Sizes, int] = {}
-        self._least: float = math.inf  # of what was needed so far
+        self._grown_requests = [(tensor, nbytes + nbytes // REQUEST_GROWTH_DIVISOR) for tensor, nbytes in requests]
+        self._peak_bytes = _peak_bytes_in_use(self._grown_requests)
+        self._target_bytes = max(TARGET_RATIO * self._peak_bytes, self._peak_bytes + TARGET_SLACK_BYTES)
+        rounded = {_round_up_to_segment(nbytes) for _, nbytes in self._grown_requests}
+        self._request_sizes = sorted(size for size in rounded if size)
+        self._reserved_bytes: dict[SegmentSizes, int] = {}
+        self._least_reserved_bytes: float = math.inf  # of what was needed so far
 
-    def best(self, seconds: float) -> list[Guess]:
+    def search(self, seconds: float) -> list[SegmentCandidate]:
         """The guesses with which least is reserved from the second pass on, the best first; the last makes none.
 
         They differ plainly from each other.
         """
         end = time.perf_counter() + seconds
-        without = self._rehearse(())
-        for sizes in self._first():
-            if self._over(end):
+        without = self._evaluate(())
+        for sizes in self._initial_sizes():
+            if self._is_finished(end):
                 break
             if sum(sizes) < without:
-                self._rehearse(sizes)
+                self._evaluate(sizes)
         draw = random.Random(0)
-        leading = sorted(self._needed, key=self._rank)[:KEPT]
+        leading = sorted(self._reserved_bytes, key=self._sort_key)[:MAX_CANDIDATES]
         idle = 0  # turns that came to nothing new
-        while self._sizes and idle < IDLE and not self._over(end):
-            known = len(self._needed)
-            begin = draw.choice(leading) if draw.random() < 0.5 else self._drawn(draw)
-            leading.append(self._climbed(begin, draw, end))
-            leading = sorted(set(leading), key=self._rank)[:KEPT]
-            idle = idle + 1 if len(self._needed) == known else 0
-        return self._apart()
+        while self._request_sizes and idle < MAX_IDLE_ROUNDS and not self._is_finished(end):
+            known = len(self._reserved_bytes)
+            begin = draw.choice(leading) if draw.random() < 0.5 else self._random_sizes(draw)
+            leading.append(self._hill_climb(begin, draw, end))
+            leading = sorted(set(leading), key=self._sort_key)[:MAX_CANDIDATES]
+            idle = idle + 1 if len(self._reserved_bytes) == known else 0
+        return self._distinct_candidates()
 
-    def _climbed(self, sizes: Sizes, draw: random.Random, end: float) -> Sizes:
+    def _hill_climb(self, sizes: SegmentSizes, rng: random.Random, deadline: float) -> SegmentSizes:
         """The same after a few changes, those of them that did not make it worse."""
-        for _ in range(TURN):
-            changed = self._changed(sizes, draw)
-            if changed not in self._needed and sum(changed) < self._needed[sizes]:
-                if self._rehearse(changed) <= self._needed[sizes]:
+        for _ in range(CHANGES_PER_ROUND):
+            changed = self._mutate(sizes, rng)
+            if changed not in self._reserved_bytes and sum(changed) < self._reserved_bytes[sizes]:
+                if self._evaluate(changed) <= self._reserved_bytes[sizes]:
                     sizes = changed
-                if self._over(end):
+                if self._is_finished(deadline):
                     break
         return sizes
 
-    def _apart(self) -> list[Guess]:
-        found: list[Sizes] = []
-        for sizes in sorted(self._needed, key=self._rank):
-            if self._needed[sizes] > OUT * self._least:  # it may need more: it was not rehearsed to its end
+    def _distinct_candidates(self) -> list[SegmentCandidate]:
+        found: list[SegmentSizes] = []
+        for sizes in sorted(self._reserved_bytes, key=self._sort_key):
+            if (
+                self._reserved_bytes[sizes] > PRUNE_RATIO * self._least_reserved_bytes
+            ):  # it may need more: it was not rehearsed to its end
                 break
-            near = (len(sizes) == len(other) and abs(sum(sizes) - sum(other)) <= APART * sum(sizes) for other in found)
+            near = (
+                len(sizes) == len(other) and abs(sum(sizes) - sum(other)) <= MIN_DIFFERENCE_RATIO * sum(sizes)
+                for other in found
+            )
             if not any(near):
                 found.append(sizes)
-            if len(found) == KEPT or sizes == ():
+            if len(found) == MAX_CANDIDATES or sizes == ():
                 break
         if found[-1] != ():
             found.append(())
-        return [Guess(sizes, self._needed[sizes]) for sizes in found]
+        return [SegmentCandidate(sizes, self._reserved_bytes[sizes]) for sizes in found]
 
-    def _over(self, end: float) -> bool:
-        return self._least <= self._enough or time.perf_counter() > end
+    def _is_finished(self, deadline: float) -> bool:
+        return self._least_reserved_bytes <= self._target_bytes or time.perf_counter() > deadline
 
-    def _rank(self, sizes: Sizes) -> tuple[int, int]:
-        return self._needed[sizes], len(sizes)
+    def _sort_key(self, sizes: SegmentSizes) -> tuple[int, int]:
+        return self._reserved_bytes[sizes], len(sizes)
 
-    def _first(self) -> list[Sizes]:
+    def _initial_sizes(self) -> list[SegmentSizes]:
         """One or two segments, in multiples of the largest request; then one and some smaller ones that are alike."""
-        largest = self._sizes[-1] if self._sizes else 0
-        parts = ([_whole(largest * part) for part in pair] for pair in product(FIRST, SECOND))
+        largest = self._request_sizes[-1] if self._request_sizes else 0
+        parts = (
+            [_round_up_to_segment(largest * part) for part in pair]
+            for pair in product(FIRST_SEGMENT_RATIOS, SECOND_SEGMENT_RATIOS)
+        )
         found = [tuple(sorted(filter(None, pair), reverse=True)) for pair in parts if largest]
-        for part, size, below, count in product(LARGE, self._sizes[-FEW:], BELOW, range(2, MOST)):
-            alike = max(UNIT, _whole(below * size) - UNIT)
-            found.append((_whole(part * self._most), *[alike] * count))
+        for part, size, below, count in product(
+            LARGE_SEGMENT_RATIOS,
+            self._request_sizes[-LARGEST_SIZES_COUNT:],
+            SMALL_SEGMENT_RATIOS,
+            range(2, MAX_SEGMENTS),
+        ):
+            alike = max(ROUND_LARGE_BYTES, _round_up_to_segment(below * size) - ROUND_LARGE_BYTES)
+            found.append((_round_up_to_segment(part * self._peak_bytes), *[alike] * count))
         simplest, others = found[:1], found[1:]
         random.Random(0).shuffle(others)  # time may be short for all, where a step makes many requests
         return simplest + others
 
-    def _drawn(self, draw: random.Random) -> Sizes:
+    def _random_sizes(self, rng: random.Random) -> SegmentSizes:
         """A few segments at random, smaller together than all that are needed without any."""
-        sizes = [draw.choice(self._sizes[-FEW:]) * draw.choice((1, 2)) for _ in range(draw.randint(2, MOST))]
-        while sum(sizes) >= self._needed[()]:
+        sizes = [
+            rng.choice(self._request_sizes[-LARGEST_SIZES_COUNT:]) * rng.choice((1, 2))
+            for _ in range(rng.randint(2, MAX_SEGMENTS))
+        ]
+        while sum(sizes) >= self._reserved_bytes[()]:
             sizes.pop()
         drawn = tuple(sorted(sizes, reverse=True))
-        self._rehearse(drawn)
+        self._evaluate(drawn)
         return drawn
 
-    def _changed(self, sizes: Sizes, draw: random.Random) -> Sizes:
+    def _mutate(self, sizes: SegmentSizes, rng: random.Random) -> SegmentSizes:
         """Sizes with one thing changed, or two."""
         changed = list(sizes)
-        for _ in range(draw.choice((1, 1, 2))):
-            kind, at = draw.random(), draw.randrange(len(changed)) if changed else 0
-            if not changed or (kind < 0.25 and len(changed) < MOST):
-                changed.append(draw.choice(self._sizes))
+        for _ in range(rng.choice((1, 1, 2))):
+            kind, at = rng.random(), rng.randrange(len(changed)) if changed else 0
+            if not changed or (kind < 0.25 and len(changed) < MAX_SEGMENTS):
+                changed.append(rng.choice(self._request_sizes))
             elif kind < 0.4 and len(changed) > 1:
                 del changed[at]
             elif kind < 0.55 and len(changed) > 1:
                 size = changed.pop(at)
-                changed[draw.randrange(len(changed))] += size
+                changed[rng.randrange(len(changed))] += size
             else:
-                changed[at] = max(UNIT, changed[at] + draw.choice((-1, 1)) * draw.choice(self._sizes))
+                changed[at] = max(
+                    ROUND_LARGE_BYTES, changed[at] + rng.choice((-1, 1)) * rng.choice(self._request_sizes)
+                )
         return tuple(sorted(changed, reverse=True))
 
-    def _rehearse(self, sizes: Sizes) -> int:
+    def _evaluate(self, sizes: SegmentSizes) -> int:
         """Bytes that are reserved in the end, with segments of these sizes made first.
 
         Where they are a tenth more than with the best so far, it is out of the running, and not rehearsed to its end.
         """
-        if sizes not in self._needed:
-            most = OUT * self._least
-            needed = _played(sizes, self._grown, most)
-            self._needed[sizes] = needed if needed > most else max(needed, _played(sizes, self._requests, most))
-            self._least = min(self._least, self._needed[sizes])
-        return self._needed[sizes]
+        if sizes not in self._reserved_bytes:
+            most = PRUNE_RATIO * self._least_reserved_bytes
+            needed = _replayed_reserved_bytes(sizes, self._grown_requests, most)
+            self._reserved_bytes[sizes] = (
+                needed if needed > most else max(needed, _replayed_reserved_bytes(sizes, self._requests, most))
+            )
+            self._least_reserved_bytes = min(self._least_reserved_bytes, self._reserved_bytes[sizes])
+        return self._reserved_bytes[sizes]
 
 
-def _played(sizes: Sizes, requests: Sequence[Request], most: float) -> int:
-    rehearsal = Rehearsal(sizes)
+def _replayed_reserved_bytes(sizes: SegmentSizes, requests: Sequence[AllocRequest], max_reserved_bytes: float) -> int:
+    rehearsal = AllocatorSimulator(sizes)
     for _ in range(2):
-        rehearsal.play(requests, most)
-    return rehearsal.reserved
+        rehearsal.replay(requests, max_reserved_bytes)
+    return rehearsal.reserved_bytes
 
 
-def _whole(nbytes: float) -> int:
+def _round_up_to_segment(nbytes: float) -> int:
     """As a segment would have them."""
-    return -(-int(nbytes) // UNIT) * UNIT
+    return -(-int(nbytes) // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
 
-def _at_once(requests: Sequence[Request]) -> int:
+def _peak_bytes_in_use(requests: Sequence[AllocRequest]) -> int:
     """The most bytes that are in use at a time."""
     held: dict[int, int] = {}
     now = most = 0

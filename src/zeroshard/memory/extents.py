@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import insort
 
 
-class Extents:
+class FreeList:
     """Stretches of a line that begins at 0 and has no end. A gap is filled before the line grows.
 
-    >>> extents = Extents()
-    >>> a, b, c = extents.take(30), extents.take(10), extents.take(20)
-    >>> extents.give(a, 30)
-    >>> extents.give(b, 10)
-    >>> extents.take(40), extents.end  # two gaps that were neighbours are one
+    >>> extents = FreeList()
+    >>> a, b, c = extents.alloc(30), extents.alloc(10), extents.alloc(20)
+    >>> extents.free(a, 30)
+    >>> extents.free(b, 10)
+    >>> extents.alloc(40), extents.end  # two gaps that were neighbours are one
     (0, 60)
     """
 
@@ -21,11 +21,11 @@ class Extents:
         self._gaps: list[tuple[int, int]] = []  # (first byte, bytes) before the end, in order, never neighbours
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes that are taken."""
         return self.end - sum(nbytes for _, nbytes in self._gaps)
 
-    def take(self, nbytes: int) -> int:
+    def alloc(self, nbytes: int) -> int:
         """Return the first byte of a stretch: in the smallest gap that is large enough, or else at the end."""
         fitting = [gap for gap in self._gaps if gap[1] >= nbytes]
         if not fitting:
@@ -37,7 +37,7 @@ class Extents:
             insort(self._gaps, (start + nbytes, room - nbytes))
         return start
 
-    def give(self, start: int, nbytes: int) -> None:
+    def free(self, start: int, nbytes: int) -> None:
         """Take a stretch back."""
         stop = start + nbytes
         for gap in list(self._gaps):

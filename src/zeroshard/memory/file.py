@@ -30,13 +30,13 @@ import tempfile
 import weakref
 from typing import Literal
 
-from zeroshard.memory.report import size
-from zeroshard.rests import PAGE
+from zeroshard.memory.report import format_bytes
+from zeroshard.rests import PAGE_BYTES
 
-KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2), as <linux/falloc.h> has them
-NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # answers of systems without O_TMPFILE
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # of fallocate(2), as <linux/falloc.h> has them
+NO_TMPFILE_ERRNOS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # answers of systems without O_TMPFILE
 
-ADVICE = {
+ERRNO_ADVICE = {
     errno.ENOSPC: "Free some space there, choose another directory, or keep less on disk",
     errno.EDQUOT: "The quota is used up: choose another directory, or keep less on disk",
     errno.EFBIG: "Files may not be that large here (see `ulimit -f`, or choose another file system)",
@@ -61,24 +61,24 @@ class DiskError(RuntimeError):
     """
 
     @classmethod
-    def of(cls, what: str, error: OSError) -> DiskError:
+    def from_os_error(cls, what: str, error: OSError) -> DiskError:
         """Tell what the system answered, and what to do.
 
-        >>> DiskError.of("no file in /scratch", OSError(errno.EROFS, "Read-only file system"))
+        >>> DiskError.from_os_error("no file in /scratch", OSError(errno.EROFS, "Read-only file system"))
         DiskError('no file in /scratch: Read-only file system. The file system is read-only: choose another directory')
         """
-        advice = ADVICE.get(error.errno or 0, "Choose another directory, or leave the disk out")
+        advice = ERRNO_ADVICE.get(error.errno or 0, "Choose another directory, or leave the disk out")
         return cls(f"{what}: {error.strerror or error}. {advice}")
 
 
-class File:
+class OffloadFile:
     """A file without a name. It goes with the last reference to this object and to its maps.
 
-    >>> file = File(tempfile.gettempdir())
-    >>> file.reserve(0, PAGE)
-    >>> ones = bytearray(b"1" * PAGE)
-    >>> file.map(0, PAGE)[:] = ones
-    >>> file.move("read", twos := memoryview(mmap.mmap(-1, PAGE)), 0)
+    >>> file = OffloadFile(tempfile.gettempdir())
+    >>> file.reserve(0, PAGE_BYTES)
+    >>> ones = bytearray(b"1" * PAGE_BYTES)
+    >>> file.map(0, PAGE_BYTES)[:] = ones
+    >>> file.transfer("read", twos := memoryview(mmap.mmap(-1, PAGE_BYTES)), 0)
     >>> twos == ones
     True
     """
@@ -87,39 +87,41 @@ class File:
         self.directory = os.path.abspath(os.fspath(directory))
         if not os.path.isdir(self.directory):
             raise DiskError(f"{self.directory} is no directory: make it, or name one that is there")
-        self.descriptor = _open(self.directory)
+        self.descriptor = _open_unnamed_file(self.directory)
         weakref.finalize(self, os.close, self.descriptor).atexit = False  # the system closes it then
-        self.direct = True  # whether I/O passes the page cache by
+        self.is_direct_io = True  # whether I/O passes the page cache by
         try:
-            self._switch(os.O_DIRECT)
+            self._set_o_direct(os.O_DIRECT)
         except OSError:
-            self.direct = False
+            self.is_direct_io = False
 
-    def _switch(self, direct: int) -> None:
+    def _set_o_direct(self, flag: int) -> None:
         flags: int = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | direct)
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)
 
-    def _go_plain(self) -> None:
+    def _disable_direct_io(self) -> None:
         """Give direct I/O up, for good: some file systems allow it and then refuse every transfer."""
-        self._switch(0)
-        self.direct = False
+        self._set_o_direct(0)
+        self.is_direct_io = False
 
     def reserve(self, offset: int, nbytes: int) -> None:
         """Have space set aside, which reads as zeros where nothing was. Where this fails, release() all of it."""
         try:
             os.posix_fallocate(self.descriptor, offset, nbytes)
         except OSError as error:
-            if error.errno == errno.EINVAL and self.direct:  # the C library's stand-in writes a byte to every page
-                self._go_plain()
+            if (
+                error.errno == errno.EINVAL and self.is_direct_io
+            ):  # the C library's stand-in writes a byte to every page
+                self._disable_direct_io()
                 return self.reserve(offset, nbytes)
             place = os.fstatvfs(self.descriptor)
-            free = size(place.f_bavail * place.f_frsize)
-            what = f"{size(nbytes)} were asked for on disk, in {self.directory}, where {free} are free"
-            raise DiskError.of(what, error) from error
+            free = format_bytes(place.f_bavail * place.f_frsize)
+            what = f"{format_bytes(nbytes)} were asked for on disk, in {self.directory}, where {free} are free"
+            raise DiskError.from_os_error(what, error) from error
 
     def release(self, offset: int, nbytes: int) -> bool:
         """Give space back and make its bytes zeros. False: the file system cannot, and they are still there."""
-        return bool(_libc().fallocate(self.descriptor, PUNCH_HOLE | KEEP_SIZE, offset, nbytes) == 0)
+        return bool(_libc().fallocate(self.descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes) == 0)
 
     def map(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         """Map a stretch into memory, for as long as the result is referred to, even when the file is closed."""
@@ -128,28 +130,28 @@ class File:
         address = libc.mmap(None, nbytes, protection, flags, self.descriptor, offset)
         if address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
-            what = f"{size(nbytes)} of the file in {self.directory} could not be mapped"
-            raise DiskError.of(what, OSError(code, os.strerror(code)))
+            what = f"{format_bytes(nbytes)} of the file in {self.directory} could not be mapped"
+            raise DiskError.from_os_error(what, OSError(code, os.strerror(code)))
         array = (ctypes.c_char * nbytes).from_address(address)
         # Not at exit: threads that are still running may touch it.
         weakref.finalize(array, libc.munmap, address, nbytes).atexit = False
         return array
 
-    def move(self, way: Literal["read", "write"], memory: memoryview, offset: int) -> None:
+    def transfer(self, direction: Literal["read", "write"], memory: memoryview, offset: int) -> None:
         """Read or write all of ``memory``, whose address and length, like the offset, are multiples of a page."""
         moved, wanted = 0, len(memory)
         while moved < wanted:
-            direct = self.direct
-            what = f"the {way} of {wanted} bytes at byte {offset} of the disk tier's file in {self.directory}"
+            direct = self.is_direct_io
+            what = f"the {direction} of {wanted} bytes at byte {offset} of the disk tier's file in {self.directory}"
             try:
-                call = os.preadv if way == "read" else os.pwritev
+                call = os.preadv if direction == "read" else os.pwritev
                 count = call(self.descriptor, [memory[moved:]], offset + moved)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
-                    self._go_plain()
+                    self._disable_direct_io()
                     continue
-                raise DiskError.of(f"{what} failed after {moved} bytes", error) from error
-            whole = count - count % PAGE if direct else count  # direct I/O goes on where a page begins
+                raise DiskError.from_os_error(f"{what} failed after {moved} bytes", error) from error
+            whole = count - count % PAGE_BYTES if direct else count  # direct I/O goes on where a page begins
             if whole == 0:
                 raise DiskError(
                     f"{what} was short: {moved + count} bytes were moved. The file was cut off, or the device lost it: "
@@ -158,19 +160,19 @@ class File:
             moved += whole
 
 
-def _open(directory: str) -> int:
+def _open_unnamed_file(directory: str) -> int:
     """Open a file that is in no directory, for this user only."""
     what = f"no file can be made in {directory}"
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno not in NAMELESS:
-            raise DiskError.of(what, error) from error
+        if error.errno not in NO_TMPFILE_ERRNOS:
+            raise DiskError.from_os_error(what, error) from error
     try:
         descriptor, path = tempfile.mkstemp(prefix=".zeroshard-", dir=directory)  # mode 0600
         os.unlink(path)
     except OSError as error:
-        raise DiskError.of(what, error) from error
+        raise DiskError.from_os_error(what, error) from error
     return descriptor
 
 

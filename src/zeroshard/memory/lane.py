@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from zeroshard.stopwatch import Stopwatch
+from zeroshard.stopwatch import WaitTimer
 
 
-def moment(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def record_blocking_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Note a stream's present end. A thread that waits for it sleeps; for other events it keeps a processor busy."""
     event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
-class Lane:
+class SideStream:
     """Work issued inside ``with lane:`` runs beside the compute stream.
 
     [Note: streams without record_stream]
@@ -29,19 +29,21 @@ class Lane:
     ``torch.cuda`` ask for the current stream in Python: ``torch.cuda.stream`` took 15 µs, ``with stream:`` 1 (H200).
     """
 
-    def __init__(self, device: torch.device, stopwatch: Stopwatch) -> None:
+    def __init__(self, device: torch.device, wait_timer: WaitTimer) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._compute: Any = torch.Event(device) if self._stream is not None else None  # where compute was, last time
-        self._index = -1 if self._stream is None else self._stream.device_index
-        self._stopwatch = stopwatch
-        self._ahead = False  # whether compute has not waited for all of it
+        self._compute_event: Any = (
+            torch.Event(device) if self._stream is not None else None
+        )  # where compute was, last time
+        self._device_index = -1 if self._stream is None else self._stream.device_index
+        self._wait_timer = wait_timer
+        self._has_pending_work = False  # whether compute has not waited for all of it
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> SideStream:
         if self._stream is not None:
-            self._ahead = True
-            self._compute.record(*self._current())
-            self._compute.wait(self._stream)
+            self._has_pending_work = True
+            self._compute_event.record(*self._compute_stream_args())
+            self._compute_event.wait(self._stream)
             self._stream.__enter__()
         return self
 
@@ -51,7 +53,7 @@ class Lane:
         if self._stream is not None:
             self._stream.__exit__(kind, error, trace)
 
-    def mark(self) -> torch.Event | None:
+    def record_event(self) -> torch.Event | None:
         """Note the lane's present end, to be awaited later."""
         if self._stream is None:
             return None
@@ -59,24 +61,24 @@ class Lane:
         event.record(self._stream)
         return event
 
-    def moment(self) -> torch.cuda.Event | None:
+    def record_blocking_event(self) -> torch.cuda.Event | None:
         """The same, for a thread of the host to wait for."""
-        return moment(self._stream) if self._stream is not None else None
+        return record_blocking_event(self._stream) if self._stream is not None else None
 
-    def join(self, event: torch.Event | None) -> None:
+    def compute_wait_event(self, event: torch.Event | None) -> None:
         """Make the compute stream wait for a mark."""
         if event is not None:
-            with self._stopwatch:
-                event.wait(*self._current())
+            with self._wait_timer:
+                event.wait(*self._compute_stream_args())
 
-    def join_all(self) -> None:
+    def compute_wait_all(self) -> None:
         """Make it wait for all that was issued here."""
-        if self._ahead:
-            self.join(self.mark())
-            self._ahead = False
+        if self._has_pending_work:
+            self.compute_wait_event(self.record_event())
+            self._has_pending_work = False
 
-    def _current(self) -> tuple[torch.cuda.Stream, ...]:
+    def _compute_stream_args(self) -> tuple[torch.cuda.Stream, ...]:
         """The compute stream, where torch would take another device's: a thread may be at work for several."""
-        if torch.cuda.current_device() == self._index:
+        if torch.cuda.current_device() == self._device_index:
             return ()
         return (torch.cuda.current_stream(self._device),)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-STATES = ("parameters", "gradients", "master weights", "optimizer states")  # kinds of model states
+MODEL_STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states")  # kinds of model states
 
 
 @dataclass
-class Bytes:
+class NowAndPeak:
     """How much is held now, and the most that was held at once."""
 
     now: int = 0
@@ -23,42 +23,42 @@ class Bytes:
 
 
 @dataclass
-class Ledger:
+class MemoryTracker:
     """Counts what the library allocates and frees, at the places where it does.
 
-    >>> ledger = Ledger()
+    >>> ledger = MemoryTracker()
     >>> ledger.add("parameters", 100)
     >>> ledger.add("parameters", -60)
-    >>> ledger.kinds["parameters", "device"]
-    Bytes(now=40, peak=100)
+    >>> ledger.by_kind["parameters", "device"]
+    NowAndPeak(now=40, peak=100)
     """
 
-    kinds: dict[tuple[str, str], Bytes] = field(default_factory=dict)  # (kind of state, tier)
-    total: Bytes = field(default_factory=Bytes)  # on the device
-    watch: Callable[[str, int], None] | None = None  # told of every change there: (kind of state, its bytes now)
+    by_kind: dict[tuple[str, str], NowAndPeak] = field(default_factory=dict)  # (kind of state, tier)
+    total: NowAndPeak = field(default_factory=NowAndPeak)  # on the device
+    on_change: Callable[[str, int], None] | None = None  # told of every change there: (kind of state, its bytes now)
 
     def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count ``nbytes`` allocated, or freed when negative."""
-        held = self.of(kind, tier)
+        held = self.get(kind, tier)
         held.add(nbytes)
         if tier != "device":
             return
         self.total.add(nbytes)
-        if self.watch is not None and nbytes:
-            self.watch(kind, held.now)
+        if self.on_change is not None and nbytes:
+            self.on_change(kind, held.now)
 
-    def pass_through(self, kind: str, nbytes: int) -> None:
+    def record_transient(self, kind: str, nbytes: int) -> None:
         """Count what goes at once: it shows at the peak alone."""
         self.add(kind, nbytes)
         self.add(kind, -nbytes)
 
     def set(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Count a kind that is measured as a whole."""
-        self.add(kind, nbytes - self.of(kind, tier).now, tier)
+        self.add(kind, nbytes - self.get(kind, tier).now, tier)
 
-    def of(self, kind: str, tier: str = "device") -> Bytes:
+    def get(self, kind: str, tier: str = "device") -> NowAndPeak:
         """What is held of a kind of state in a tier."""
-        held = self.kinds.get((kind, tier))
+        held = self.by_kind.get((kind, tier))
         if held is None:
-            held = self.kinds.setdefault((kind, tier), Bytes())  # another thread may have come first
+            held = self.by_kind.setdefault((kind, tier), NowAndPeak())  # another thread may have come first
         return held

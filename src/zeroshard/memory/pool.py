@@ -28,24 +28,24 @@ from typing import Any
 import torch
 
 from zeroshard.layout import round_up
-from zeroshard.memory.rehearsal import SHARED, SMALL
+from zeroshard.memory.rehearsal import LARGE_BUFFER_BYTES, SMALL_SIZE_BYTES
 
-LARGE = SHARED // 2  # bytes: the least that has a segment of its size
-BLOCK = 512  # bytes: tensors are rounded up to these
+MIN_LARGE_ALLOC_BYTES = LARGE_BUFFER_BYTES // 2  # bytes: the least that has a segment of its size
+MIN_BLOCK_BYTES = 512  # bytes: tensors are rounded up to these
 
 
-def room_for(sizes: Iterable[int]) -> int:
+def segment_bytes_for(sizes: Iterable[int]) -> int:
     """Bytes of one segment for tensors of these bytes: see [Note: one segment for several]; 0 where it needs none.
 
-    >>> room_for([3 << 20, 3 << 20]) >> 20, room_for([7 << 20, 1 << 20, (8 << 20) - 4]) >> 20
+    >>> segment_bytes_for([3 << 20, 3 << 20]) >> 20, segment_bytes_for([7 << 20, 1 << 20, (8 << 20) - 4]) >> 20
     (10, 15)
-    >>> room_for([1000, 1000]), room_for([30 << 20])
+    >>> segment_bytes_for([1000, 1000]), segment_bytes_for([30 << 20])
     (0, 0)
     """
-    large = [round_up(size, BLOCK) for size in sizes if size > SMALL]
-    if not large or large[0] == sum(large) >= LARGE:
+    large = [round_up(size, MIN_BLOCK_BYTES) for size in sizes if size > SMALL_SIZE_BYTES]
+    if not large or large[0] == sum(large) >= MIN_LARGE_ALLOC_BYTES:
         return 0
-    return max(sum(large), LARGE)
+    return max(sum(large), MIN_LARGE_ALLOC_BYTES)
 
 
 class Pool:
@@ -74,14 +74,14 @@ class Pool:
         if self._pool is not None:
             self._guards.pop().__exit__(kind, error, trace)
 
-    def make_room(self, sizes: Iterable[int]) -> None:
+    def reserve(self, sizes: Iterable[int]) -> None:
         """Tensors of these bytes come next: see [Note: one segment for several]."""
-        room = room_for(sizes) if self._pool is not None else 0
+        room = segment_bytes_for(sizes) if self._pool is not None else 0
         if room:
             with self, suppress(torch.OutOfMemoryError):  # each may still find a place
                 torch.empty(room, dtype=torch.uint8, device=self.device)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Begin anew: what was taken before goes back to the device when nobody uses it any more."""
         if self._pool is not None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)

@@ -13,7 +13,7 @@ class Profile:
     """What ran inside ``with zeroshard.profile(model) as profile:``.
 
     >>> profile = Profile(held={"parameters": 8})
-    >>> profile.note("gathered", 4)
+    >>> profile.record_bytes("gathered", 4)
     >>> profile.moments[-1].held
     {'parameters': 8, 'gathered': 4}
     """
@@ -21,7 +21,7 @@ class Profile:
     held: dict[str, int] = field(default_factory=dict)
     """Bytes by kind of state, at the last moment noted."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[ProfileMoment] = field(default_factory=list)
     """Every change of what is held, in order."""
     phases: list[tuple[str, float]] = field(default_factory=list)
     """What :meth:`phase` was told, with the second it began at."""
@@ -29,21 +29,21 @@ class Profile:
     """How long it took: on a GPU, until the device was done."""
     waited: float = 0.0
     """Seconds of it that computation waited for communication."""
-    began: float = field(default_factory=time.perf_counter)
+    start_time: float = field(default_factory=time.perf_counter)
 
     def phase(self, name: str) -> None:
         """Say what begins now: "forward", "backward", …"""
-        self.phases.append((name, time.perf_counter() - self.began))
+        self.phases.append((name, time.perf_counter() - self.start_time))
 
-    def note(self, kind: str, nbytes: int) -> None:
+    def record_bytes(self, kind: str, nbytes: int) -> None:
         """Take down that ``nbytes`` of one kind of state are held now."""
         self.held[kind] = nbytes
         allocated = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
-        self.moments.append(Moment(time.perf_counter() - self.began, dict(self.held), allocated))
+        self.moments.append(ProfileMoment(time.perf_counter() - self.start_time, dict(self.held), allocated))
 
 
 @dataclass(frozen=True)
-class Moment:
+class ProfileMoment:
     """What was held from one moment on."""
 
     seconds: float

@@ -11,86 +11,92 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-UNIT = 2 << 20  # bytes: segments are multiples of it
-SHARED = 20 << 20  # bytes: the segment that requests under half of it share
-SMALL = 1 << 20  # bytes: requests of so many, or fewer, have segments of their own
-REST = 1 << 20  # bytes: less than this is not split off
+ROUND_LARGE_BYTES = 2 << 20  # bytes: segments are multiples of it
+LARGE_BUFFER_BYTES = 20 << 20  # bytes: the segment that requests under half of it share
+SMALL_SIZE_BYTES = 1 << 20  # bytes: requests of so many, or fewer, have segments of their own
+MIN_SPLIT_BYTES = 1 << 20  # bytes: less than this is not split off
 
-Request = tuple[int, int]  # (which tensor, its bytes; 0: it is freed)
+AllocRequest = tuple[int, int]  # (which tensor, its bytes; 0: it is freed)
 
 
-class Block:
+class SimulatedBlock:
     """A stretch of a segment, between its neighbours."""
 
-    __slots__ = ("after", "before", "free", "nbytes", "place")
+    __slots__ = ("address", "is_free", "nbytes", "next", "prev")
 
-    def __init__(self, nbytes: int, place: int, before: Block | None = None, after: Block | None = None) -> None:
-        self.nbytes, self.before, self.after, self.free = nbytes, before, after, True
-        self.place = place  # address: of blocks of one size, the lowest is taken
+    def __init__(
+        self, nbytes: int, address: int, prev: SimulatedBlock | None = None, next: SimulatedBlock | None = None
+    ) -> None:
+        self.nbytes, self.prev, self.next, self.is_free = nbytes, prev, next, True
+        self.address = address  # address: of blocks of one size, the lowest is taken
 
 
-class Rehearsal:
+class AllocatorSimulator:
     """An allocator without memory.
 
-    >>> rehearsal = Rehearsal([100 << 20])
-    >>> rehearsal.play([(1, 60 << 20), (2, 60 << 20), (1, 0), (3, 100 << 20)])  # the 2nd does not fit, the 3rd does
+    >>> rehearsal = AllocatorSimulator([100 << 20])
+    >>> rehearsal.replay([(1, 60 << 20), (2, 60 << 20), (1, 0), (3, 100 << 20)])  # the 2nd does not fit, the 3rd does
     >>> [size >> 20 for size in rehearsal.segments]
     [100, 60]
     """
 
     def __init__(self, segments: Iterable[int] = ()) -> None:
         self.segments: list[int] = []  # bytes
-        self.reserved = 0  # bytes of all of them
+        self.reserved_bytes = 0  # bytes of all of them
         # The smallest first. No two have a place in common, so blocks themselves are never compared.
-        self._free: list[tuple[int, int, Block]] = []
+        self._free_blocks: list[tuple[int, int, SimulatedBlock]] = []
         for size in segments:
-            self._insert(self._segment(size))
+            self._insert_free_block(self._new_segment(size))
 
-    def play(self, requests: Sequence[Request], most: float = math.inf) -> None:
+    def replay(self, requests: Sequence[AllocRequest], max_reserved_bytes: float = math.inf) -> None:
         """Place a step's requests, one after the other, or the first of them, until more than ``most`` is reserved."""
-        held: dict[int, Block] = {}
+        held: dict[int, SimulatedBlock] = {}
         for tensor, nbytes in requests:
             if nbytes:
-                held[tensor] = self._take(nbytes)
-                if self.reserved > most:
+                held[tensor] = self._allocate(nbytes)
+                if self.reserved_bytes > max_reserved_bytes:
                     break
             elif tensor in held:
-                self._give(held.pop(tensor))
+                self._free_block(held.pop(tensor))
         for block in held.values():
-            self._give(block)
+            self._free_block(block)
 
-    def _segment(self, nbytes: int) -> Block:
-        size = SHARED if nbytes < SHARED // 2 else -(-nbytes // UNIT) * UNIT
-        block = Block(size, self.reserved)
+    def _new_segment(self, nbytes: int) -> SimulatedBlock:
+        size = (
+            LARGE_BUFFER_BYTES
+            if nbytes < LARGE_BUFFER_BYTES // 2
+            else -(-nbytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        )
+        block = SimulatedBlock(size, self.reserved_bytes)
         self.segments.append(size)
-        self.reserved += size
+        self.reserved_bytes += size
         return block
 
-    def _take(self, nbytes: int) -> Block:
-        place = bisect_left(self._free, (nbytes,))
-        block = self._free.pop(place)[2] if place < len(self._free) else self._segment(nbytes)
+    def _allocate(self, nbytes: int) -> SimulatedBlock:
+        place = bisect_left(self._free_blocks, (nbytes,))
+        block = self._free_blocks.pop(place)[2] if place < len(self._free_blocks) else self._new_segment(nbytes)
         rest = block.nbytes - nbytes
-        if rest > REST:
+        if rest > MIN_SPLIT_BYTES:
             block.nbytes = nbytes
-            block.after = Block(rest, block.place + nbytes, block, block.after)
-            if block.after.after is not None:
-                block.after.after.before = block.after
-            self._insert(block.after)
-        block.free = False
+            block.next = SimulatedBlock(rest, block.address + nbytes, block, block.next)
+            if block.next.next is not None:
+                block.next.next.prev = block.next
+            self._insert_free_block(block.next)
+        block.is_free = False
         return block
 
-    def _give(self, block: Block) -> None:
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                del self._free[bisect_left(self._free, (other.nbytes, other.place))]
-                first, second = (other, block) if other is block.before else (block, other)
+    def _free_block(self, block: SimulatedBlock) -> None:
+        for other in (block.prev, block.next):
+            if other is not None and other.is_free:
+                del self._free_blocks[bisect_left(self._free_blocks, (other.nbytes, other.address))]
+                first, second = (other, block) if other is block.prev else (block, other)
                 first.nbytes += second.nbytes
-                first.after = second.after
-                if second.after is not None:
-                    second.after.before = first
+                first.next = second.next
+                if second.next is not None:
+                    second.next.prev = first
                 block = first
-        self._insert(block)
+        self._insert_free_block(block)
 
-    def _insert(self, block: Block) -> None:
-        block.free = True
-        insort(self._free, (block.nbytes, block.place, block))
+    def _insert_free_block(self, block: SimulatedBlock) -> None:
+        block.is_free = True
+        insort(self._free_blocks, (block.nbytes, block.address, block))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from zeroshard.comm import Traffic
-from zeroshard.memory.ledger import STATES, Bytes
+from zeroshard.memory.ledger import MODEL_STATE_KINDS, NowAndPeak
 
 
 @dataclass(frozen=True)
 class Report:
     """One rank's memory and traffic.
 
-    >>> report = Report(rank=0, ranks=4, parameters=10, memory={("parameters", "device"): Bytes(20, 60)},
-    ...     total=Bytes(20, 60), collectives={"all-gather": Traffic(3, 4096)})
+    >>> report = Report(rank=0, ranks=4, parameters=10, memory={("parameters", "device"): NowAndPeak(20, 60)},
+    ...     total=NowAndPeak(20, 60), collectives={"all-gather": Traffic(3, 4096)})
     >>> print(report)
     rank 0 of 4, 10 parameters
     memory            tier            now       peak
@@ -27,14 +27,14 @@ class Report:
     ranks: int
     parameters: int
     """Ψ: elements of all parameters."""
-    memory: dict[tuple[str, str], Bytes] = field(default_factory=dict)
+    memory: dict[tuple[str, str], NowAndPeak] = field(default_factory=dict)
     """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
     "gradients": what was summed or reduced, until zero_grad(); "master weights", "optimizer states"; "buckets": the
     ring gradients travel through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32
     during a step; "staging": one unit while it is being partitioned; "activations": what checkpoint_activations()
     keeps; "ahead of the step": what an update outside the device writes beside the old values; "away": see
     offload_states()."""
-    total: Bytes = field(default_factory=Bytes)
+    total: NowAndPeak = field(default_factory=NowAndPeak)
     """On the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
     """Of the last finished step, by kind."""
@@ -48,7 +48,7 @@ class Report:
     @property
     def states(self) -> int:
         """Bytes of model states now: parameters, gradients, and optimizer states with their master copy."""
-        return sum(held.now for (kind, _), held in self.memory.items() if kind in STATES)
+        return sum(held.now for (kind, _), held in self.memory.items() if kind in MODEL_STATE_KINDS)
 
     @property
     def communicated(self) -> int:
@@ -69,11 +69,11 @@ class Report:
             f"{'memory':<18}{'tier':<10}{'now':>9}{'peak':>11}",
         ]
         for (kind, tier), held in self.memory.items():
-            lines.append(f"{kind:<18}{tier:<10}{size(held.now):>9}{size(held.peak):>11}")
-        lines.append(f"{'total':<28}{size(self.total.now):>9}{size(self.total.peak):>11}")
+            lines.append(f"{kind:<18}{tier:<10}{format_bytes(held.now):>9}{format_bytes(held.peak):>11}")
+        lines.append(f"{'total':<28}{format_bytes(self.total.now):>9}{format_bytes(self.total.peak):>11}")
         lines.append(f"{'last step':<18}{'count':<10}{'bytes':>9}")
         for kind, traffic in self.collectives.items():
-            lines.append(f"{kind:<18}{traffic.count:<10}{size(traffic.bytes):>9}")
+            lines.append(f"{kind:<18}{traffic.count:<10}{format_bytes(traffic.bytes):>9}")
         if (share := self.activation_share) is not None:
             lines.append(f"activation gathers are 1/{1 / share:.1f} of tensor parallelism's traffic (the paper: 1/12)")
         if self.chosen:
@@ -81,10 +81,10 @@ class Report:
         return "\n".join(lines)
 
 
-def size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Write a number of bytes as people read it.
 
-    >>> size(4096)
+    >>> format_bytes(4096)
     '4.10 kB'
     """
     for unit in ("B", "kB", "MB", "GB"):

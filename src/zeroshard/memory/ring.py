@@ -7,87 +7,89 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.ledger import MemoryTracker
 
-STEP = 4  # a buffer is at most so many times as long as what it is taken for
+MAX_LENGTH_RATIO = 4  # a buffer is at most so many times as long as what it is taken for
 
 
-def buffer_lengths(buckets: Iterable[int]) -> list[int]:
+def buffer_lengths(bucket_lengths: Iterable[int]) -> list[int]:
     """Lengths of buffers for buckets of these: the longest, the longest of at most a quarter of it, and so on.
 
     >>> buffer_lengths([100, 30, 26, 25, 7, 6, 1])
     [100, 25, 6, 1]
     """
     lengths: list[int] = []
-    for length in sorted(set(buckets), reverse=True):
-        if not lengths or length * STEP <= lengths[-1]:
+    for length in sorted(set(bucket_lengths), reverse=True):
+        if not lengths or length * MAX_LENGTH_RATIO <= lengths[-1]:
             lengths.append(length)
     return lengths
 
 
-class Buffers:
+class SizedBuffers:
     """One buffer of each of a few lengths, which has memory from when it is wanted until all are closed.
 
     While it has none, views into it stay valid.
     """
 
-    def __init__(self, lengths: Iterable[int], dtype: torch.dtype, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self, lengths: Iterable[int], dtype: torch.dtype, device: torch.device, tracker: MemoryTracker
+    ) -> None:
         self._lengths = sorted(lengths)
-        self._dtype, self._device, self._ledger = dtype, device, ledger
-        self._made: dict[int, torch.Tensor] = {}  # by length
-        self._open: dict[int, torch.Tensor] = {}
+        self._dtype, self._device, self._tracker = dtype, device, tracker
+        self._buffers: dict[int, torch.Tensor] = {}  # by length
+        self._allocated: dict[int, torch.Tensor] = {}
 
-    def open(self, numel: int) -> None:
+    def alloc_storage(self, numel: int) -> None:
         """Have memory for so many elements."""
-        length = self._length(numel)
-        if length in self._open:
+        length = self._buffer_length(numel)
+        if length in self._allocated:
             return
-        buffer = self._made.get(length)
+        buffer = self._buffers.get(length)
         if buffer is None:
-            buffer = self._made[length] = torch.empty(length, dtype=self._dtype, device=self._device)
+            buffer = self._buffers[length] = torch.empty(length, dtype=self._dtype, device=self._device)
         else:
             buffer.untyped_storage().resize_(buffer.nbytes)
-        self._open[length] = buffer
-        self._ledger.add("buckets", buffer.nbytes)
+        self._allocated[length] = buffer
+        self._tracker.add("buckets", buffer.nbytes)
 
-    def first(self, numel: int) -> torch.Tensor:
+    def view(self, numel: int) -> torch.Tensor:
         """So many elements of the buffer that was opened for them."""
-        return self._open[self._length(numel)][:numel]
+        return self._allocated[self._buffer_length(numel)][:numel]
 
     @property
-    def is_open(self) -> bool:
+    def has_storage(self) -> bool:
         """Whether any has memory."""
-        return bool(self._open)
+        return bool(self._allocated)
 
-    def close(self) -> None:
+    def free_storage(self) -> None:
         """Give the memory back."""
-        for buffer in self._open.values():
+        for buffer in self._allocated.values():
             buffer.untyped_storage().resize_(0)
-            self._ledger.add("buckets", -buffer.nbytes)
-        self._open.clear()
+            self._tracker.add("buckets", -buffer.nbytes)
+        self._allocated.clear()
 
-    def _length(self, numel: int) -> int:
+    def _buffer_length(self, numel: int) -> int:
         """Of the shortest buffer that has so many elements."""
         return next(length for length in self._lengths if length >= numel)
 
 
 @dataclass
-class Slot:
+class BucketSlot:
     """A place in the ring, for one reduction at a time."""
 
     index: int
-    packed: Buffers  # for a bucket
-    reduced: Buffers  # for this rank's part of it
-    finish: Callable[[], None] | None = None  # ends what is under way
+    input_buffers: SizedBuffers  # for a bucket
+    output_buffers: SizedBuffers  # for this rank's part of it
+    finish_reduce: Callable[[], None] | None = None  # ends what is under way
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """End the reduction under way, if there is one."""
-        finish, self.finish = self.finish, None
+        finish, self.finish_reduce = self.finish_reduce, None
         if finish is not None:
             finish()
 
 
-class Ring:
+class BucketRing:
     """Slots taken in turn. Their number bounds what is in flight; their size does not grow with the model.
 
     [Note: buffers of a ring]
@@ -100,36 +102,43 @@ class Ring:
     def __init__(
         self,
         slots: int,
-        packed: Collection[int],
-        reduced: Collection[int],
+        input_lengths: Collection[int],
+        output_lengths: Collection[int],
         dtype: torch.dtype,
         device: torch.device,
-        ledger: Ledger,
+        tracker: MemoryTracker,
     ) -> None:
         self.slots = [
-            Slot(index, Buffers(packed, dtype, device, ledger), Buffers(reduced, dtype, device, ledger))
+            BucketSlot(
+                index,
+                SizedBuffers(input_lengths, dtype, device, tracker),
+                SizedBuffers(output_lengths, dtype, device, tracker),
+            )
             for index in range(slots)
         ]
-        self._turn = 0
+        self._next_index = 0
 
-    def take(self) -> Slot:
+    def next_slot(self) -> BucketSlot:
         """Return the next slot. Who uses it ends what is under way there first."""
-        slot = self.slots[self._turn]
-        self._turn = (self._turn + 1) % len(self.slots)
+        slot = self.slots[self._next_index]
+        self._next_index = (self._next_index + 1) % len(self.slots)
         return slot
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a reduction is under way, or buffers are open for one."""
-        return any(slot.finish is not None or slot.packed.is_open or slot.reduced.is_open for slot in self.slots)
+        return any(
+            slot.finish_reduce is not None or slot.input_buffers.has_storage or slot.output_buffers.has_storage
+            for slot in self.slots
+        )
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """End every reduction under way, the longest first."""
-        for slot in self.slots[self._turn :] + self.slots[: self._turn]:
-            slot.settle()
+        for slot in self.slots[self._next_index :] + self.slots[: self._next_index]:
+            slot.wait()
 
-    def close(self) -> None:
+    def free_storage(self) -> None:
         """Give the buffers' memory back, until they are wanted again."""
         for slot in self.slots:
-            slot.packed.close()
-            slot.reduced.close()
+            slot.input_buffers.free_storage()
+            slot.output_buffers.free_storage()

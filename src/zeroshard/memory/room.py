@@ -12,7 +12,9 @@ import torch
 
 from zeroshard.memory.pool import Pool
 
-LARGE = 2**22  # bytes from which on memory of the host is taken in large pages: finding small ones takes its time
+MIN_MMAP_BYTES = (
+    2**22
+)  # bytes from which on memory of the host is taken in large pages: finding small ones takes its time
 
 
 def host_zeros(nbytes: int) -> torch.Tensor:
@@ -23,10 +25,10 @@ def host_zeros(nbytes: int) -> torch.Tensor:
     >>> host_zeros(3)
     tensor([0, 0, 0], dtype=torch.uint8)
     """
-    return torch.zeros(nbytes, dtype=torch.uint8) if nbytes < LARGE else mapped(nbytes)
+    return torch.zeros(nbytes, dtype=torch.uint8) if nbytes < MIN_MMAP_BYTES else mmap_buffer(nbytes)
 
 
-def mapped(nbytes: int) -> torch.Tensor:
+def mmap_buffer(nbytes: int) -> torch.Tensor:
     """Bytes of host memory, all zero, that begin with a page.
 
     Forked processes do not have it: while one lives, each page written would be copied, and before Linux 6.3 a fork
@@ -39,7 +41,7 @@ def mapped(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class Room:
+class PoolBuffer:
     """Memory on a device, in a pool of its own: [Note: memory apart]. All device memory for activations is taken here.
 
     The pool goes with the memory: a pool that stays would keep it.
@@ -52,16 +54,16 @@ class Room:
         self._pool = pool  # named last, so that it goes last
 
 
-class Pin:
+class PinnedRegistration:
     """Lets a GPU copy into and from host memory by itself, where the system allows it, for as long as the pin lives."""
 
-    def __init__(self, memory: torch.Tensor, serves: torch.device) -> None:
-        self._memory, self._serves = memory, serves
-        self.holds = False
+    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self.is_pinned = False
         thread = threading.Thread(target=self._register)  # a refusal would be told by the next kernel on this thread
         thread.start()
         thread.join()
-        if not self.holds:
+        if not self.is_pinned:
             warnings.warn(
                 f"{memory.nbytes} bytes of host memory could not be pinned, so copies to and from the GPU take longer "
                 "and nothing runs beside them: raise the limit of locked memory (ulimit -l)",
@@ -70,27 +72,27 @@ class Pin:
             )
 
     def _register(self) -> None:
-        with torch.cuda.device(self._serves):  # a thread begins on the first GPU, and would open a context there
-            outcome = _runtime().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
-        self.holds = int(outcome) == 0
+        with torch.cuda.device(self._device):  # a thread begins on the first GPU, and would open a context there
+            outcome = _cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+        self.is_pinned = int(outcome) == 0
 
     def __del__(self) -> None:
-        if getattr(self, "holds", False):
-            _runtime().cudaHostUnregister(self._memory.data_ptr())
+        if getattr(self, "is_pinned", False):
+            _cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
-class PinnedRoom(Room):
+class PinnedBuffer(PoolBuffer):
     """Host memory that is pinned.
 
     Pinned memory from torch is rounded up to a power of two and filled page by page by one thread. Filling it with all
     threads first and pinning it where it is takes a seventh of the time.
     """
 
-    def __init__(self, nbytes: int, serves: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         self.tensor = host_zeros(nbytes)
         self.tensor.zero_()  # takes the memory, with all threads
-        self._pin = Pin(self.tensor, serves)
+        self._registration = PinnedRegistration(self.tensor, device)
 
 
-def _runtime() -> Any:
+def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -25,127 +25,139 @@ from typing import Any
 
 import torch
 
-from zeroshard.memory.arrangement import Arrangement, Guess, Sizes
-from zeroshard.memory.rehearsal import SMALL, Request
+from zeroshard.memory.arrangement import SegmentCandidate, SegmentSearch, SegmentSizes
+from zeroshard.memory.rehearsal import SMALL_SIZE_BYTES, AllocRequest
 
-WARM_UP = 2  # passes before the model's needs are looked at: optimizer states are made in the first step
-NOTED = 200_000  # requests and frees of a step; a longer one is left alone
-SECONDS = 4.0  # that rehearsals may take
-SLACK = 1.02  # times what is needed on paper, and …
-SMALLER = 64 << 20  # … bytes for all smaller requests: so much may be needed
-GROWN = 1.125  # times the inputs, from which on a pass is looked at anew
-LEARNT = 8  # times that it is
-FULL = 100  # passes that begin with an empty cache after memory was full
+WARMUP_PASSES = 2  # passes before the model's needs are looked at: optimizer states are made in the first step
+MAX_TRACE_EVENTS = 200_000  # requests and frees of a step; a longer one is left alone
+SEARCH_SECONDS = 4.0  # that rehearsals may take
+RESERVED_SLACK_RATIO = 1.02  # times what is needed on paper, and …
+SMALL_REQUESTS_BYTES = 64 << 20  # … bytes for all smaller requests: so much may be needed
+INPUT_GROWTH_RATIO = 1.125  # times the inputs, from which on a pass is looked at anew
+MAX_SEARCHES = 8  # times that it is
+EMPTY_CACHE_PASSES = 100  # passes that begin with an empty cache after memory was full
 
 
-class Segments:
+class SegmentPreallocator:
     """Watches the segments of one model's temporaries, one training pass after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._passes = self._learnt = 0
-        self._inputs = -1  # elements of the inputs that were last looked at, and …
-        self._before = -1  # … of the pass before
-        self._noting = False
-        self._full = 0  # passes that will begin with an empty cache
-        self._made: Sizes = ()  # of the segments that are made first
-        self._guesses: list[Guess] = []  # that are not judged yet; the first of them is made
-        self._judged: list[Guess] = []  # with what they really needed
-        self._states = 0  # bytes that are reserved with an empty cache
-        self._reserved = self._retries = 0  # when this was last looked at
+        self._pass_count = self._search_count = 0
+        self._searched_input_numel = -1  # elements of the inputs that were last looked at, and …
+        self._last_input_numel = -1  # … of the pass before
+        self._is_recording = False
+        self._empty_cache_passes_left = 0  # passes that will begin with an empty cache
+        self._segment_sizes: SegmentSizes = ()  # of the segments that are made first
+        self._candidates: list[SegmentCandidate] = []  # that are not judged yet; the first of them is made
+        self._evaluated: list[SegmentCandidate] = []  # with what they really needed
+        self._reserved_without_cache = 0  # bytes that are reserved with an empty cache
+        self._last_reserved = self._last_retries = 0  # when this was last looked at
 
-    def begin(self, inputs: int) -> None:
+    def on_forward_begin(self, input_numel: int) -> None:
         """A training forward begins, on inputs of so many elements: what the pass before has asked for is known."""
-        self._passes += 1
+        self._pass_count += 1
         if torch.cuda.is_current_stream_capturing():
             return
-        if self._passes <= WARM_UP:
+        if self._pass_count <= WARMUP_PASSES:
             torch.cuda.empty_cache()  # of what building, and the pass before, have left
             return
-        reserved, retries = self._now()
-        if retries > self._retries or self._full:
-            self._full = FULL if retries > self._retries else self._full - 1
-            self.close()
-            self._guesses, self._made = [], ()
-            self._make()
-        elif self._noting:
-            self._judged, self._guesses = [], Arrangement(self._noted()).best(SECONDS)
-            self._try(self._guesses[0])
-        elif self._guesses and self._before > self._inputs:  # that pass cannot be compared with what was noted
-            self._guesses = []
-        elif self._guesses:
-            self._judge(reserved - self._states)
-        elif reserved < 0.9 * self._reserved:  # somebody has emptied the cache
-            self._make()
-        if inputs > self._inputs * GROWN and self._learnt < LEARNT and not self._full:
-            self._inputs = inputs
-            self._note()
-        self._before = inputs
-        self._reserved, self._retries = self._now()
+        reserved, retries = self._reserved_and_retries()
+        if retries > self._last_retries or self._empty_cache_passes_left:
+            self._empty_cache_passes_left = (
+                EMPTY_CACHE_PASSES if retries > self._last_retries else self._empty_cache_passes_left - 1
+            )
+            self.stop_recording()
+            self._candidates, self._segment_sizes = [], ()
+            self._preallocate()
+        elif self._is_recording:
+            self._evaluated, self._candidates = [], SegmentSearch(self._recorded_requests()).search(SEARCH_SECONDS)
+            self._apply(self._candidates[0])
+        elif (
+            self._candidates and self._last_input_numel > self._searched_input_numel
+        ):  # that pass cannot be compared with what was noted
+            self._candidates = []
+        elif self._candidates:
+            self._evaluate(reserved - self._reserved_without_cache)
+        elif reserved < 0.9 * self._last_reserved:  # somebody has emptied the cache
+            self._preallocate()
+        if (
+            input_numel > self._searched_input_numel * INPUT_GROWTH_RATIO
+            and self._search_count < MAX_SEARCHES
+            and not self._empty_cache_passes_left
+        ):
+            self._searched_input_numel = input_numel
+            self._start_recording()
+        self._last_input_numel = input_numel
+        self._last_reserved, self._last_retries = self._reserved_and_retries()
 
-    def close(self) -> None:
+    def stop_recording(self) -> None:
         """Stop noting, if that is under way."""
-        if self._noting:
-            _record(0)
-            self._noting = False
+        if self._is_recording:
+            _record_memory_history(0)
+            self._is_recording = False
 
-    def _note(self) -> None:
+    def _start_recording(self) -> None:
         """Have the allocator note this pass, from an empty cache, unless the user has it note requests already."""
         if not torch._C._cuda_isHistoryEnabled():
-            self._learnt += 1
-            self._guesses, self._made = [], ()
-            self._make()
-            _record(NOTED)
-            self._noting = True
+            self._search_count += 1
+            self._candidates, self._segment_sizes = [], ()
+            self._preallocate()
+            _record_memory_history(MAX_TRACE_EVENTS)
+            self._is_recording = True
 
-    def _noted(self) -> list[Request]:
+    def _recorded_requests(self) -> list[AllocRequest]:
         """The requests of the pass before for large tensors of the model's memory, and when they were freed."""
         number = self._device.index or 0
         noted = torch.cuda.memory._snapshot()
         events = noted["device_traces"][number]
-        self.close()
-        if len(events) >= NOTED:
+        self.stop_recording()
+        if len(events) >= MAX_TRACE_EVENTS:
             return []
-        apart = _Apart(noted["segments"])
-        requests: list[Request] = []
+        apart = _PoolAddresses(noted["segments"])
+        requests: list[AllocRequest] = []
         for event in events:
-            if event["action"] == "alloc" and event["size"] > SMALL and event["addr"] not in apart:
+            if event["action"] == "alloc" and event["size"] > SMALL_SIZE_BYTES and event["addr"] not in apart:
                 requests.append((event["addr"], event["size"]))
             elif event["action"] == "free_completed":
                 requests.append((event["addr"], 0))
         return requests
 
-    def _try(self, guess: Guess) -> None:
-        self._made = guess.sizes
-        self._make()
+    def _apply(self, candidate: SegmentCandidate) -> None:
+        self._segment_sizes = candidate.sizes
+        self._preallocate()
 
-    def _judge(self, needed: int) -> None:
+    def _evaluate(self, reserved_bytes: int) -> None:
         """The pass before has needed so much beside the model's states: stay with what is made, or try the next."""
-        guess = self._guesses.pop(0)
-        self._judged.append(Guess(guess.sizes, needed))
-        if needed <= SLACK * guess.needed + SMALLER:
-            self._guesses = []
+        guess = self._candidates.pop(0)
+        self._evaluated.append(SegmentCandidate(guess.sizes, reserved_bytes))
+        if reserved_bytes <= RESERVED_SLACK_RATIO * guess.reserved_bytes + SMALL_REQUESTS_BYTES:
+            self._candidates = []
         else:
-            self._try(self._guesses[0] if self._guesses else min(self._judged, key=lambda judged: judged.needed))
+            self._apply(
+                self._candidates[0]
+                if self._candidates
+                else min(self._evaluated, key=lambda judged: judged.reserved_bytes)
+            )
 
-    def _make(self) -> None:
+    def _preallocate(self) -> None:
         """Empty the cache, make the segments, and leave them free."""
         torch.cuda.empty_cache()
-        self._states, _ = self._now()
+        self._reserved_without_cache, _ = self._reserved_and_retries()
         try:
-            made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._made]
+            made = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._segment_sizes]
             del made
         except torch.OutOfMemoryError:  # others have taken the memory meanwhile
-            self._guesses, self._made = [], ()
+            self._candidates, self._segment_sizes = [], ()
             torch.cuda.empty_cache()
 
-    def _now(self) -> tuple[int, int]:
+    def _reserved_and_retries(self) -> tuple[int, int]:
         """The bytes that are reserved, and how often the allocator had to give some back to go on."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["reserved_bytes"]["all"]["current"], stats["num_alloc_retries"]
 
 
-class _Apart:
+class _PoolAddresses:
     """The addresses that belong to pools ([Note: memory apart]).
 
     cuBLAS's workspace comes and goes there in every pass, and the allocator notes it like any other request.
@@ -153,14 +165,14 @@ class _Apart:
 
     def __init__(self, segments: Iterable[Mapping[str, Any]]) -> None:
         pooled = (segment for segment in segments if any(segment["segment_pool_id"]))
-        self._parts = sorted((part["address"], part["address"] + part["total_size"]) for part in pooled)
+        self._ranges = sorted((part["address"], part["address"] + part["total_size"]) for part in pooled)
 
     def __contains__(self, address: int) -> bool:
-        place = bisect_right(self._parts, address, key=itemgetter(0))
-        return place > 0 and address < self._parts[place - 1][1]
+        place = bisect_right(self._ranges, address, key=itemgetter(0))
+        return place > 0 and address < self._ranges[place - 1][1]
 
 
-def _record(most: int) -> None:
+def _record_memory_history(max_entries: int) -> None:
     """Have the allocator note what is asked of it, or stop that where ``most`` is 0."""
     record: Any = torch.cuda.memory._record_memory_history
-    record(enabled="all" if most else None, context=None, stacks="python", max_entries=max(most, 1))
+    record(enabled="all" if max_entries else None, context=None, stacks="python", max_entries=max(max_entries, 1))

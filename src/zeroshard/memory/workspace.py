@@ -20,28 +20,28 @@ import torch
 from zeroshard.memory.pool import Pool
 
 
-def give_back_workspaces() -> None:
+def clear_cublas_workspaces() -> None:
     """Give back what cuBLAS has, for all threads: each takes it anew when it multiplies."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def take_workspace() -> None:
+def allocate_cublas_workspace() -> None:
     """Take it for this thread, on the current device and stream, unless it is there."""
     torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
 
 
-class Workspace:
+class CublasWorkspace:
     """cuBLAS's memory, for whichever thread is at work: see [Note: one workspace]."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._thread = 0  # that it was taken for last
+        self._thread_id = 0  # that it was taken for last
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Have it for this thread."""
         thread = threading.get_ident()
-        if thread != self._thread and not torch.cuda.is_current_stream_capturing():
-            give_back_workspaces()
+        if thread != self._thread_id and not torch.cuda.is_current_stream_capturing():
+            clear_cublas_workspaces()
             with self._pool, torch.cuda.device(self._pool.device):
-                take_workspace()
-            self._thread = thread
+                allocate_cublas_workspace()
+            self._thread_id = thread

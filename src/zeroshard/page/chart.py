@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from zeroshard.memory.report import size
+from zeroshard.memory.report import format_bytes
 
-Record = dict[str, Any]  # an object of JSON
+JsonObject = dict[str, Any]  # an object of JSON
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Chart:
     """Also the id of its element."""
     label: str
     """The picture in one sentence."""
-    figure: Record
+    figure: JsonObject
     """Plotly's `data` and `layout`."""
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -33,7 +33,7 @@ class Chart:
     """Pairs of name and colour."""
 
 
-def axis(title: str, **options: Any) -> Record:
+def plot_axis(title: str, **options: Any) -> JsonObject:
     """An axis; options are Plotly's."""
     return {
         "title": {"text": title, "standoff": 10},
@@ -45,7 +45,7 @@ def axis(title: str, **options: Any) -> Record:
     }
 
 
-def frame(height: int, xaxis: Record, yaxis: Record, **options: Any) -> Record:
+def plot_layout(height: int, xaxis: JsonObject, yaxis: JsonObject, **options: Any) -> JsonObject:
     """A layout; options are Plotly's."""
     return {
         "height": height,  # pixels; the width is the page's
@@ -61,12 +61,14 @@ def frame(height: int, xaxis: Record, yaxis: Record, **options: Any) -> Record:
     }
 
 
-def bytes_axis(title: str, **options: Any) -> Record:
+def bytes_axis(title: str, **options: Any) -> JsonObject:
     """An axis of bytes."""
-    return axis(title, tickformat="~s", ticksuffix="B", rangemode="tozero", nticks=6, **options)
+    return plot_axis(title, tickformat="~s", ticksuffix="B", rangemode="tozero", nticks=6, **options)
 
 
-def line(x: Sequence[float], y: Sequence[float], name: str, hue: str, width: float, unit: str = ".4~g") -> Record:
+def line_trace(
+    x: Sequence[float], y: Sequence[float], name: str, color: str, width: float, value_format: str = ".4~g"
+) -> JsonObject:
     """A line; one point is a point."""
     return {
         "type": "scatter",
@@ -74,20 +76,20 @@ def line(x: Sequence[float], y: Sequence[float], name: str, hue: str, width: flo
         "x": list(x),
         "y": list(y),
         "name": name,
-        "line": {"color": hue, "width": width},
-        "marker": {"color": hue},  # of a run with one step
-        "hovertemplate": f"%{{y:{unit}}}",
+        "line": {"color": color, "width": width},
+        "marker": {"color": color},  # of a run with one step
+        "hovertemplate": f"%{{y:{value_format}}}",
     }
 
 
-def bar(
+def bar_trace(
     names: Sequence[str],
     values: Sequence[float],
     kind: str,
-    hue: str,
+    color: str,
     opacity: float | Sequence[float] = 1.0,
     unit: str = "B",
-) -> Record:
+) -> JsonObject:
     """One kind's part of bars that are stacked."""
     return {
         "type": "bar",
@@ -95,45 +97,48 @@ def bar(
         "name": escape(kind),
         "y": list(names),
         "x": list(values),
-        "marker": {"color": hue, "opacity": opacity, "line": {"color": "var(--card)", "width": 1.5}},
+        "marker": {"color": color, "opacity": opacity, "line": {"color": "var(--card)", "width": 1.5}},
         "hovertemplate": f"%{{y}}: {escape(kind)} %{{x:.3~s}}{unit}<extra></extra>",
     }
 
 
-def bars(
-    names: Sequence[str], sums: Sequence[float], write: Callable[[float], str] = size, most: float = 0.0
-) -> Record:
+def stacked_bar_layout(
+    names: Sequence[str],
+    totals: Sequence[float],
+    format_value: Callable[[float], str] = format_bytes,
+    min_axis_end: float = 0.0,
+) -> JsonObject:
     """Lay out stacked bars as wide as the page lets them, each under its name and how much it is.
 
     The axis reaches ``most``, where that is more than any of them.
     """
-    xaxis = axis("", range=[0, max([most, *sums])], visible=False, fixedrange=True)
-    yaxis = axis("", range=[len(names) - 0.55, -0.85], visible=False, fixedrange=True, type="category")
-    drawn = frame(52 * len(names) + 8, xaxis, yaxis, barmode="stack", bargap=0.6, hovermode="closest")
+    xaxis = plot_axis("", range=[0, max([min_axis_end, *totals])], visible=False, fixedrange=True)
+    yaxis = plot_axis("", range=[len(names) - 0.55, -0.85], visible=False, fixedrange=True, type="category")
+    drawn = plot_layout(52 * len(names) + 8, xaxis, yaxis, barmode="stack", bargap=0.6, hovermode="closest")
     drawn["margin"] = {"l": 0, "r": 0, "t": 0, "b": 0}
     place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "y", "yanchor": "bottom", "yshift": 11}
     look = {"showarrow": False, "borderpad": 0, "font": {"size": 13, "color": "var(--text)"}}
     drawn["annotations"] = [
-        {**place, **look, "y": name, "text": f"{name} <b>{write(value)}</b>"}
-        for name, value in zip(names, sums, strict=True)
+        {**place, **look, "y": name, "text": f"{name} <b>{format_value(value)}</b>"}
+        for name, value in zip(names, totals, strict=True)
     ]
     return drawn
 
 
-def phases(begun: Sequence[Sequence[Any]], end: float) -> Record:
+def phase_markers(starts: Sequence[Sequence[Any]], axis_end_ms: float) -> JsonObject:
     """Mark where each phase begins, its name above the plot; names that would collide take a second row.
 
     ``begun`` are names with seconds, ``end`` of the axis is in milliseconds.
     """
     shapes, annotations, row, before = [], [], 0, -math.inf
-    for name, seconds in begun:
+    for name, seconds in starts:
         at = seconds * 1000
-        row = 1 - row if at - before < 0.3 * end else 0
+        row = 1 - row if at - before < 0.3 * axis_end_ms else 0
         before = at
         place = {"xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
         shapes.append({"type": "line", **place, "line": {"color": "var(--muted)", "width": 1, "dash": "dot"}})
         where = {"x": at, "y": 1, "xref": "x", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
         annotations.append({**where, "text": escape(str(name)), "showarrow": False, "yshift": 14 * row})
-    if before > 0.85 * end:
+    if before > 0.85 * axis_end_ms:
         annotations[-1] |= {"xanchor": "right"} if row else {"xanchor": "center"}
     return {"shapes": shapes, "annotations": annotations}

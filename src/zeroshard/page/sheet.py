@@ -6,7 +6,7 @@ import secrets
 from typing import Any
 
 
-def render(package: str, template: str, what: str, **content: Any) -> bytes:
+def render_page(package: str, template: str, page_description: str, **content: Any) -> bytes:
     """Fill the template that lies in a package; it extends ``base.html.j2``, which lies here.
 
     ``what``: the page in a few words, for the error where a library is missing. ``content`` has ``charts``, by name.
@@ -16,7 +16,7 @@ def render(package: str, template: str, what: str, **content: Any) -> bytes:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(
-            f"{what} needs {error.name}, which is not installed: pip install 'zeroshard[train]'"
+            f"{page_description} needs {error.name}, which is not installed: pip install 'zeroshard[train]'"
         ) from error
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("zeroshard.page", ".")]),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """Write how many, in three figures.
 
-    >>> count(128), count(1_060_352), count(112_034.5), count(1.4e9)
+    >>> format_count(128), format_count(1_060_352), format_count(112_034.5), format_count(1.4e9)
     ('128', '1.06 M', '112 k', '1.40 B')
     """
     for unit in ("", " k", " M", " B"):
@@ -18,10 +18,10 @@ def count(value: float) -> str:
     return f"{value:,.2f} T"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Write a time with its two largest units.
 
-    >>> duration(0.4), duration(71.3), duration(7_500), duration(200_000)
+    >>> format_duration(0.4), format_duration(71.3), format_duration(7_500), format_duration(200_000)
     ('0.4 s', '1 min 11 s', '2 h 5 min', '2 d 7 h')
     """
     if seconds < 60:

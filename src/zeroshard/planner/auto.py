@@ -13,25 +13,27 @@ import torch
 from torch import nn
 
 from zeroshard.activations.checkpoint import checkpoint_activations
-from zeroshard.agreement import Agreement
-from zeroshard.device.strip import serves
-from zeroshard.engine.alike import open_agreement
+from zeroshard.agreement import ConsistencyChecker
+from zeroshard.device.strip import is_supported
+from zeroshard.engine.alike import open_consistency_checker
 from zeroshard.engine.hooks import tensors_in
-from zeroshard.memory.report import size
-from zeroshard.offload import Offload, read_bytes
+from zeroshard.memory.report import format_bytes
+from zeroshard.offload import Offload, parse_bytes
 from zeroshard.placement import Placement
-from zeroshard.planner.choice import Choice
+from zeroshard.planner.choice import Strategy
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import Plan, Plans, plan
-from zeroshard.planner.space import Space, machine_of
-from zeroshard.planner.traces.inputs import Inputs, Loss, loss_of
-from zeroshard.planner.traces.recomputed import as_planned
-from zeroshard.planner.traces.tracing import CHECKPOINTS, UntraceableError
-from zeroshard.runs import states_of_an_element
+from zeroshard.planner.space import FreeMemory, machine_from_free_memory
+from zeroshard.planner.traces.inputs import Inputs, LossFn, compute_loss
+from zeroshard.planner.traces.recomputed import strip_checkpointing
+from zeroshard.planner.traces.tracing import CHECKPOINT_MODES, UntraceableError
+from zeroshard.runs import state_bytes_per_element
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
-UNFUSED = 8.0  # bytes that an optimizer's kernels take for each element they update, where they are not fused
+UNFUSED_SCRATCH_BYTES_PER_ELEMENT = (
+    8.0  # bytes that an optimizer's kernels take for each element they update, where they are not fused
+)
 
 _log = logging.getLogger("zeroshard")
 
@@ -41,7 +43,7 @@ class NothingFitsError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planning:
+class PlanningOptions:
     """What :func:`zeroshard.shard` can be told, as ``planning``, of the loop and the machine that it plans for."""
 
     micro_batch: int | None = None
@@ -50,7 +52,7 @@ class Planning:
     """Backwards a step."""
     sequence: int | None = None
     """Tokens a sample, for language models that need no ``inputs``."""
-    loss: Loss = None
+    loss: LossFn = None
     """Makes one number of the model's output, where that is none already: it takes memory, too."""
     clip: bool = True
     """Whether gradients are clipped by their norm."""
@@ -63,19 +65,19 @@ class Planning:
     """A directory on a fast local disk, where states may rest. None: none do."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Planning:
+    def from_mapping(cls, options: Mapping[str, Any] | None) -> PlanningOptions:
         """Refuse what it does not know.
 
-        >>> Planning.of({"micro_batches": 2})
+        >>> PlanningOptions.from_mapping({"micro_batches": 2})
         Traceback (most recent call last):
             ...
         TypeError: planning knows no 'micro_batches': it has micro_batch, accumulate, sequence, loss, clip, machine, ...
         """
         known = [field.name for field in fields(cls)]
-        for name in given or {}:
+        for name in options or {}:
             if name not in known:
                 raise TypeError(f"planning knows no {name!r}: it has {', '.join(known)}")
-        found = cls(**(given or {}))
+        found = cls(**(options or {}))
         for name in ("micro_batch", "accumulate"):
             value = getattr(found, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -84,10 +86,10 @@ class Planning:
             raise TypeError(f"loss is a function of the model's output, or None, got {found.loss!r}")
         return found
 
-    def described(self, inputs: Inputs) -> str:
+    def describe(self, inputs: Inputs) -> str:
         """What all ranks must plan with alike, in words.
 
-        >>> Planning(accumulate=2).described((torch.ones(3, 4), torch.ones(3)))
+        >>> PlanningOptions(accumulate=2).describe((torch.ones(3, 4), torch.ones(3)))
         'inputs of shapes (3, 4), (3,), micro_batch None, accumulate 2, sequence None'
         """
         if inputs is None or callable(inputs):
@@ -100,49 +102,49 @@ class Planning:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlanDecision:
     """What was chosen, and why in a line."""
 
-    choice: Choice
-    why: str
+    strategy: Strategy
+    reason: str
 
     @property
-    def told(self) -> str:
+    def as_json(self) -> str:
         """As one rank tells it to others.
 
-        >>> said = Decision(Choice(stage=2, offload=Offload(optimizer="host")), "it is fast")
-        >>> Decision.read(said.told) == said
+        >>> said = PlanDecision(Strategy(stage=2, offload=Offload(optimizer="host")), "it is fast")
+        >>> PlanDecision.from_json(said.as_json) == said
         True
         """
-        return json.dumps({"choice": asdict(self.choice), "why": self.why}, default=os.fspath)
+        return json.dumps({"choice": asdict(self.strategy), "why": self.reason}, default=os.fspath)
 
-    def recompute(self, model: nn.Module) -> None:
+    def apply_checkpointing(self, model: nn.Module) -> None:
         """Have a model's blocks keep what was chosen."""
-        activations = self.choice.activations
+        activations = self.strategy.checkpoint_options
         checkpoint_activations(model, () if activations is None else None, **(activations or {}))
 
-    def resting_in(self, directory: str | os.PathLike[str] | None) -> Decision:
+    def with_directory(self, directory: str | os.PathLike[str] | None) -> PlanDecision:
         """The same with what rests on disk in another directory."""
-        offload = self.choice.offload
-        if offload is None or not offload.uses_disk:
+        offload = self.strategy.offload
+        if offload is None or not offload.needs_disk:
             return self
-        return replace(self, choice=replace(self.choice, offload=replace(offload, directory=directory)))
+        return replace(self, strategy=replace(self.strategy, offload=replace(offload, directory=directory)))
 
     @classmethod
-    def read(cls, told: str) -> Decision:
+    def from_json(cls, text: str) -> PlanDecision:
         """What another rank told; raises what it could not do."""
-        found = json.loads(told)
+        found = json.loads(text)
         if "error" in found:
-            raise _ERRORS.get(found["kind"], RuntimeError)(found["error"])
+            raise _ERRORS_BY_NAME.get(found["kind"], RuntimeError)(found["error"])
         choice = found["choice"]
-        return cls(Choice(**{**choice, "offload": Offload.of(choice["offload"])}), found["why"])
+        return cls(Strategy(**{**choice, "offload": Offload.from_option(choice["offload"])}), found["why"])
 
 
-_ERRORS = {error.__name__: error for error in (NothingFitsError, UntraceableError, ValueError)}
+_ERRORS_BY_NAME = {error.__name__: error for error in (NothingFitsError, UntraceableError, ValueError)}
 
 
 @dataclass(frozen=True)
-class Site:
+class JobTopology:
     """Where a job runs."""
 
     device: torch.device
@@ -154,97 +156,102 @@ class Site:
     """Groups of ``ranks`` with the same states."""
 
 
-def decide(
+def choose_plan(
     model: nn.Module,
     inputs: Inputs,
-    site: Site,
-    control: Agreement | None = None,
+    topology: JobTopology,
+    control: ConsistencyChecker | None = None,
     *,
     timeout: float | None = None,
     machine: str | Machine | None = None,
     memory: int | str | None = None,
     directory: str | os.PathLike[str] | None = None,
     **question: Any,
-) -> Decision:
+) -> PlanDecision:
     """Choose the fastest plan that fits on all ranks. All of them call it, the first decides, and all hear it.
 
-    ``machine``, ``memory`` and ``directory`` are those of :class:`Planning`, ``question`` what
+    ``machine``, ``memory`` and ``directory`` are those of :class:`PlanningOptions`, ``question`` what
     :func:`zeroshard.plan` is asked. Raises :class:`NothingFitsError` on all ranks alike, before anything is taken.
     Without ``control``, all ranks of the job take part, and wait for each other for ``timeout`` seconds. Where states
     rest on disk, each rank hears of its own directory, not of the first's.
     """
-    control = open_agreement(None, timeout) if control is None else control
+    control = open_consistency_checker(None, timeout) if control is None else control
     given = question.get("offload")
     if directory is None and given != AUTO:
-        offload = Offload.of(given)
+        offload = Offload.from_option(given)
         directory = offload.directory if offload is not None else None
-    spaces = _told_by_all(control, Space.of(site.device, model, directory))
+    spaces = _gather_free_memory(control, FreeMemory.measure(topology.device, model, directory))
     if control.rank:
-        return Decision.read(control.exchange("plan", "") or "").resting_in(directory)
+        return PlanDecision.from_json(control.broadcast_text("plan", "") or "").with_directory(directory)
     try:
-        found = machine_of(spaces, site.ranks, machine, memory)
-        decision = decided(model, inputs, site, found, directory=directory, **question)
+        found = machine_from_free_memory(spaces, topology.ranks, machine, memory)
+        decision = choose_plan_for_machine(model, inputs, topology, found, directory=directory, **question)
     except Exception as error:
-        control.exchange("plan", json.dumps({"kind": type(error).__name__, "error": str(error)}))
+        control.broadcast_text("plan", json.dumps({"kind": type(error).__name__, "error": str(error)}))
         raise
-    control.exchange("plan", decision.told)
-    _log.info("%s", decision.why)
+    control.broadcast_text("plan", decision.as_json)
+    _log.info("%s", decision.reason)
     return decision
 
 
-def decided(
+def choose_plan_for_machine(
     model: nn.Module,
     inputs: Inputs,
-    site: Site,
+    topology: JobTopology,
     machine: Machine,
     *,
     directory: str | os.PathLike[str] | None = None,
     **question: Any,
-) -> Decision:
+) -> PlanDecision:
     """The same on a machine, without ranks. An open stage, offload or checkpointing is "auto" in the question."""
-    copied, kept = as_planned(model, site.tensor)
+    copied, kept = strip_checkpointing(model, topology.tensor)
     fixed = [name for name in ("stage", "offload") if question.get(name) != AUTO]
     given = question.pop("offload", None)
-    question["checkpoint"] = CHECKPOINTS if question.get("checkpoint") == AUTO else (kept,)
+    question["checkpoint"] = CHECKPOINT_MODES if question.get("checkpoint") == AUTO else (kept,)
     if given == AUTO:
         question["offload"] = "every"
         machine = replace(machine, disk=0) if directory is None else machine
     else:
         question["offload"] = [given]
     if question["stage"] == AUTO:
-        question["stage"] = _stages(site, None if given == AUTO else Offload.of(given))
+        question["stage"] = _supported_stages(topology, None if given == AUTO else Offload.from_option(given))
 
     def planned(**more: Any) -> Plans:
-        where = {"devices": site.ranks, "replicas": site.replicas, "machine": machine, "tensor": site.tensor}
+        where = {
+            "devices": topology.ranks,
+            "replicas": topology.replicas,
+            "machine": machine,
+            "tensor": topology.tensor,
+        }
         asked = {**where, **question, **more}
-        return _together(plan(copied, inputs, **asked))
+        return _with_shared_host_memory(plan(copied, inputs, **asked))
 
     plans = planned()
     best = plans.best
     if best is None:
-        raise NothingFitsError(_advice(plans, fixed, planned))
-    decision = Decision(best.choice, plans.why)
-    return decision.resting_in(directory) if given == AUTO else decision
+        raise NothingFitsError(_no_fit_message(plans, fixed, planned))
+    decision = PlanDecision(best.strategy, plans.reason)
+    return decision.with_directory(directory) if given == AUTO else decision
 
 
-def choose(
+def choose_for_shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     inputs: Inputs,
     planning: Mapping[str, Any] | None,
-    site: Site,
-    control: Agreement,
+    topology: JobTopology,
+    control: ConsistencyChecker,
     **options: Any,
-) -> Decision:
+) -> PlanDecision:
     """Choose for :func:`zeroshard.shard`, whose ``options`` these are, those that are "auto" among them."""
-    told = Planning.of(planning)
-    memory = _least_memory(control, told, inputs)
-    micro_batch, example = _batch_of(inputs, told.micro_batch)
-    data = site.ranks // site.tensor
-    return decide(
+    told = PlanningOptions.from_mapping(planning)
+    memory = _min_memory_limit(control, told, inputs)
+    micro_batch, example = _micro_batch_and_inputs(inputs, told.micro_batch)
+    data = topology.ranks // topology.tensor
+    return choose_plan(
         model,
         example,
-        site,
+        topology,
         control,
         machine=told.machine,
         memory=memory,
@@ -252,16 +259,16 @@ def choose(
         micro_batch=micro_batch,
         batch=micro_batch * told.accumulate * data,
         sequence=told.sequence,
-        loss=_Loop(told.loss),
+        loss=_OutputHoldingLoss(told.loss),
         clip=told.clip,
-        optimizer_states=states_of_an_element(optimizer) // 4,
-        one_pass=serves(optimizer),
-        scratch=_scratch(optimizer),
+        optimizer_states=state_bytes_per_element(optimizer) // 4,
+        one_pass=is_supported(optimizer),
+        scratch=_scratch_bytes_per_element(optimizer),
         **{"stage": 3, "precision": None, **options},
     )
 
 
-def _batch_of(inputs: Inputs, micro_batch: int | None) -> tuple[int, Inputs]:
+def _micro_batch_and_inputs(inputs: Inputs, micro_batch: int | None) -> tuple[int, Inputs]:
     """The samples of one forward, and what it is called with: of an example, neither more nor less than it has."""
     if inputs is None or callable(inputs):
         if micro_batch is None:
@@ -277,64 +284,71 @@ def _batch_of(inputs: Inputs, micro_batch: int | None) -> tuple[int, Inputs]:
     return found, lambda _: inputs
 
 
-class _Loop:
+class _OutputHoldingLoss:
     """A loss that holds the model's output until backward is over, as a loop does that has a name for it."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: LossFn) -> None:
         self._loss, self._output = loss, None
 
     def __call__(self, output: Any) -> torch.Tensor:
         """Make one number of it."""
         self._output = output  # in the place of the one before
-        return loss_of(output, self._loss)
+        return compute_loss(output, self._loss)
 
 
-def _scratch(optimizer: torch.optim.Optimizer | None) -> float:
+def _scratch_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> float:
     groups = optimizer.param_groups if optimizer is not None else []
-    return 0.0 if all(group.get("fused") for group in groups) else UNFUSED
+    return 0.0 if all(group.get("fused") for group in groups) else UNFUSED_SCRATCH_BYTES_PER_ELEMENT
 
 
-def _stages(site: Site, offload: Offload | None) -> list[int]:
+def _supported_stages(topology: JobTopology, offload: Offload | None) -> list[int]:
     """The stages that can offload what is to be offloaded."""
     found = []
     for stage in STAGES:
         try:
-            Placement.of_stage(stage, site.ranks // site.tensor, offload, site.replicas)
+            Placement.from_stage(stage, topology.ranks // topology.tensor, offload, topology.replicas)
         except ValueError:
             continue
         found.append(stage)
     return found
 
 
-def _together(plans: Plans) -> Plans:
+def _with_shared_host_memory(plans: Plans) -> Plans:
     """Plans for CPUs, where a device's memory is the host's: what rests "on the host" needs space beside the rest."""
-    return replace(plans, every=tuple(_in_one_memory(found) for found in plans.every))
+    return replace(plans, candidates=tuple(_check_shared_memory(found) for found in plans.candidates))
 
 
-def _in_one_memory(found: Plan) -> Plan:
-    wanted = found.memory + found.footprint.host
-    if not found.fits or found.machine.kind != "cpu" or wanted <= found.machine.memory:
-        return found
-    return replace(found, lacks=f"it needs {size(int(wanted))} a rank, which has {size(found.machine.memory)}")
+def _check_shared_memory(candidate: Plan) -> Plan:
+    wanted = candidate.memory + candidate.footprint.host
+    if not candidate.fits or candidate.machine.kind != "cpu" or wanted <= candidate.machine.memory:
+        return candidate
+    return replace(
+        candidate,
+        shortfall=f"it needs {format_bytes(int(wanted))} a rank, which has {format_bytes(candidate.machine.memory)}",
+    )
 
 
-def _advice(plans: Plans, fixed: Sequence[str], again: Callable[..., Plans]) -> str:
+def _no_fit_message(plans: Plans, fixed_options: Sequence[str], replan: Callable[..., Plans]) -> str:
     """What comes nearest, and what to do; ``fixed`` is what was not left open."""
-    least = min(plans.every, key=lambda found: found.memory).choice
+    least = min(plans.candidates, key=lambda found: found.memory).strategy
     if least.checkpoint == "none":
-        more = again(checkpoint=CHECKPOINTS).best
+        more = replan(checkpoint=CHECKPOINT_MODES).best
         if more is not None:
-            return f"{plans.why}. With activations recomputed, this fits: {more.choice.words}"
+            return f"{plans.reason}. With activations recomputed, this fits: {more.strategy.description}"
     helps = ["more ranks", "shorter samples"]
     helps += ["a smaller micro-batch"] if least.micro_batch > 1 else []
-    helps += [f"{name} 'auto', which is given" for name in fixed]
-    return f"{plans.why}. What may help: {', '.join(helps)}"
+    helps += [f"{name} 'auto', which is given" for name in fixed_options]
+    return f"{plans.reason}. What may help: {', '.join(helps)}"
 
 
-def _least_memory(control: Agreement, told: Planning, inputs: Inputs) -> int | None:
+def _min_memory_limit(control: ConsistencyChecker, planning: PlanningOptions, inputs: Inputs) -> int | None:
     """The least memory that a rank was allowed; raises on all ranks where they were not told of the same loop."""
-    said = control.complain("loop", json.dumps([told.described(inputs), told.memory], default=str))  # as for spaces
-    loops = {rank: json.loads(words) for rank, words in said.items()} or {0: [told.described(inputs), told.memory]}
+    said = control.gather_text(
+        "loop", json.dumps([planning.describe(inputs), planning.memory], default=str)
+    )  # as for spaces
+    loops = {rank: json.loads(words) for rank, words in said.items()} or {
+        0: [planning.describe(inputs), planning.memory]
+    }
     first, *_ = loops.values()
     for rank, (described, _) in loops.items():
         if described != first[0]:
@@ -342,11 +356,11 @@ def _least_memory(control: Agreement, told: Planning, inputs: Inputs) -> int | N
                 f"ranks were told of different loops to plan for: rank 0 has {first[0]}; rank {rank} has {described}. "
                 "Give the same on all ranks: as inputs, an example as large as the largest batch of any"
             )
-    allowed = [read_bytes("memory", memory) for _, memory in loops.values()]
+    allowed = [parse_bytes("memory", memory) for _, memory in loops.values()]
     return min((nbytes for nbytes in allowed if nbytes is not None), default=None)
 
 
-def _told_by_all(control: Agreement, mine: Space) -> list[Space]:
+def _gather_free_memory(control: ConsistencyChecker, local: FreeMemory) -> list[FreeMemory]:
     """What every rank says; of a lone rank, or on a backend that communicates nothing, its own word."""
-    said = control.complain("space", json.dumps(asdict(mine)))  # carries any words, and these are no complaint
-    return [Space(**json.loads(said[rank])) for rank in sorted(said)] or [mine]
+    said = control.gather_text("space", json.dumps(asdict(local)))  # carries any words, and these are no complaint
+    return [FreeMemory(**json.loads(said[rank])) for rank in sorted(said)] or [local]

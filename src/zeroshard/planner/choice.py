@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.offload import Offload
-from zeroshard.planner.traces.tracing import Checkpoint
+from zeroshard.planner.traces.tracing import CheckpointMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Strategy:
     """One way to train a model on so many devices."""
 
     stage: int = 3
     """ZeRO's, 0 to 3."""
     tensor: int = 1
     """Devices that divide each layer."""
-    checkpoint: Checkpoint = "none"
+    checkpoint: CheckpointMode = "none"
     """What is kept for backward: everything ("none"), blocks' inputs ("recompute"), those in host memory ("host")."""
     offload: Offload | None = None
     """What rests outside the device."""
@@ -27,33 +27,33 @@ class Choice:
     """Backwards a step."""
 
     @property
-    def sharding(self) -> dict[str, Any]:
+    def shard_options(self) -> dict[str, Any]:
         """What :func:`zeroshard.shard` is given of it; a tensor degree is in the mesh.
 
-        >>> Choice(stage=2).sharding
+        >>> Strategy(stage=2).shard_options
         {'stage': 2, 'offload': None}
         """
         return {"stage": self.stage, "offload": self.offload}
 
     @property
-    def way(self) -> tuple[int, int, str, str]:
+    def key(self) -> tuple[int, int, str, str]:
         """What it does, but for the numbers of samples."""
-        return self.tensor, self.stage, self.far, self.checkpoint
+        return self.tensor, self.stage, self.offload_summary, self.checkpoint
 
     @property
-    def activations(self) -> dict[str, Any] | None:
+    def checkpoint_options(self) -> dict[str, Any] | None:
         """What :func:`zeroshard.checkpoint_activations` is given of it; None: it is not called.
 
-        >>> Choice(checkpoint="host").activations
+        >>> Strategy(checkpoint="host").checkpoint_options
         {'offload': True}
         """
         return None if self.checkpoint == "none" else {"offload": self.checkpoint == "host"}
 
     @property
-    def far(self) -> str:
+    def offload_summary(self) -> str:
         """What rests outside the device, in a few words.
 
-        >>> Choice(offload=Offload(optimizer=("host", 0.5), parameters="host")).far
+        >>> Strategy(offload=Offload(optimizer=("host", 0.5), parameters="host")).offload_summary
         'optimizer 50% host, parameters host'
         """
         if self.offload is None:
@@ -65,10 +65,10 @@ class Choice:
         return ", ".join(said)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """All of it in a line.
 
-        >>> Choice(stage=2, micro_batch=8).words
+        >>> Strategy(stage=2, micro_batch=8).description
         'stage 2, micro-batch 8'
         """
         said = [f"stage {self.stage}"]
@@ -77,7 +77,7 @@ class Choice:
         if self.checkpoint != "none":
             said.append("recomputing" + (", inputs on the host" if self.checkpoint == "host" else ""))
         if self.offload is not None:
-            said.append(f"{self.far}")
+            said.append(f"{self.offload_summary}")
         said.append(f"micro-batch {self.micro_batch}")
         if self.accumulate > 1:
             said.append(f"{self.accumulate} backwards a step")

@@ -17,28 +17,30 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.engine.gradient_memory import piece_numbers
-from zeroshard.planner.memory import BucketBytes, Holdings
-from zeroshard.planner.traces.trace import Span, Trace, spans_of
+from zeroshard.engine.gradient_memory import assign_segments
+from zeroshard.planner.memory import BucketSizes, StateSizes
+from zeroshard.planner.traces.trace import Trace, TraceSpan, split_spans
 
-ROUNDED = 1.09  # memory that the allocator reserves over what is allocated: 1.01 to 1.09 measured, docs/benchmarks.md
-NEAR_INPUTS = 2  # blocks' inputs on the device, where they are kept on the host: one in use, one on its way
+RESERVED_RATIO = (
+    1.09  # memory that the allocator reserves over what is allocated: 1.01 to 1.09 measured, docs/benchmarks.md
+)
+DEVICE_KEPT_INPUTS = 2  # blocks' inputs on the device, where they are kept on the host: one in use, one on its way
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryUsage:
     """What is held at one moment, in bytes."""
 
-    what: str
+    label: str
     """What is running."""
-    held: dict[str, float]
+    by_kind: dict[str, float]
     """By kind: "states" (but for gradients), "gradients", "activations", "kept inputs", "gathered", "gradients of
     autograd", "buckets", "step", …"""
 
     @property
     def total(self) -> float:
         """Of all kinds."""
-        return sum(self.held.values())
+        return sum(self.by_kind.values())
 
 
 @dataclass(frozen=True)
@@ -47,38 +49,42 @@ class Footprint:
 
     states: dict[str, int]
     """On the device after a backward, by kind of state."""
-    far: dict[tuple[str, str], int]
+    offloaded: dict[tuple[str, str], int]
     """Outside it, by (kind of state, tier)."""
-    peak: Moment
+    peak: MemoryUsage
     """The highest moment of a step on the device."""
-    at_rest: float
+    between_steps: float
     """On the device between zero_grad() and the next forward: states, and what stays from step to step beside them."""
-    travel: float
+    staging: float
     """Host memory that states travel through."""
-    kept_on_host: float = 0.0
+    kept_inputs_on_host: float = 0.0
     """Host memory for the inputs of recomputed blocks."""
-    timeline: tuple[Moment, ...] = field(default=(), repr=False)
+    timeline: tuple[MemoryUsage, ...] = field(default=(), repr=False)
     """All moments in order, where they were asked for."""
 
     @property
     def host(self) -> float:
         """Bytes of host memory of one rank."""
-        return sum(nbytes for (_, tier), nbytes in self.far.items() if tier == "host") + self.travel + self.kept_on_host
+        return (
+            sum(nbytes for (_, tier), nbytes in self.offloaded.items() if tier == "host")
+            + self.staging
+            + self.kept_inputs_on_host
+        )
 
     @property
     def disk(self) -> float:
         """Bytes on disk of one rank."""
-        return sum(nbytes for (_, tier), nbytes in self.far.items() if tier == "disk")
+        return sum(nbytes for (_, tier), nbytes in self.offloaded.items() if tier == "disk")
 
     @property
     def reserved(self) -> float:
         """What the allocator is expected to reserve for the peak."""
-        return self.peak.total * ROUNDED
+        return self.peak.total * RESERVED_RATIO
 
 
 def footprint(
     trace: Trace,
-    held: Holdings,
+    sizes: StateSizes,
     *,
     on_gpu: bool = True,
     prefetch: bool = True,
@@ -86,9 +92,9 @@ def footprint(
     workspace: float = 0,
     scratch: float = 0,
     timeline: bool = False,
-    spans: Sequence[Span] | None = None,
-    gradients_stay: bool = False,
-    adds: bool = False,
+    spans: Sequence[TraceSpan] | None = None,
+    has_persistent_grads: bool = False,
+    is_accumulating: bool = False,
 ) -> Footprint:
     """Replay a trace: see [Note: replaying memory].
 
@@ -96,151 +102,168 @@ def footprint(
     take in a step, both in bytes. ``spans`` are those of the trace, if they were cut before. ``gradients_stay``: they
     are there when a forward begins. ``adds``: a backward adds to those of another.
     """
-    kept = sum(trace.kept)
-    near = sum(sorted(trace.kept)[-NEAR_INPUTS:]) if inputs_on_host else kept
-    gradients = float(held.states["gradients"])
+    kept = sum(trace.kept_input_bytes)
+    near = sum(sorted(trace.kept_input_bytes)[-DEVICE_KEPT_INPUTS:]) if inputs_on_host else kept
+    gradients = float(sizes.states["gradients"])
     always = {
-        "states": float(sum(held.states.values())) - gradients,
-        "gradients": gradients if gradients_stay else 0.0,
+        "states": float(sum(sizes.states.values())) - gradients,
+        "gradients": gradients if has_persistent_grads else 0.0,
         "kept inputs": near,
-        "buffers": trace.buffers,
-        "inputs": trace.inputs,
+        "buffers": trace.buffer_bytes,
+        "inputs": trace.input_bytes,
         "libraries": workspace,
-        "landings": float(0 if held.placement.gradients else held.landings),
+        "landings": float(0 if sizes.placement.gradients else sizes.shard_buffer_bytes),
     }
-    spans = spans_of(trace) if spans is None else spans
-    walk = _Walk(spans, held, on_gpu, prefetch, gradients_stay, adds)
-    moments = [walk.over(span) for span in spans]
+    spans = split_spans(trace) if spans is None else spans
+    walk = _MemoryReplay(spans, sizes, on_gpu, prefetch, has_persistent_grads, is_accumulating)
+    moments = [walk.replay_span(span) for span in spans]
     best = max(moments, key=lambda moment: moment.total)
-    best = Moment(best.what, {**always, **best.held})
-    step = Moment("step", {**always, "gradients": gradients, "activations": 0.0, "step": float(held.step) + scratch})
+    best = MemoryUsage(best.label, {**always, **best.by_kind})
+    step = MemoryUsage(
+        "step", {**always, "gradients": gradients, "activations": 0.0, "step": float(sizes.step_buffer_bytes) + scratch}
+    )
     if step.total > best.total:
         best = step
     return Footprint(
-        held.states,
-        held.far,
+        sizes.states,
+        sizes.offloaded,
         best,
-        at_rest=sum(always.values()) - trace.inputs,
-        travel=float(held.travel),
-        kept_on_host=kept if inputs_on_host else 0.0,
-        timeline=(*(Moment(m.what, {**always, **m.held}) for m in moments), step) if timeline else (),
+        between_steps=sum(always.values()) - trace.input_bytes,
+        staging=float(sizes.staging_bytes),
+        kept_inputs_on_host=kept if inputs_on_host else 0.0,
+        timeline=(*(MemoryUsage(m.label, {**always, **m.by_kind}) for m in moments), step) if timeline else (),
     )
 
 
-class OpenRings:
+class SimulatedRings:
     """The buffers of all rings that have memory: see [Note: buffers of a ring]."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        self._turns: Counter[torch.dtype] = Counter()
-        self._packed: set[tuple[torch.dtype, int, int]] = set()  # by dtype, slot, and bytes
-        self._parts: set[tuple[torch.dtype, int, int]] = set()
+        self._next_slot: Counter[torch.dtype] = Counter()
+        self._packed_buffers: set[tuple[torch.dtype, int, int]] = set()  # by dtype, slot, and bytes
+        self._shard_buffers: set[tuple[torch.dtype, int, int]] = set()
 
     @property
     def nbytes(self) -> int:
         """Of all these buffers."""
-        return sum(nbytes for *_, nbytes in self._packed) + sum(nbytes for *_, nbytes in self._parts)
+        return sum(nbytes for *_, nbytes in self._packed_buffers) + sum(nbytes for *_, nbytes in self._shard_buffers)
 
-    def take(self, buckets: Sequence[BucketBytes], adds: bool) -> None:
+    def add_buckets(self, buckets: Sequence[BucketSizes], is_accumulating: bool) -> None:
         """Let a unit's buckets pass. ``adds``: what is reduced is added to gradients that are there."""
         for bucket in buckets:
-            slot = self._turns[bucket.dtype] % self._slots
-            self._turns[bucket.dtype] += 1
-            self._packed.add((bucket.dtype, slot, bucket.packed))
-            if adds or bucket.aside:
-                self._parts.add((bucket.dtype, slot, bucket.part))
+            slot = self._next_slot[bucket.dtype] % self._slots
+            self._next_slot[bucket.dtype] += 1
+            self._packed_buffers.add((bucket.dtype, slot, bucket.packed_bytes))
+            if is_accumulating or bucket.needs_reduce_buffer:
+                self._shard_buffers.add((bucket.dtype, slot, bucket.shard_buffer_bytes))
 
-    def close(self) -> None:
+    def free(self) -> None:
         """Give their memory back."""
-        self._packed.clear()
-        self._parts.clear()
+        self._packed_buffers.clear()
+        self._shard_buffers.clear()
 
 
-class _Walk:
+class _MemoryReplay:
     """Where a replay is, and what the library holds there."""
 
     def __init__(
-        self, spans: Sequence[Span], held: Holdings, on_gpu: bool, prefetch: bool, gradients_stay: bool, adds: bool
+        self,
+        spans: Sequence[TraceSpan],
+        sizes: StateSizes,
+        on_gpu: bool,
+        prefetch: bool,
+        has_persistent_grads: bool,
+        is_accumulating: bool,
     ) -> None:
-        self._held, self._on_gpu, self._prefetch, self._adds = held, on_gpu, prefetch, adds
-        self._pieces = _pieces(held)
-        self._there = set().union(*self._pieces) if gradients_stay else set()  # pieces of reduced gradients
-        self._orders = brought_in(spans)
-        self._at = 0
-        self._gathered: set[int] = set()
-        self._waiting = 0.0  # bytes of gradients that a reduction still reads
-        self._high = 0.0  # bytes of activations and units when forward ended, the loss among them
-        self._rings = OpenRings(held.slots)
+        self._sizes, self._is_gpu, self._prefetch, self._is_accumulating = sizes, on_gpu, prefetch, is_accumulating
+        self._segments = _grad_segments(sizes)
+        self._allocated_segments = (
+            set().union(*self._segments) if has_persistent_grads else set()
+        )  # pieces of reduced gradients
+        self._unshard_orders = unshard_orders(spans)
+        self._next_unshard = 0
+        self._unsharded: set[int] = set()
+        self._pending_grad_bytes = 0.0  # bytes of gradients that a reduction still reads
+        self._forward_end_bytes = 0.0  # bytes of activations and units when forward ended, the loss among them
+        self._rings = SimulatedRings(sizes.ring_slots)
 
-    def over(self, span: Span) -> Moment:
+    def replay_span(self, span: TraceSpan) -> MemoryUsage:
         """Go through one span, from its mark on, and return its highest moment, without what is always there."""
-        taken = self._act(span) if span.mark is not None else 0.0
-        return Moment(
-            span.where or (span.mark.moment if span.mark is not None else ""),
+        taken = self._apply_event(span) if span.event is not None else 0.0
+        return MemoryUsage(
+            span.peak_module_name or (span.event.kind if span.event is not None else ""),
             {
-                "activations": max(span.peak, span.begin + taken),
-                "gathered": self._brought,
-                "gradients": float(sum(nbytes for *_, nbytes in self._there)),
-                "gradients of autograd": self._waiting,
+                "activations": max(span.peak_bytes, span.start_bytes + taken),
+                "gathered": self._unsharded_bytes,
+                "gradients": float(sum(nbytes for *_, nbytes in self._allocated_segments)),
+                "gradients of autograd": self._pending_grad_bytes,
                 "buckets": float(self._rings.nbytes),
             },
         )
 
-    def _act(self, span: Span) -> float:
+    def _apply_event(self, span: TraceSpan) -> float:
         """Do what the engine does at a mark; return bytes that are held for this moment alone."""
-        mark, partitioned = span.mark, self._held.placement
+        mark, partitioned = span.event, self._sizes.placement
         if mark is None:
             return 0.0
-        if mark.moment == "bring" and partitioned.parameters:
-            self._bring(mark.unit, self._orders[span.backward])
-        elif mark.moment == "release":
-            self._gathered.discard(mark.unit)
-        elif mark.moment == "finish":
-            if not (partitioned.gradients or self._there) and self._on_gpu:
-                self._take_at_once(self._high - span.begin - self._brought - mark.nbytes)
-            self._there |= self._pieces[mark.unit]
+        if mark.kind == "bring" and partitioned.parameters:
+            self._unshard(mark.unit, self._unshard_orders[span.is_backward])
+        elif mark.kind == "release":
+            self._unsharded.discard(mark.unit)
+        elif mark.kind == "finish":
+            if not (partitioned.gradients or self._allocated_segments) and self._is_gpu:
+                self._allocate_all_segments(
+                    self._forward_end_bytes - span.start_bytes - self._unsharded_bytes - mark.nbytes
+                )
+            self._allocated_segments |= self._segments[mark.unit]
             if not partitioned.gradients:
                 return mark.nbytes  # copied into the sum, and gone
-            self._rings.take(self._held.units[mark.unit].buckets, self._adds)
-            late = self._held.units[mark.unit].late if self._on_gpu else 0.0
-            self._waiting = min(late, mark.nbytes)
-            return mark.nbytes - self._waiting
-        elif mark.moment == "end forward":
-            self._high = span.begin + self._brought
-            self._at = 0
-        elif mark.moment == "end backward":
-            self._waiting = 0.0
-            self._rings.close()
-            self._gathered.clear()
+            self._rings.add_buckets(self._sizes.units[mark.unit].buckets, self._is_accumulating)
+            late = self._sizes.units[mark.unit].side_stream_grad_bytes if self._is_gpu else 0.0
+            self._pending_grad_bytes = min(late, mark.nbytes)
+            return mark.nbytes - self._pending_grad_bytes
+        elif mark.kind == "end forward":
+            self._forward_end_bytes = span.start_bytes + self._unsharded_bytes
+            self._next_unshard = 0
+        elif mark.kind == "end backward":
+            self._pending_grad_bytes = 0.0
+            self._rings.free()
+            self._unsharded.clear()
         return 0.0
 
-    def _take_at_once(self, room: float) -> None:
+    def _allocate_all_segments(self, free_bytes: float) -> None:
         """Take all pieces if the loss has left room for them: see [Note: gradients that come and go]."""
-        every = set().union(*self._pieces)
-        if room >= sum(nbytes for *_, nbytes in every):
-            self._there |= every
+        every = set().union(*self._segments)
+        if free_bytes >= sum(nbytes for *_, nbytes in every):
+            self._allocated_segments |= every
 
     @property
-    def _brought(self) -> float:
-        return float(sum(self._held.units[unit].room for unit in self._gathered))
+    def _unsharded_bytes(self) -> float:
+        return float(sum(self._sizes.units[unit].alloc_bytes for unit in self._unsharded))
 
-    def _bring(self, unit: int, order: list[int]) -> None:
-        self._gathered.add(unit)
-        self._at += 1
-        if self._prefetch and self._at < len(order):
-            self._gathered.add(order[self._at])
-
-
-Piece = tuple[torch.dtype, int, int]  # of which dtype, its number, and its bytes
+    def _unshard(self, unit: int, order: list[int]) -> None:
+        self._unsharded.add(unit)
+        self._next_unshard += 1
+        if self._prefetch and self._next_unshard < len(order):
+            self._unsharded.add(order[self._next_unshard])
 
 
-def _pieces(held: Holdings) -> list[set[Piece]]:
+GradSegment = tuple[torch.dtype, int, int]  # of which dtype, its number, and its bytes
+
+
+def _grad_segments(held: StateSizes) -> list[set[GradSegment]]:
     """For each unit the pieces that its gradients lie in: see [Note: gradients that come and go]."""
-    found: list[set[Piece]] = [set() for _ in held.units]
-    for dtype in {dtype: None for unit in held.units for dtype, _ in unit.kept}:
-        sizes = [(number, numel) for number, unit in enumerate(held.units) for its, numel in unit.kept if its == dtype]
-        parts = held.ranks if held.placement.gradients else 1
-        numbers = piece_numbers([numel for _, numel in sizes], parts)
+    found: list[set[GradSegment]] = [set() for _ in held.units]
+    for dtype in {dtype: None for unit in held.units for dtype, _ in unit.device_grad_numels}:
+        sizes = [
+            (number, numel)
+            for number, unit in enumerate(held.units)
+            for its, numel in unit.device_grad_numels
+            if its == dtype
+        ]
+        parts = held.shard_count if held.placement.gradients else 1
+        numbers = assign_segments([numel for _, numel in sizes], parts)
         together = Counter[int]()
         for piece, (_, numel) in zip(numbers, sizes, strict=True):
             together[piece] += numel * dtype.itemsize
@@ -249,10 +272,10 @@ def _pieces(held: Holdings) -> list[set[Piece]]:
     return found
 
 
-def brought_in(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+def unshard_orders(spans: Sequence[TraceSpan]) -> tuple[list[int], list[int]]:
     """The units in the order that forward, and backward, brings them in."""
     orders: tuple[list[int], list[int]] = ([], [])
     for span in spans:
-        if span.mark is not None and span.mark.moment == "bring":
-            orders[span.backward].append(span.mark.unit)
+        if span.event is not None and span.event.kind == "bring":
+            orders[span.is_backward].append(span.event.unit)
     return orders

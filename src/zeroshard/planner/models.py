@@ -16,20 +16,26 @@ import torch
 from torch import nn
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.traces.inputs import Inputs, arguments
+from zeroshard.planner.traces.inputs import Inputs, model_arguments
 from zeroshard.presets import PRESETS
 
-CONFIG = "config.json"
-_CHANGES = {"layers": "layers", "heads": "heads", "width": "width", "sequence": "context", "vocabulary": "vocab_size"}
-_KINDS = (
+CONFIG_FILE = "config.json"
+_PRESET_OVERRIDES = {
+    "layers": "layers",
+    "heads": "heads",
+    "width": "width",
+    "sequence": "context",
+    "vocabulary": "vocab_size",
+}
+_ACCEPTED_MODELS = (
     f"a preset ({', '.join(list(PRESETS)[:4])}, …: see `zeroshard presets`), a Hugging Face model's directory or its "
-    f"{CONFIG}, or module:callable for a model of your own"
+    f"{CONFIG_FILE}, or module:callable for a model of your own"
 )
 
-Opened = tuple[nn.Module, Inputs, str]
+OpenedModel = tuple[nn.Module, Inputs, str]
 
 
-def open_model(name: str, **changes: int | None) -> Opened:
+def open_model(name: str, **changes: int | None) -> OpenedModel:
     """A model on the meta device, what it is called with where that comes with it, and one line on what it is.
 
     ``name`` is a preset, a Hugging Face model's directory or config.json (nothing is downloaded), or
@@ -42,26 +48,26 @@ def open_model(name: str, **changes: int | None) -> Opened:
     """
     wanted = {key: value for key, value in changes.items() if value is not None}
     for key in wanted:
-        if key not in _CHANGES:
-            raise ValueError(f"a preset has no {key!r} to change: it has {', '.join(_CHANGES)}")
+        if key not in _PRESET_OVERRIDES:
+            raise ValueError(f"a preset has no {key!r} to change: it has {', '.join(_PRESET_OVERRIDES)}")
     if name in PRESETS:
-        return _preset(name, wanted)
+        return _open_preset(name, wanted)
     wanted.pop("sequence", None)  # of any language model: what it is called with, and no part of its shape
     if wanted:
         raise ValueError(f"{', '.join(wanted)} change a preset, and {name!r} is none: change the model itself")
     path = Path(name).expanduser()
     if path.exists():
-        return _hugging_face(path)
+        return _open_hugging_face(path)
     if ":" in name:
-        return _own(name)
+        return _open_callable(name)
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]!r}? Wanted is" if near else "wanted is"
-    raise ValueError(f"{name!r} is no model that is known, and no file or directory here: {hint} {_KINDS}")
+    raise ValueError(f"{name!r} is no model that is known, and no file or directory here: {hint} {_ACCEPTED_MODELS}")
 
 
 def open_inputs(name: str) -> Inputs:
     """What a model is called with, from "module:callable": a function of the batch."""
-    found = find(name)
+    found = import_attribute(name)
     if callable(found) or isinstance(found, torch.Tensor | tuple | Mapping):
         return cast("Inputs", found)
     raise ValueError(
@@ -70,24 +76,24 @@ def open_inputs(name: str) -> Inputs:
     )
 
 
-def tokens_of(model: nn.Module, inputs: Inputs, sequence: int | None = None) -> int | None:
+def tokens_per_sample(model: nn.Module, inputs: Inputs, sequence: int | None = None) -> int | None:
     """Tokens of a sample, of a language model that is known; None for all others.
 
     >>> model, inputs, _ = open_model("gpt2")
-    >>> tokens_of(model, inputs), tokens_of(nn.Linear(2, 2), torch.empty(1, 2))
+    >>> tokens_per_sample(model, inputs), tokens_per_sample(nn.Linear(2, 2), torch.empty(1, 2))
     (1024, None)
     """
     if inputs is not None:
         return None
-    args, kwargs = arguments(model, None, 1, sequence)
+    args, kwargs = model_arguments(model, None, 1, sequence)
     tokens: torch.Tensor = kwargs["input_ids"] if kwargs else args[0]
     return int(tokens.shape[1])
 
 
-def find(name: str) -> Any:
+def import_attribute(name: str) -> Any:
     """What "module:attribute" names; modules are also looked for in the current directory.
 
-    >>> find("torch:nn.Linear") is nn.Linear
+    >>> import_attribute("torch:nn.Linear") is nn.Linear
     True
     """
     module, _, attribute = name.partition(":")
@@ -121,7 +127,7 @@ def find(name: str) -> Any:
 # --------------------------------------------------------------------------------------------------- three kinds
 
 
-def _preset(name: str, changes: dict[str, int]) -> Opened:
+def _open_preset(name: str, changes: dict[str, int]) -> OpenedModel:
     preset = PRESETS[name]
     config = GPTConfig(
         vocab_size=preset.vocabulary,
@@ -130,23 +136,25 @@ def _preset(name: str, changes: dict[str, int]) -> Opened:
         heads=preset.heads,
         width=preset.width,
     )
-    shape: dict[str, Any] = {_CHANGES[key]: value for key, value in changes.items()}
+    shape: dict[str, Any] = {_PRESET_OVERRIDES[key]: value for key, value in changes.items()}
     config = replace(config, **shape)
     with torch.device("meta"):
         model = GPT(config)
     return model, None, f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
 
 
-def _hugging_face(path: Path) -> Opened:
-    file = path / CONFIG if path.is_dir() else path
+def _open_hugging_face(path: Path) -> OpenedModel:
+    file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path} holds no {CONFIG}: give the directory of a Hugging Face model, or its {CONFIG}")
+        raise ValueError(
+            f"{path} holds no {CONFIG_FILE}: give the directory of a Hugging Face model, or its {CONFIG_FILE}"
+        )
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # of which what is no UTF-8 is one
-        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG} of a Hugging Face model") from None
+        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from None
     if not isinstance(told, dict) or "model_type" not in told:
-        raise ValueError(f'{file} has no "model_type": give the {CONFIG} of a Hugging Face model')
+        raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
     try:
         library: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -169,10 +177,10 @@ def _hugging_face(path: Path) -> Opened:
     return model, None, f"{type(model).__name__}, {layers} layers, width {width}"
 
 
-def _own(name: str) -> Opened:
-    make = find(name)
+def _open_callable(name: str) -> OpenedModel:
+    make = import_attribute(name)
     if isinstance(make, nn.Module):
-        return _paired(name, make)
+        return _split_model_and_inputs(name, make)
     if not callable(make):
         raise ValueError(f"{name} is of type {type(make).__name__}: wanted is a function that returns a model")
     try:
@@ -184,10 +192,10 @@ def _own(name: str) -> Opened:
             "torch.device('meta'): tensors have shapes and no values there. Read no values while building, and leave "
             "loading weights out"
         ) from error
-    return _paired(name, made)
+    return _split_model_and_inputs(name, made)
 
 
-def _paired(name: str, made: Any) -> Opened:
+def _split_model_and_inputs(name: str, made: Any) -> OpenedModel:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         got = type(made).__name__ if model is made else f"a tuple that begins with {type(model).__name__}"

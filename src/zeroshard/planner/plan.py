@@ -9,70 +9,70 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.memory.report import size
-from zeroshard.offload import read_bytes
-from zeroshard.planner.choice import Choice
+from zeroshard.memory.report import format_bytes
+from zeroshard.offload import parse_bytes
+from zeroshard.planner.choice import Strategy
 from zeroshard.planner.footprint import Footprint
-from zeroshard.planner.fullness import lacks, needed
+from zeroshard.planner.fullness import device_bytes_needed, memory_shortfall
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.pace import Pace
-from zeroshard.planner.search import choices
-from zeroshard.planner.subject import Subject
-from zeroshard.planner.traces.inputs import Inputs, Loss
-from zeroshard.planner.traces.tracing import CHECKPOINTS, Checkpoint
+from zeroshard.planner.pace import StepTime
+from zeroshard.planner.search import candidate_strategies
+from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.traces.inputs import Inputs, LossFn
+from zeroshard.planner.traces.tracing import CHECKPOINT_MODES, CheckpointMode
 
-ALIKE = 0.01  # of the pace: plans that differ by less count as equally fast, and the smaller is better
-DOUBTED = 0.95  # of its pace is what a plan that offloads is credited with: its host may have other work
+SPEED_TOLERANCE = 0.01  # of the pace: plans that differ by less count as equally fast, and the smaller is better
+OFFLOAD_SCORE_FACTOR = 0.95  # of its pace is what a plan that offloads is credited with: its host may have other work
 
 
 @dataclass(frozen=True)
 class Plan:
     """One choice, what it holds and how long it takes on each of so many devices."""
 
-    choice: Choice
+    strategy: Strategy
     devices: int
     machine: Machine
     footprint: Footprint
-    lacks: str
+    shortfall: str
     """What it does not fit into, with figures; empty where it fits."""
-    subject: Subject = field(repr=False, compare=False)
+    traced_model: TracedModel = field(repr=False, compare=False)
     """What is planned."""
 
     @cached_property
-    def pace(self) -> Pace:
+    def step_time(self) -> StepTime:
         """How long a step takes, and what the time goes to. Worked out when it is first asked for."""
-        return self.subject.pace(self.choice, self.devices, self.machine)
+        return self.traced_model.step_time(self.strategy, self.devices, self.machine)
 
     @cached_property
     def useful_flops(self) -> float:
         """Of a step on one device, without what is computed again."""
-        return self.subject.useful_flops(self.choice, self.machine)
+        return self.traced_model.useful_flops(self.strategy, self.machine)
 
     @property
     def fits(self) -> bool:
         """Whether it runs without running out of memory."""
-        return not self.lacks
+        return not self.shortfall
 
     @property
     def memory(self) -> float:
         """Bytes of a device that it needs: what the allocator reserves, and the runtime's own."""
-        return needed(self.footprint, self.machine)
+        return device_bytes_needed(self.footprint, self.machine)
 
     @property
-    def samples(self) -> float:
+    def samples_per_second(self) -> float:
         """Samples a second, over all devices."""
-        choice = self.choice
-        return choice.micro_batch * choice.accumulate * (self.devices // choice.tensor) / self.pace.step
+        choice = self.strategy
+        return choice.micro_batch * choice.accumulate * (self.devices // choice.tensor) / self.step_time.step
 
     @property
-    def credit(self) -> float:
+    def score(self) -> float:
         """Samples a second that it is compared by."""
-        return self.samples * (DOUBTED if self.choice.offload is not None else 1.0)
+        return self.samples_per_second * (OFFLOAD_SCORE_FACTOR if self.strategy.offload is not None else 1.0)
 
     @property
-    def flops(self) -> float:
+    def flops_per_second(self) -> float:
         """Useful operations a second on one device."""
-        return self.useful_flops / self.pace.step
+        return self.useful_flops / self.step_time.step
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ class Plans:
     devices: int
     machine: Machine
     precision: str | None
-    every: tuple[Plan, ...]
+    candidates: tuple[Plan, ...]
     """All that were looked at."""
-    subject: Subject = field(repr=False, compare=False)
+    traced_model: TracedModel = field(repr=False, compare=False)
     """What is planned, with its traces."""
 
     @property
     def fitting(self) -> list[Plan]:
         """Those that fit, the fastest first."""
-        return sorted((plan for plan in self.every if plan.fits), key=lambda plan: -plan.samples)
+        return sorted((plan for plan in self.candidates if plan.fits), key=lambda plan: -plan.samples_per_second)
 
     @property
     def best(self) -> Plan | None:
@@ -100,30 +100,33 @@ class Plans:
         fitting = self.fitting
         if not fitting:
             return None
-        most = max(plan.credit for plan in fitting)
-        return min((plan for plan in fitting if plan.credit >= most * (1 - ALIKE)), key=lambda plan: plan.memory)
+        most = max(plan.score for plan in fitting)
+        return min(
+            (plan for plan in fitting if plan.score >= most * (1 - SPEED_TOLERANCE)), key=lambda plan: plan.memory
+        )
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """One line on what was chosen and why, or on why nothing fits."""
         best = self.best
         if best is None:
-            least = min(self.every, key=lambda plan: plan.memory)
-            return f"nothing fits: what needs least is {least.choice.words}, and {least.lacks}"
+            least = min(self.candidates, key=lambda plan: plan.memory)
+            return f"nothing fits: what needs least is {least.strategy.description}, and {least.shortfall}"
         fitting = self.fitting
-        out = len(self.every) - len(fitting)
+        out = len(self.candidates) - len(fitting)
         return (
-            f"{best.choice.words}: the fastest of {len(fitting)} plans that fit ({out} do not), "
-            f"{best.samples:.4g} samples/s, {size(int(best.memory))} of {size(self.machine.memory)} a device"
+            f"{best.strategy.description}: the fastest of {len(fitting)} plans that fit ({out} do not), "
+            f"{best.samples_per_second:.4g} samples/s, {format_bytes(int(best.memory))} of "
+            f"{format_bytes(self.machine.memory)} a device"
         )
 
-    def rows(self) -> list[Plan]:
+    def fastest_per_strategy(self) -> list[Plan]:
         """For every stage, tensor degree, offload and checkpointing, the micro-batch that is fastest."""
         groups: dict[tuple[int, int, str, str], list[Plan]] = {}
-        for plan in self.every:
-            groups.setdefault(plan.choice.way, []).append(plan)
+        for plan in self.candidates:
+            groups.setdefault(plan.strategy.key, []).append(plan)
         return [
-            max(group, key=lambda plan: (plan.fits, plan.samples if plan.fits else -plan.memory))
+            max(group, key=lambda plan: (plan.fits, plan.samples_per_second if plan.fits else -plan.memory))
             for group in groups.values()
         ]
 
@@ -138,10 +141,10 @@ def plan(
     batch: int | None = None,
     micro_batch: int | Sequence[int] | None = None,
     sequence: int | None = None,
-    loss: Loss = None,
+    loss: LossFn = None,
     stage: int | Sequence[int] = (0, 1, 2, 3),
     tensor: int | Sequence[int] | None = None,
-    checkpoint: Checkpoint | Sequence[Checkpoint] = CHECKPOINTS,
+    checkpoint: CheckpointMode | Sequence[CheckpointMode] = CHECKPOINT_MODES,
     offload: Any = "every",
     optimizer_states: int = 2,
     one_pass: bool = True,
@@ -169,7 +172,7 @@ def plan(
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(8)])
     >>> plans = plan(model, torch.empty(1, 4096), devices=8, machine="h100", memory="2GB", batch=512)
-    >>> plans.best.choice.stage, plans.best.fits
+    >>> plans.best.strategy.stage, plans.best.fits
     (3, True)
     """
     for name, value, least in (
@@ -181,12 +184,14 @@ def plan(
             raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
     if loss is not None and not callable(loss):
         raise TypeError(f"loss is a function of the model's output, or None, got {loss!r}")
-    machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
+    machine = (
+        Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
+    )
     machine = machine.shared_by(devices)
-    precision = options.setdefault("precision", precision_for(machine))
+    precision = options.setdefault("precision", default_precision(machine))
     if precision is not None:
-        machine.peak(precision)  # refuses one that the machine does not compute in
-    subject = Subject(
+        machine.peak_flops(precision)  # refuses one that the machine does not compute in
+    subject = TracedModel(
         model,
         inputs,
         loss=loss,
@@ -200,43 +205,47 @@ def plan(
     )
     narrowed = {
         "batch": batch,
-        "micro_batches": _several(micro_batch),
-        "stages": _several(stage) or (),
-        "tensors": _several(tensor),
-        "checkpoints": _several(checkpoint) or (),
+        "micro_batches": _as_tuple(micro_batch),
+        "stages": _as_tuple(stage) or (),
+        "tensors": _as_tuple(tensor),
+        "checkpoints": _as_tuple(checkpoint) or (),
         "offloads": offload,
     }
-    plans = _plans(subject, devices, machine, precision, narrowed)
+    plans = _evaluate_all(subject, devices, machine, precision, narrowed)
     best = plans.best
-    if best is not None and not subject.confirm(best.choice, machine):
-        plans = _plans(subject, devices, machine, precision, narrowed)  # from traces of the whole model
+    if best is not None and not subject.verify_extrapolation(best.strategy, machine):
+        plans = _evaluate_all(subject, devices, machine, precision, narrowed)  # from traces of the whole model
     return plans
 
 
-def _plans(subject: Subject, devices: int, machine: Machine, precision: str | None, narrowed: dict[str, Any]) -> Plans:
+def _evaluate_all(
+    traced_model: TracedModel, devices: int, machine: Machine, precision: str | None, constraints: dict[str, Any]
+) -> Plans:
     """Work out all choices."""
-    found = choices(subject, devices, machine, **narrowed)
-    every = tuple(consider(subject, choice, devices, machine) for choice in found)
+    found = candidate_strategies(traced_model, devices, machine, **constraints)
+    every = tuple(evaluate_strategy(traced_model, choice, devices, machine) for choice in found)
     if not every:
         raise ValueError(
-            f"a batch of {narrowed['batch']} cannot be divided over {devices} devices as asked: give a multiple of "
+            f"a batch of {constraints['batch']} cannot be divided over {devices} devices as asked: give a multiple of "
             f"the data-parallel devices, {devices} over the tensor degree, times the micro-batch"
         )
-    model = subject.model
+    model = traced_model.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Plans(type(model).__name__, parameters, devices, machine, precision, every, subject)
+    return Plans(type(model).__name__, parameters, devices, machine, precision, every, traced_model)
 
 
-def consider(subject: Subject, choice: Choice, devices: int, machine: Machine, timeline: bool = False) -> Plan:
+def evaluate_strategy(
+    traced_model: TracedModel, strategy: Strategy, devices: int, machine: Machine, timeline: bool = False
+) -> Plan:
     """Work out one choice."""
-    held = subject.footprint(choice, devices, machine, timeline)
-    return Plan(choice, devices, machine, held, lacks(held, devices, machine), subject)
+    held = traced_model.footprint(strategy, devices, machine, timeline)
+    return Plan(strategy, devices, machine, held, memory_shortfall(held, devices, machine), traced_model)
 
 
-def precision_for(machine: Machine) -> str:
+def default_precision(machine: Machine) -> str:
     """The 16 bits that a GPU computes in; 32 on a CPU.
 
-    >>> precision_for(Machine.of("dgx2")), precision_for(Machine.of("cpu"))
+    >>> default_precision(Machine.resolve("dgx2")), default_precision(Machine.resolve("cpu"))
     ('fp16', 'fp32')
     """
     if machine.kind == "cpu":
@@ -244,7 +253,7 @@ def precision_for(machine: Machine) -> str:
     return next(name for name in ("bf16", "fp16", "fp32") if name in machine.flops)
 
 
-def _several(value: Any) -> tuple[Any, ...] | None:
+def _as_tuple(value: Any) -> tuple[Any, ...] | None:
     if value is None:
         return None
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)

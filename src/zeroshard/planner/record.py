@@ -43,27 +43,27 @@ from typing import Any
 import torch
 
 import zeroshard
-from zeroshard.offload import KINDS, Offload
+from zeroshard.offload import STATE_KINDS, Offload
 from zeroshard.planner.plan import Plan, Plans
 
-PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
-TIERS = ("pcie", "disk")  # traffic that is no collective's
+TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
+TIER_TRAFFIC = ("pcie", "disk")  # traffic that is no collective's
 
 
-def record(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
+def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
     """Everything in plain data: [Note: the record of a plan]. ``model`` describes it, if its class does too little.
 
     >>> from torch import nn
     >>> with torch.device("meta"):
     ...     layer = nn.Linear(64, 64, bias=False)
-    >>> told = record(zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None))
+    >>> told = plans_to_dict(zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None))
     >>> told["plans"][told["best"]]["states"]["optimizer states"]
     16384
     """
-    every, best = plans.every, plans.best
+    every, best = plans.candidates, plans.best
     places = {id(plan): place for place, plan in enumerate(every)}
     return {
-        "why": plans.why,
+        "why": plans.reason,
         "fits": best is not None,
         "model": plans.model if model is None else model,
         "parameters": plans.parameters,
@@ -73,50 +73,53 @@ def record(plans: Plans, *, model: str | None = None, tokens: int | None = None)
         "machine": json.loads(plans.machine.to_json()),
         "versions": versions(),
         "best": None if best is None else places[id(best)],
-        "rows": [places[id(plan)] for plan in standing(plans)],
-        "plans": [record_plan(plan, psi_bytes(plans), tokens) for plan in every],
+        "rows": [places[id(plan)] for plan in best_per_strategy(plans)],
+        "plans": [plan_to_dict(plan, psi_bytes(plans), tokens) for plan in every],
     }
 
 
-def record_plan(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, Any]:
+def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, Any]:
     """One plan in plain data; ``psi`` are the bytes of all parameters."""
     held, here = plan.footprint, min(plan.devices, plan.machine.devices)
     far: dict[str, dict[str, float]] = {}
-    for (kind, tier), nbytes in held.far.items():
+    for (kind, tier), nbytes in held.offloaded.items():
         far.setdefault(kind, {})[tier] = nbytes
     return {
-        "words": plan.choice.words,
+        "words": plan.strategy.description,
         "choice": {
-            "stage": plan.choice.stage,
-            "tensor": plan.choice.tensor,
-            "checkpoint": plan.choice.checkpoint,
-            "offload": _offload(plan.choice.offload),
-            "micro_batch": plan.choice.micro_batch,
-            "accumulate": plan.choice.accumulate,
+            "stage": plan.strategy.stage,
+            "tensor": plan.strategy.tensor,
+            "checkpoint": plan.strategy.checkpoint,
+            "offload": _offload_to_dict(plan.strategy.offload),
+            "micro_batch": plan.strategy.micro_batch,
+            "accumulate": plan.strategy.accumulate,
         },
         "fits": plan.fits,
-        "lacks": plan.lacks,
+        "lacks": plan.shortfall,
         "memory": plan.memory,
         "states": dict(held.states),
         "far": far,
-        "at_rest": held.at_rest,
-        "peak": {"moment": held.peak.what, "total": held.peak.total, "by_kind": dict(held.peak.held)},
+        "at_rest": held.between_steps,
+        "peak": {"moment": held.peak.label, "total": held.peak.total, "by_kind": dict(held.peak.by_kind)},
         "host": held.host,
         "disk": held.disk,
         "node": {"host": held.host * here, "disk": held.disk * here},
-        "traffic": dict(plan.pace.traffic),
-        "psi": data_traffic(plan) / psi,
-        "seconds": {name: getattr(plan.pace, name) for name in ("step", *PARTS)},
-        "samples_per_second": plan.samples,
-        "tokens_per_second": None if tokens is None else plan.samples * tokens,
-        "flops_per_second": plan.flops,
+        "traffic": dict(plan.step_time.traffic),
+        "psi": data_parallel_traffic(plan) / psi,
+        "seconds": {name: getattr(plan.step_time, name) for name in ("step", *TIME_PARTS)},
+        "samples_per_second": plan.samples_per_second,
+        "tokens_per_second": None if tokens is None else plan.samples_per_second * tokens,
+        "flops_per_second": plan.flops_per_second,
     }
 
 
-def standing(plans: Plans) -> list[Plan]:
+def best_per_strategy(plans: Plans) -> list[Plan]:
     """The plans that stand for a stage, tensor degree, offload and checkpointing each; the chosen one for its own."""
     best = plans.best  # of two as fast, the smaller: not always its way's fastest
-    return [best if best is not None and plan.choice.way == best.choice.way else plan for plan in plans.rows()]
+    return [
+        best if best is not None and plan.strategy.key == best.strategy.key else plan
+        for plan in plans.fastest_per_strategy()
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -129,17 +132,19 @@ def psi_bytes(plans: Plans) -> float:
     return plans.parameters * (2 if plans.precision in ("bf16", "fp16") else 4)
 
 
-def data_traffic(plan: Plan) -> float:
+def data_parallel_traffic(plan: Plan) -> float:
     """Bytes a step of the data axis's collectives."""
-    return sent(plan) - sum(nbytes for kind, nbytes in plan.pace.traffic.items() if kind.startswith("tensor "))
+    return collective_traffic(plan) - sum(
+        nbytes for kind, nbytes in plan.step_time.traffic.items() if kind.startswith("tensor ")
+    )
 
 
-def sent(plan: Plan) -> float:
+def collective_traffic(plan: Plan) -> float:
     """Bytes a step of all collectives."""
-    return sum(nbytes for kind, nbytes in plan.pace.traffic.items() if kind not in TIERS)
+    return sum(nbytes for kind, nbytes in plan.step_time.traffic.items() if kind not in TIER_TRAFFIC)
 
 
-def _offload(offload: Offload | None) -> dict[str, dict[str, float]] | None:
+def _offload_to_dict(offload: Offload | None) -> dict[str, dict[str, float]] | None:
     if offload is None:
         return None
-    return {kind: dict(fractions) for kind in KINDS if (fractions := getattr(offload, kind))}
+    return {kind: dict(fractions) for kind in STATE_KINDS if (fractions := getattr(offload, kind))}

@@ -8,19 +8,19 @@ from typing import Any
 
 from zeroshard.offload import Offload
 from zeroshard.placement import Placement
-from zeroshard.planner.choice import Choice
-from zeroshard.planner.fullness import needed
+from zeroshard.planner.choice import Strategy
+from zeroshard.planner.fullness import device_bytes_needed
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.subject import Subject
-from zeroshard.planner.traces.tracing import CHECKPOINTS, Checkpoint
+from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.traces.tracing import CHECKPOINT_MODES, CheckpointMode
 
-FRACTIONS = (0.5, 1.0)  # of the optimizer's states, that are tried on the host
-LARGEST = 4096  # micro-batch that is tried
-DISK = "."  # where a plan's disk would be: only its rates and its size count here
+OFFLOAD_FRACTIONS = (0.5, 1.0)  # of the optimizer's states, that are tried on the host
+MAX_MICRO_BATCH = 4096  # micro-batch that is tried
+PLACEHOLDER_DIRECTORY = "."  # where a plan's disk would be: only its rates and its size count here
 
 
-def choices(
-    subject: Subject,
+def candidate_strategies(
+    traced_model: TracedModel,
     devices: int,
     machine: Machine,
     *,
@@ -28,9 +28,9 @@ def choices(
     micro_batches: Sequence[int] | None = None,
     stages: Sequence[int] = (0, 1, 2, 3),
     tensors: Sequence[int] | None = None,
-    checkpoints: Sequence[Checkpoint] = CHECKPOINTS,
+    checkpoints: Sequence[CheckpointMode] = CHECKPOINT_MODES,
     offloads: Any = "every",
-) -> Iterator[Choice]:
+) -> Iterator[Strategy]:
     """Yield every choice that is allowed and may be of use, given what was narrowed already.
 
     Without a batch or micro-batches, a micro-batch is doubled for as long as it fits.
@@ -47,15 +47,15 @@ def choices(
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage is 0, 1, 2 or 3, got {stage!r}")
     for checkpoint in checkpoints:
-        if checkpoint not in CHECKPOINTS:
-            raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, got {checkpoint!r}")
-    if not subject.has_blocks:
+        if checkpoint not in CHECKPOINT_MODES:
+            raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINT_MODES)}, got {checkpoint!r}")
+    if not traced_model.has_blocks:
         checkpoints = [one for one in checkpoints if one == "none"] or list(checkpoints)
-    for tensor in _tensors(subject, devices, machine, tensors):
+    for tensor in _tensor_degrees(traced_model, devices, machine, tensors):
         alone = devices == tensor  # then all stages are the same, and the last can offload most
         for stage in stages[-1:] if alone else stages:
-            for offload in _offloads(offloads, stage, devices // tensor, machine):
-                why = _refused(stage, devices // tensor, offload)
+            for offload in _candidate_offloads(offloads, stage, devices // tensor, machine):
+                why = _offload_error(stage, devices // tensor, offload)
                 if why is not None and stage != stages[-1]:
                     continue  # a later stage may do it
                 if why is not None:
@@ -63,22 +63,26 @@ def choices(
                 for checkpoint in checkpoints:
                     if checkpoint == "host" and machine.kind == "cpu" and len(checkpoints) > 1:
                         continue  # the host is the device: nothing is gained
-                    begin = Choice(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
-                    yield from _batches(subject, begin, devices, machine, batch, micro_batches)
+                    begin = Strategy(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
+                    yield from _with_batches(traced_model, begin, devices, machine, batch, micro_batches)
 
 
-def _refused(stage: int, data: int, offload: Offload | None) -> ValueError | None:
+def _offload_error(stage: int, data: int, offload: Offload | None) -> ValueError | None:
     """Why a stage cannot offload what is asked; None: it can."""
     try:
-        Placement.of_stage(stage, data, offload)
+        Placement.from_stage(stage, data, offload)
     except ValueError as error:
         return error
     return None
 
 
-def _tensors(subject: Subject, devices: int, machine: Machine, given: Sequence[int] | None) -> list[int]:
+def _tensor_degrees(
+    traced_model: TracedModel, devices: int, machine: Machine, given: Sequence[int] | None
+) -> list[int]:
     if given is None:
-        degrees = subject.tensor_degrees(min(machine.devices, devices))  # beyond a node its collectives cost too much
+        degrees = traced_model.tensor_degrees(
+            min(machine.devices, devices)
+        )  # beyond a node its collectives cost too much
         return [degree for degree in degrees if devices % degree == 0]
     for degree in given:
         if degree < 1 or devices % degree:
@@ -86,39 +90,39 @@ def _tensors(subject: Subject, devices: int, machine: Machine, given: Sequence[i
     return list(given)
 
 
-def _offloads(given: Any, stage: int, data: int, machine: Machine) -> list[Offload | None]:
+def _candidate_offloads(given: Any, stage: int, data: int, machine: Machine) -> list[Offload | None]:
     if given != "every":
         several = given if isinstance(given, (list, tuple)) else [given]
         if not several:
             raise ValueError("offload is empty: give one value or several, or leave it out")
-        return [Offload.of(one) for one in several]
+        return [Offload.from_option(one) for one in several]
     found: list[Offload | None] = [None]
     if machine.kind == "cpu" or (stage == 0 and data > 1):
         return found
-    found += [Offload(optimizer=("host", fraction)) for fraction in FRACTIONS]
+    found += [Offload(optimizer=("host", fraction)) for fraction in OFFLOAD_FRACTIONS]
     if stage == 3:
         found.append(Offload(optimizer="host", parameters="host"))
         if machine.disk:
-            found.append(Offload(optimizer="disk", parameters="host", directory=DISK))
+            found.append(Offload(optimizer="disk", parameters="host", directory=PLACEHOLDER_DIRECTORY))
     elif machine.disk:
-        found.append(Offload(optimizer="disk", directory=DISK))
+        found.append(Offload(optimizer="disk", directory=PLACEHOLDER_DIRECTORY))
     return found
 
 
-def _batches(
-    subject: Subject,
-    begin: Choice,
+def _with_batches(
+    traced_model: TracedModel,
+    base: Strategy,
     devices: int,
     machine: Machine,
     batch: int | None,
     micro_batches: Sequence[int] | None,
-) -> Iterator[Choice]:
-    data = devices // begin.tensor
+) -> Iterator[Strategy]:
+    data = devices // base.tensor
     if batch is None:
         yield from (
-            _growing(subject, begin, devices, machine)
+            _doubling_micro_batches(traced_model, base, devices, machine)
             if micro_batches is None
-            else (_with(begin, micro, 1) for micro in micro_batches)
+            else (_with_batch(base, micro, 1) for micro in micro_batches)
         )
         return
     if batch % data:
@@ -126,25 +130,27 @@ def _batches(
     each = batch // data
     divisors = [micro for micro in range(1, each + 1) if each % micro == 0]
     for micro in divisors if micro_batches is None else [m for m in micro_batches if each % m == 0]:
-        choice = _with(begin, micro, each // micro)
+        choice = _with_batch(base, micro, each // micro)
         yield choice
-        if micro_batches is None and not _may_fit(subject, _with(begin, micro, 1), devices, machine):
+        if micro_batches is None and not _can_fit(traced_model, _with_batch(base, micro, 1), devices, machine):
             return  # nor will a larger one; with several backwards a step it takes more
 
 
-def _growing(subject: Subject, begin: Choice, devices: int, machine: Machine) -> Iterator[Choice]:
+def _doubling_micro_batches(
+    traced_model: TracedModel, base: Strategy, devices: int, machine: Machine
+) -> Iterator[Strategy]:
     micro = 1
-    while micro <= LARGEST:
-        choice = _with(begin, micro, 1)
+    while micro <= MAX_MICRO_BATCH:
+        choice = _with_batch(base, micro, 1)
         yield choice
-        if not _may_fit(subject, choice, devices, machine):
+        if not _can_fit(traced_model, choice, devices, machine):
             return
         micro *= 2
 
 
-def _may_fit(subject: Subject, choice: Choice, devices: int, machine: Machine) -> bool:
-    return needed(subject.footprint(choice, devices, machine), machine) <= machine.memory
+def _can_fit(traced_model: TracedModel, strategy: Strategy, devices: int, machine: Machine) -> bool:
+    return device_bytes_needed(traced_model.footprint(strategy, devices, machine), machine) <= machine.memory
 
 
-def _with(choice: Choice, micro_batch: int, accumulate: int) -> Choice:
-    return replace(choice, micro_batch=micro_batch, accumulate=accumulate)
+def _with_batch(strategy: Strategy, micro_batch: int, accumulate: int) -> Strategy:
+    return replace(strategy, micro_batch=micro_batch, accumulate=accumulate)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 
 from zeroshard.offload import Offload
-from zeroshard.planner.choice import Choice
+from zeroshard.planner.choice import Strategy
 from zeroshard.planner.machines.machine import Machine
 
-DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know it
+PLACEHOLDER_DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know it
 
 
-def command(
-    choice: Choice,
+def train_command(
+    strategy: Strategy,
     model: str,
     devices: int,
     machine: Machine,
@@ -21,7 +21,8 @@ def command(
 ) -> str:
     """The call of `zeroshard train` that makes this choice; on several nodes, one that torchrun makes on each.
 
-    >>> print(command(Choice(stage=2, checkpoint="recompute", micro_batch=4), "gpt2-xl", 8, Machine.of("h100")))
+    >>> strategy = Strategy(stage=2, checkpoint="recompute", micro_batch=4)
+    >>> print(train_command(strategy, "gpt2-xl", 8, Machine.resolve("h100")))
     zeroshard train --model gpt2-xl --ranks 8 --stage 2 --recompute --micro-batch 4
     """
     said = ["--model", model]
@@ -32,21 +33,21 @@ def command(
         said += ["--device", "cpu"]
     if sequence is not None:
         said += ["--sequence", str(sequence)]
-    said += ["--stage", str(choice.stage)]
-    if choice.tensor > 1:
-        said += ["--tensor", str(choice.tensor)]
-    if choice.checkpoint != "none":
-        said.append("--offload-activations" if choice.checkpoint == "host" else "--recompute")
-    said += _offload_flags(choice.offload)
-    said += ["--micro-batch", str(choice.micro_batch)]
-    if choice.accumulate > 1:
-        said += ["--accumulate", str(choice.accumulate)]
+    said += ["--stage", str(strategy.stage)]
+    if strategy.tensor > 1:
+        said += ["--tensor", str(strategy.tensor)]
+    if strategy.checkpoint != "none":
+        said.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
+    said += _offload_flags(strategy.offload)
+    said += ["--micro-batch", str(strategy.micro_batch)]
+    if strategy.accumulate > 1:
+        said += ["--accumulate", str(strategy.accumulate)]
     if precision is not None:
         said += ["--precision", precision]
-    return f"{_launcher(devices, nodes)} train {shlex.join(said)}"
+    return f"{_launch_command(devices, nodes)} train {shlex.join(said)}"
 
 
-def _launcher(devices: int, nodes: int) -> str:
+def _launch_command(devices: int, nodes: int) -> str:
     if nodes == 1:
         return "zeroshard"
     if devices % nodes:
@@ -65,31 +66,31 @@ def _offload_flags(offload: Offload | None) -> list[str]:
             said += ["--offload-fraction", f"{fraction:g}"]
     if offload is not None and offload.parameters:
         said.append("--offload-parameters")
-    if offload is not None and offload.uses_disk:
-        said += ["--offload-directory", DIRECTORY]
+    if offload is not None and offload.needs_disk:
+        said += ["--offload-directory", PLACEHOLDER_DIRECTORY]
     return said
 
 
-def calls(choice: Choice, devices: int, machine: Machine, precision: str | None = None) -> str:
+def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: str | None = None) -> str:
     """The same in a script of one's own.
 
-    >>> print(calls(Choice(stage=3, checkpoint="host"), 8, Machine.of("h100"), "bf16"))
+    >>> print(python_calls(Strategy(stage=3, checkpoint="host"), 8, Machine.resolve("h100"), "bf16"))
     model, optimizer = zeroshard.shard(model, optimizer, stage=3, precision="bf16")
     zeroshard.checkpoint_activations(model, offload=True)
     """
-    lines, options = [], [f"stage={choice.stage}"]
-    if choice.tensor > 1:
-        shape = f"({devices // choice.tensor}, {choice.tensor})"
+    lines, options = [], [f"stage={strategy.stage}"]
+    if strategy.tensor > 1:
+        shape = f"({devices // strategy.tensor}, {strategy.tensor})"
         lines.append(f'mesh = init_device_mesh("{machine.kind}", {shape}, mesh_dim_names=("shard", "tensor"))')
         options.insert(0, "mesh=mesh")
     if precision not in (None, "fp32"):
         options.append(f'precision="{precision}"')
-    if choice.offload is not None:
-        options.append(f"offload={_offload_call(choice.offload)}")
+    if strategy.offload is not None:
+        options.append(f"offload={_offload_call(strategy.offload)}")
     lines.append(f"model, optimizer = zeroshard.shard(model, optimizer, {', '.join(options)})")
-    if choice.checkpoint != "none":
+    if strategy.checkpoint != "none":
         lines.append(
-            f"zeroshard.checkpoint_activations(model{', offload=True' if choice.checkpoint == 'host' else ''})"
+            f"zeroshard.checkpoint_activations(model{', offload=True' if strategy.checkpoint == 'host' else ''})"
         )
     return "\n".join(lines)
 
@@ -103,6 +104,6 @@ def _offload_call(offload: Offload) -> str:
         (tier, fraction), several = next(iter(fractions.items())), len(fractions) > 1
         shown = str(fractions) if several else f'"{tier}"' if fraction == 1 else f'("{tier}", {fraction:g})'
         said.append(f"{kind}={shown}")
-    if offload.uses_disk:
-        said.append(f'directory="{DIRECTORY}"')
+    if offload.needs_disk:
+        said.append(f'directory="{PLACEHOLDER_DIRECTORY}"')
     return f"zeroshard.Offload({', '.join(said)})"

@@ -25,38 +25,38 @@ from zeroshard.layout import Range
 
 
 @dataclass(frozen=True)
-class Share:
+class TPShard:
     """How one parameter is divided along the tensor axis.
 
-    >>> share = Share.even((4, 2), dim=0, ranks=2, rank=1)
-    >>> share.take(torch.arange(8).view(4, 2))
+    >>> share = TPShard.split_evenly((4, 2), dim=0, ranks=2, rank=1)
+    >>> share.slice(torch.arange(8).view(4, 2))
     tensor([[4, 5],
             [6, 7]])
-    >>> fused = Share.even((6, 1), dim=0, ranks=2, rank=0, pieces=3)
-    >>> fused.take(torch.arange(6).view(6, 1)).flatten()
+    >>> fused = TPShard.split_evenly((6, 1), dim=0, ranks=2, rank=0, num_fused=3)
+    >>> fused.slice(torch.arange(6).view(6, 1)).flatten()
     tensor([0, 2, 4])
     """
 
-    shape: tuple[int, ...]
+    full_shape: tuple[int, ...]
     """Of the whole parameter."""
     dim: int
     """The dimension that is divided."""
-    spans: tuple[tuple[Range, ...], ...]
+    rank_ranges: tuple[tuple[Range, ...], ...]
     """Per rank, its stretches along ``dim``, in the order they lie in its part."""
     rank: int
     """On the tensor axis."""
 
     @classmethod
-    def even(cls, shape: Sequence[int], dim: int, ranks: int, rank: int, pieces: int = 1) -> Share:
+    def split_evenly(cls, shape: Sequence[int], dim: int, ranks: int, rank: int, num_fused: int = 1) -> TPShard:
         """Divide each of ``pieces`` equal parts of ``dim`` as ``torch.chunk`` does: the last ranks may get less."""
         dim %= len(shape)
-        length, rest = divmod(shape[dim], pieces)
+        length, rest = divmod(shape[dim], num_fused)
         if rest:
-            raise ValueError(f"a dimension of {shape[dim]} elements is not made of {pieces} equal pieces")
+            raise ValueError(f"a dimension of {shape[dim]} elements is not made of {num_fused} equal pieces")
         most = -(-length // ranks)
         cuts = [min(number * most, length) for number in range(ranks + 1)]
         spans = tuple(
-            tuple(Range(piece * length + cuts[r], piece * length + cuts[r + 1]) for piece in range(pieces))
+            tuple(Range(piece * length + cuts[r], piece * length + cuts[r + 1]) for piece in range(num_fused))
             for r in range(ranks)
         )
         return cls(tuple(shape), dim, spans, rank)
@@ -64,33 +64,33 @@ class Share:
     @property
     def local_shape(self) -> torch.Size:
         """The shape of this rank's part."""
-        return self.shape_of(self.rank)
+        return self.shape_on_rank(self.rank)
 
-    def shape_of(self, rank: int) -> torch.Size:
+    def shape_on_rank(self, rank: int) -> torch.Size:
         """The shape of a rank's part."""
-        length = sum(span.numel for span in self.spans[rank])
-        return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
+        length = sum(span.numel for span in self.rank_ranges[rank])
+        return torch.Size((*self.full_shape[: self.dim], length, *self.full_shape[self.dim + 1 :]))
 
     @property
-    def in_line(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether the ranks' parts, one behind the other, are the elements of the whole in their order."""
-        outermost = all(length == 1 for length in self.shape[: self.dim])
-        ends = [span for spans in self.spans for span in spans]
+        outermost = all(length == 1 for length in self.full_shape[: self.dim])
+        ends = [span for spans in self.rank_ranges for span in spans]
         return outermost and all(a.end == b.start for a, b in pairwise(ends))
 
-    def start_of(self, rank: int) -> int:
+    def offset_of_rank(self, rank: int) -> int:
         """How many elements the ranks before this one hold."""
-        return sum(self.shape_of(other).numel() for other in range(rank))
+        return sum(self.shape_on_rank(other).numel() for other in range(rank))
 
-    def take(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+    def slice(self, full: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """A rank's part of a whole tensor, this one's without ``rank``."""
-        spans = self.spans[self.rank if rank is None else rank]
-        parts = [whole.narrow(self.dim, span.start, span.numel) for span in spans]
+        spans = self.rank_ranges[self.rank if rank is None else rank]
+        parts = [full.narrow(self.dim, span.start, span.numel) for span in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def put(self, part: torch.Tensor, rank: int, whole: torch.Tensor) -> None:
+    def write(self, shard: torch.Tensor, rank: int, full: torch.Tensor) -> None:
         """Copy a rank's part to where it belongs in a whole tensor."""
         at = 0
-        for span in self.spans[rank]:
-            whole.narrow(self.dim, span.start, span.numel).copy_(part.narrow(self.dim, at, span.numel))
+        for span in self.rank_ranges[rank]:
+            full.narrow(self.dim, span.start, span.numel).copy_(shard.narrow(self.dim, at, span.numel))
             at += span.numel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_BATCH = 8  # sequences a step where nothing is said
+DEFAULT_BATCH_SEQUENCES = 8  # sequences a step where nothing is said
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,9 @@ class Batching:
 
     Ranks that divide a layer (``tensor`` of them) have the same sequences, and count as one.
 
-    >>> Batching.divide(ranks=2, batch=16, micro=4, accumulate=None)
+    >>> Batching.resolve(ranks=2, batch=16, micro=4, accumulate=None)
     Batching(batch=16, micro=4, accumulate=2)
-    >>> Batching.divide(ranks=2, batch=16, micro=4, accumulate=None, tensor=2)
+    >>> Batching.resolve(ranks=2, batch=16, micro=4, accumulate=None, tensor=2)
     Batching(batch=16, micro=4, accumulate=4)
     """
 
@@ -24,7 +24,7 @@ class Batching:
     accumulate: int
 
     @classmethod
-    def divide(
+    def resolve(
         cls, ranks: int, batch: int | None, micro: int | None, accumulate: int | None, tensor: int = 1
     ) -> Batching:
         """Find what was not given; refuse what does not fit together."""
@@ -32,7 +32,9 @@ class Batching:
             raise ValueError(f"--tensor {tensor} does not divide the {ranks} ranks: give --ranks a multiple of it")
         ranks //= tensor
         if batch is None:
-            batch = micro * ranks * (accumulate or 1) if micro else max(DEFAULT_BATCH, ranks * (accumulate or 1))
+            batch = (
+                micro * ranks * (accumulate or 1) if micro else max(DEFAULT_BATCH_SEQUENCES, ranks * (accumulate or 1))
+            )
             if not micro:
                 batch -= batch % (ranks * (accumulate or 1))
         if micro is None:

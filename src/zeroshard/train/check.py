@@ -13,38 +13,38 @@ import torch
 from zeroshard.train.batching import Batching
 from zeroshard.train.directory import RunDirectory
 from zeroshard.train.errors import TrainingError
-from zeroshard.train.options import Options
+from zeroshard.train.options import TrainOptions
 
-NEEDED = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
+REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
 
 
-def check(options: Options, ranks: int) -> None:
+def check_options(options: TrainOptions, ranks: int) -> None:
     """Refuse what can be seen to be wrong before there are ranks."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
     if options.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ImportError("--tensorboard needs tensorboard: pip install 'zeroshard[tensorboard]'")
     if options.sharding.device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("--device cuda: torch finds no GPU here")
-    batching_of(options, ranks)
+    resolve_batching(options, ranks)
     if options.run.out is not None:
-        refuse_taken(options, Path(options.run.out))
+        check_output_directory(options, Path(options.run.out))
     for path in (*options.data.data, *options.data.validation):
         if not Path(path).exists():
             raise FileNotFoundError(f"{path}, given as data, is not there")
 
 
-def batching_of(options: Options, ranks: int) -> Batching:
+def resolve_batching(options: TrainOptions, ranks: int) -> Batching:
     """How the batch is divided."""
     training = options.training
     tensor = options.sharding.tensor
-    return Batching.divide(ranks, training.batch, training.micro_batch, training.accumulate, tensor)
+    return Batching.resolve(ranks, training.batch, training.micro_batch, training.accumulate, tensor)
 
 
-def refuse_taken(options: Options, out: Path) -> None:
+def check_output_directory(options: TrainOptions, directory: Path) -> None:
     """Refuse a directory that is a file, or that holds a run which is not to be resumed."""
-    if out.exists() and not out.is_dir():
-        raise TrainingError(f"{out}, given as --out, is a file: give a directory")
-    if RunDirectory(out).exists() and not options.run.resume:
-        raise TrainingError(f"{out} holds a run: add --resume to go on with it, or give another --out")
+    if directory.exists() and not directory.is_dir():
+        raise TrainingError(f"{directory}, given as --out, is a file: give a directory")
+    if RunDirectory(directory).has_run() and not options.run.resume:
+        raise TrainingError(f"{directory} holds a run: add --resume to go on with it, or give another --out")

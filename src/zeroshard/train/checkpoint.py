@@ -6,18 +6,18 @@ import re
 from pathlib import Path
 
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.history import point_latest
-from zeroshard.checkpoint.index import Index, is_checkpoint
+from zeroshard.checkpoint.history import update_latest
+from zeroshard.checkpoint.index import CheckpointIndex, is_checkpoint
 
-DIVERGED = "diverged"  # below the checkpoints: those whose weights gave a loss that was not finite
+DIVERGED_DIR = "diverged"  # below the checkpoints: those whose weights gave a loss that was not finite
 
 
-class Checkpoint:
+class RunCheckpoint:
     """A checkpoint to go on from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        extra = Index.read(path).extra
+        extra = CheckpointIndex.read(path).extra
         step, seconds = extra.get("step"), extra.get("seconds")
         if type(step) is not int or step < 0 or type(seconds) not in (int, float):
             raise CheckpointError(
@@ -39,24 +39,24 @@ def checkpoint_path(parent: Path, step: int) -> Path:
     return parent / f"step-{step:06d}"
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """The step of a checkpoint by its name."""
     return int(path.name.removeprefix("step-"))
 
 
-def whole_checkpoints(parent: Path) -> list[Path]:
+def complete_checkpoints(parent: Path) -> list[Path]:
     """The checkpoints of a run, the newest last."""
     named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and is_checkpoint(path)]
-    return sorted(named, key=step_of)
+    return sorted(named, key=checkpoint_step)
 
 
-def set_aside(path: Path) -> None:
+def quarantine(path: Path) -> None:
     """Make a checkpoint none that a run goes on from, without deleting it."""
-    aside = path.parent / DIVERGED
+    aside = path.parent / DIVERGED_DIR
     aside.mkdir(exist_ok=True)
     target, number = aside / path.name, 1
     while target.exists():  # the same step diverged before
         target, number = aside / f"{path.name}.{number}", number + 1
     path.rename(target)
-    for good in whole_checkpoints(path.parent)[-1:]:
-        point_latest(good)
+    for good in complete_checkpoints(path.parent)[-1:]:
+        update_latest(good)

@@ -13,37 +13,37 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.whole import read_json, write_whole
+from zeroshard.checkpoint.whole import read_json, write_atomic
 from zeroshard.train.errors import TrainingError
 
-LOCK = "lock"
+LOCK_FILE = "lock"
 
 
 class RunDirectory:
     """A directory with ``config.json`` (options), ``run.json`` (what came of it), ``metrics.jsonl``, ``report.html``,
     ``checkpoints/``, ``model/`` (the trained weights), ``data/`` (tokens) and ``lock`` (one run at a time).
 
-    >>> RunDirectory(Path("runs/tiny")).metrics.as_posix()
+    >>> RunDirectory(Path("runs/tiny")).metrics_path.as_posix()
     'runs/tiny/metrics.jsonl'
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metrics = path / "metrics.jsonl"
-        self.checkpoints = path / "checkpoints"
-        self.model = path / "model"
-        self.data = path / "data"
-        self._closing: weakref.finalize[Any, Any] | None = None  # of the lock's descriptor
+        self.metrics_path = path / "metrics.jsonl"
+        self.checkpoints_dir = path / "checkpoints"
+        self.model_dir = path / "model"
+        self.data_dir = path / "data"
+        self._lock_finalizer: weakref.finalize[Any, Any] | None = None  # of the lock's descriptor
 
     def lock(self) -> None:
         """Take the directory for this process until it ends, however it ends; refuses where another run has it.
 
         The file ``lock`` stays there and says who had it last: what counts is the system's lock on it (``flock``).
         """
-        path = self.path / LOCK
+        path = self.path / LOCK_FILE
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._closing = weakref.finalize(self, os.close, lock)
-        self._closing.atexit = False  # the system closes it then
+        self._lock_finalizer = weakref.finalize(self, os.close, lock)
+        self._lock_finalizer.atexit = False  # the system closes it then
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -64,10 +64,10 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """Let others have the directory."""
-        if self._closing is not None:
-            self._closing()
+        if self._lock_finalizer is not None:
+            self._lock_finalizer()
 
-    def exists(self) -> bool:
+    def has_run(self) -> bool:
         """Whether a run has begun here."""
         return (self.path / "config.json").is_file()
 
@@ -89,7 +89,7 @@ class RunDirectory:
         write_json(self.path / "run.json", record)
 
 
-def new_directory(parent: Path, name: str) -> Path:
+def create_run_directory(parent: Path, name: str) -> Path:
     """Make a directory for a new run: ``parent/name``, or with the first number that nobody has taken."""
     for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -103,10 +103,10 @@ def new_directory(parent: Path, name: str) -> Path:
 
 def newest_run(parent: Path) -> Path | None:
     """The run under ``parent`` that was begun last."""
-    runs = [path for path in parent.glob("*") if RunDirectory(path).exists()]
+    runs = [path for path in parent.glob("*") if RunDirectory(path).has_run()]
     return max(runs, key=lambda path: (path / "config.json").stat().st_mtime, default=None)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file that is whole or not there."""
-    write_whole(path, json.dumps(value, indent=2).encode())
+    write_atomic(path, json.dumps(value, indent=2).encode())

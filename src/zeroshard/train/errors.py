@@ -5,5 +5,5 @@ class TrainingError(RuntimeError):
     """A run that cannot go on: what was got, what was wanted, what to do."""
 
 
-class SharedError(TrainingError):
+class AllRanksError(TrainingError):
     """One that every rank raises at the same place, so that all can end together."""

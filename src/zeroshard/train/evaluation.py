@@ -5,28 +5,28 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from zeroshard.train.data.loader import Loader
-from zeroshard.train.job import Job
+from zeroshard.train.data.loader import TokenLoader
+from zeroshard.train.job import TrainingSetup
 
 
 @torch.no_grad()
-def evaluate(job: Job, held_out: Loader) -> float:
+def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
     """The mean loss over the first windows of the held-out text. Nothing that training depends on changes.
 
     All ranks call it together, each with as many windows as the others: where there are too few, some count twice.
     Ranks that divide a layer have the same windows.
     """
-    world = job.world
-    count = max(min(job.options.run.eval_sequences, held_out.windows) // world.data_ranks, 1)
-    places = [(index * world.data_ranks + world.data_rank) % held_out.windows for index in range(count)]
+    world = setup.rank_info
+    count = max(min(setup.options.run.eval_sequences, loader.num_windows) // world.dp_size, 1)
+    places = [(index * world.dp_size + world.dp_rank) % loader.num_windows for index in range(count)]
     total = torch.zeros((), device=world.device)
-    job.model.eval()
+    setup.model.eval()
     try:
-        for first in range(0, count, job.batching.micro):
-            pairs = [held_out.in_order(place, 1) for place in places[first : first + job.batching.micro]]
+        for first in range(0, count, setup.batching.micro):
+            pairs = [loader.sequential_batch(place, 1) for place in places[first : first + setup.batching.micro]]
             tokens, targets = (torch.cat(part).to(world.device) for part in zip(*pairs, strict=True))
-            total += job.language_model.loss(job.model, tokens, targets) * len(tokens)
+            total += setup.language_model.loss(setup.model, tokens, targets) * len(tokens)
     finally:
-        job.model.train()
+        setup.model.train()
     dist.all_reduce(total)
-    return float(total) / (count * world.ranks)
+    return float(total) / (count * world.world_size)

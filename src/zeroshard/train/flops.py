@@ -6,7 +6,9 @@ import re
 
 from torch import nn
 
-_PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (  # FLOP/s of dense matrices; the first match counts
+_PEAK_FLOPS: tuple[
+    tuple[tuple[str, ...], dict[str, float]], ...
+] = (  # FLOP/s of dense matrices; the first match counts
     (("b200",), {"bf16": 2250e12, "fp16": 2250e12}),
     (("h200",), {"bf16": 989e12, "fp16": 989e12}),
     (("h100", "pcie"), {"bf16": 756e12, "fp16": 756e12}),
@@ -18,15 +20,17 @@ _PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (  # FLOP/s of de
     (("rtx", "4090"), {"bf16": 165e12, "fp16": 165e12}),  # summed in fp32, as torch does
     (("v100",), {"fp16": 125e12}),  # no bf16 in its matrix units
 )
-_OTHERS = frozenset({"mig", "nvl", "laptop", "d"})  # words that make it another device: a slice of one, a slower one
+_VARIANT_WORDS = frozenset(
+    {"mig", "nvl", "laptop", "d"}
+)  # words that make it another device: a slice of one, a slower one
 
 
-def multiplied(model: nn.Module) -> tuple[int, int]:
+def count_matmul_params(model: nn.Module) -> tuple[int, int]:
     """How many parameters every token is multiplied with: (trained, frozen).
 
     All but the tables that rows are only looked up in. Of a mixture of experts, which a token meets few of, all count.
 
-    >>> multiplied(nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)))
+    >>> count_matmul_params(nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)))
     (800, 0)
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -64,9 +68,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     (312000000000000.0, None)
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    if words & _OTHERS:
+    if words & _VARIANT_WORDS:
         return None
-    for wanted, peaks in _PEAKS:
+    for wanted, peaks in _PEAK_FLOPS:
         if words.issuperset(wanted):
             return peaks.get(precision)
     return None

@@ -14,118 +14,118 @@ from torch import nn
 
 import zeroshard
 from zeroshard.presets import PRESETS
-from zeroshard.tensor.plans import plan_of
+from zeroshard.tensor.plans import tensor_plan_for
 from zeroshard.train.batching import Batching
-from zeroshard.train.check import batching_of, refuse_taken
-from zeroshard.train.checkpoint import Checkpoint, whole_checkpoints
+from zeroshard.train.check import check_output_directory, resolve_batching
+from zeroshard.train.checkpoint import RunCheckpoint, complete_checkpoints
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
-from zeroshard.train.data.loader import Loader
+from zeroshard.train.data.loader import TokenLoader
 from zeroshard.train.data.tokens import TokenFile, is_token_file
-from zeroshard.train.directory import RunDirectory, new_directory
+from zeroshard.train.directory import RunDirectory, create_run_directory
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
-from zeroshard.train.options import Options
-from zeroshard.train.record import Record, begin_record
-from zeroshard.train.sample import prompt_tokens
-from zeroshard.train.settled import settle
-from zeroshard.train.world import World
+from zeroshard.train.options import TrainOptions
+from zeroshard.train.record import RunRecord, new_run_record
+from zeroshard.train.sample import encode_prompt
+from zeroshard.train.settled import resolve_auto
+from zeroshard.train.world import RankInfo
 
-NOT_KEPT = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
-PLANNED = ("auto", "memory", "machine")  # options whose outcome is kept
+UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
+PLANNING_OPTIONS = ("auto", "memory", "machine")  # options whose outcome is kept
 
 
 @dataclass
-class Job:
+class TrainingSetup:
     """What the loop runs on."""
 
-    options: Options
-    world: World
+    options: TrainOptions
+    rank_info: RankInfo
     directory: RunDirectory
     language_model: LanguageModel
     model: nn.Module
     optimizer: zeroshard.ShardedOptimizer
     corpus: Corpus
     batching: Batching
-    training: Loader
-    held_out: Loader | None
+    train_loader: TokenLoader
+    validation_loader: TokenLoader | None
     precision: str
-    record: Record
-    checkpoint: Checkpoint | None
+    record: RunRecord
+    resume_checkpoint: RunCheckpoint | None
     """Where the run goes on from."""
-    why: str = ""
+    plan_reason: str = ""
     """What a plan has chosen, and why, where something was left to it."""
 
 
-def prepare(options: Options, world: World) -> Job:
+def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
     """Make everything. What is wrong with the options, files or sizes is told before anything is trained."""
     try:
-        return _prepare(options, world)
+        return _prepare_training(options, rank_info)
     except (ValueError, OSError, ImportError, zeroshard.CheckpointError) as error:
         raise TrainingError(str(error)) from error
 
 
-def check_tensor(options: Options, module: nn.Module) -> None:
+def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
     """Refuse a number of ranks that cannot divide the model's layers."""
     tensor = options.sharding.tensor
     if tensor == 1:
         return
-    plan = plan_of(module)
+    plan = tensor_plan_for(module)
     if plan is None:
         what = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
         raise ValueError(
             f"--tensor {tensor}: how to divide the layers of {what} is not known, only those of the presets and of "
             "Hugging Face's Llama and GPT-2: leave --tensor out"
         )
-    for what, count in plan.counts.items():
+    for what, count in plan.divisible_sizes.items():
         if count % tensor:
             raise ValueError(f"--tensor {tensor} does not divide the model's {count} {what}: give a number that does")
 
 
-def _prepare(options: Options, world: World) -> Job:
-    batching = batching_of(options, world.ranks)
+def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
+    batching = resolve_batching(options, rank_info.world_size)
     language_model = open_language_model(options.model, options.data)
-    check_tensor(options, language_model.module)
-    world = replace(world, tensor=options.sharding.tensor)
+    check_tensor_parallel(options, language_model.module)
+    rank_info = replace(rank_info, tp_size=options.sharding.tensor)
     sequence = sequence_length(options, language_model)
-    precision = chosen_precision(options, world.device.type)
-    options, why = settle(options, batching, language_model, sequence, precision, world)
-    batching = batching_of(options, world.ranks)
-    directory = _open_directory(options, world)
-    found = whole_checkpoints(directory.checkpoints) if options.run.resume else []
-    checkpoint = Checkpoint(found[-1]) if found else None
-    corpus = _open_corpus(options, world, directory, language_model)
+    precision = resolve_precision(options, rank_info.device.type)
+    options, why = resolve_auto(options, batching, language_model, sequence, precision, rank_info)
+    batching = resolve_batching(options, rank_info.world_size)
+    directory = _open_directory(options, rank_info)
+    found = complete_checkpoints(directory.checkpoints_dir) if options.run.resume else []
+    checkpoint = RunCheckpoint(found[-1]) if found else None
+    corpus = _open_corpus(options, rank_info, directory, language_model)
 
-    def loader(tokens: TokenFile, rows: int) -> Loader:
-        seed, vocabulary = options.training.seed, language_model.vocabulary
-        return Loader(tokens, sequence=sequence, batch=rows, seed=seed, vocabulary=vocabulary)
+    def loader(tokens: TokenFile, rows: int) -> TokenLoader:
+        seed, vocabulary = options.training.seed, language_model.vocab_size
+        return TokenLoader(tokens, sequence=sequence, batch=rows, seed=seed, vocab_size=vocabulary)
 
-    held_out = loader(corpus.validation, world.data_ranks) if corpus.validation is not None else None
+    held_out = loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
     training = loader(corpus.train, batching.batch)
-    record = begin_record(options, world, language_model, precision, batching, sequence)
+    record = new_run_record(options, rank_info, language_model, precision, batching, sequence)
     if checkpoint is not None:
-        record.go_on(directory.read_record(), checkpoint.seconds)
-    model, optimizer = _shard(options, world, language_model, precision, checkpoint)
-    if world.first:  # last: what was refused before leaves no run behind, and one that was there as it was
-        directory.write_config(_kept(options))
-    return Job(
+        record.resume_from(directory.read_record(), checkpoint.seconds)
+    model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
+    if rank_info.is_rank_zero:  # last: what was refused before leaves no run behind, and one that was there as it was
+        directory.write_config(_config_to_save(options))
+    return TrainingSetup(
         options=options,
-        world=world,
+        rank_info=rank_info,
         directory=directory,
         language_model=language_model,
         model=model,
         optimizer=optimizer,
         corpus=corpus,
         batching=batching,
-        training=training,
-        held_out=held_out,
+        train_loader=training,
+        validation_loader=held_out,
         precision=precision,
         record=record,
-        checkpoint=checkpoint,
-        why=why,
+        resume_checkpoint=checkpoint,
+        plan_reason=why,
     )
 
 
-def sequence_length(options: Options, language_model: LanguageModel) -> int:
+def sequence_length(options: TrainOptions, language_model: LanguageModel) -> int:
     """Tokens a sequence: what was asked for, else the model's context, at most 1024."""
     context = language_model.context
     wanted = options.model.sequence or min(context or 1024, 1024)
@@ -134,16 +134,18 @@ def sequence_length(options: Options, language_model: LanguageModel) -> int:
     return wanted
 
 
-def chosen_precision(options: Options, device: str) -> str:
+def resolve_precision(options: TrainOptions, device: str) -> str:
     """The precision that "auto" stands for on a device."""
     if options.sharding.precision != "auto":
         return options.sharding.precision
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
-def _kept(options: Options) -> dict[str, Any]:
+def _config_to_save(options: TrainOptions) -> dict[str, Any]:
     """What a run's config.json holds: all that says what the run is, with paths that are right from anywhere."""
-    kept = {name: value for name, value in options.flat().items() if name not in NOT_KEPT + PLANNED}
+    kept = {
+        name: value for name, value in options.to_flat_dict().items() if name not in UNSAVED_OPTIONS + PLANNING_OPTIONS
+    }
     for name in ("model", "tokenizer", "data", "validation"):
         value = kept[name]
         if isinstance(value, tuple):
@@ -153,54 +155,60 @@ def _kept(options: Options) -> dict[str, Any]:
     return kept
 
 
-def _open_directory(options: Options, world: World) -> RunDirectory:
+def _open_directory(options: TrainOptions, rank_info: RankInfo) -> RunDirectory:
     """Choose and make the run's directory on the first rank, and tell the others."""
     chosen: list[Any] = [None]
-    if world.first:
-        out = Path(options.run.out) if options.run.out is not None else new_directory(Path("runs"), options.name)
-        refuse_taken(options, out)
+    if rank_info.is_rank_zero:
+        out = Path(options.run.out) if options.run.out is not None else create_run_directory(Path("runs"), options.name)
+        check_output_directory(options, out)
         out.mkdir(parents=True, exist_ok=True)
         directory = RunDirectory(out)
         directory.lock()
         chosen = [os.fspath(out)]
     dist.broadcast_object_list(chosen, src=0)
-    return directory if world.first else RunDirectory(Path(chosen[0]))
+    return directory if rank_info.is_rank_zero else RunDirectory(Path(chosen[0]))
 
 
-def _open_corpus(options: Options, world: World, directory: RunDirectory, language_model: LanguageModel) -> Corpus:
+def _open_corpus(
+    options: TrainOptions, rank_info: RankInfo, directory: RunDirectory, language_model: LanguageModel
+) -> Corpus:
     """Encode the texts on the first rank, and open the tokens on all."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # much text takes long
-    if world.first:
-        tokenizer = options.data.tokenizer or language_model.tokenizer
+    if rank_info.is_rank_zero:
+        tokenizer = options.data.tokenizer or language_model.tokenizer_path
         encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
-        if language_model.pretrained and tokenizer is None and not encoded:
+        if language_model.is_pretrained and tokenizer is None and not encoded:
             raise ValueError(
                 f"{options.model.model} has weights but no tokenizer.json, and text encoded otherwise would mean "
                 "nothing to it: give --tokenizer, or --data as a file of tokens"
             )
         encode_corpus(
             options.data.data,
-            directory.data,
+            directory.data_dir,
             tokenizer=tokenizer,
-            vocabulary=language_model.vocabulary,
+            vocab_size=language_model.vocab_size,
             validation=options.data.validation,
         )
     dist.barrier(group=patient)
-    corpus = open_corpus(directory.data, holdout=options.data.holdout)
-    if corpus.vocabulary is not None and corpus.vocabulary > language_model.vocabulary:
-        more = f"--vocabulary {corpus.vocabulary}, or " if options.model.model in PRESETS else ""
+    corpus = open_corpus(directory.data_dir, holdout=options.data.holdout)
+    if corpus.vocab_size is not None and corpus.vocab_size > language_model.vocab_size:
+        more = f"--vocabulary {corpus.vocab_size}, or " if options.model.model in PRESETS else ""
         raise ValueError(
-            f"the tokenizer has {corpus.vocabulary} ids, the model {language_model.vocabulary}: give {more}another "
+            f"the tokenizer has {corpus.vocab_size} ids, the model {language_model.vocab_size}: give {more}another "
             "--tokenizer"
         )
     prompt = options.run.prompt
-    if prompt is not None and corpus.tokenizer is not None and not prompt_tokens(corpus.tokenizer, prompt):
+    if prompt is not None and corpus.tokenizer_path is not None and not encode_prompt(corpus.tokenizer_path, prompt):
         raise ValueError(f"--prompt {prompt!r} has no tokens: give another beginning, or leave it out")
     return corpus
 
 
-def _shard(
-    options: Options, world: World, language_model: LanguageModel, precision: str, checkpoint: Checkpoint | None
+def _shard_model(
+    options: TrainOptions,
+    rank_info: RankInfo,
+    language_model: LanguageModel,
+    precision: str,
+    checkpoint: RunCheckpoint | None,
 ) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
     """Fill and partition the model unit by unit, and give the optimizer its states back."""
     training, module = options.training, language_model.module
@@ -215,9 +223,9 @@ def _shard(
     model, optimizer = zeroshard.shard(
         module,
         adamw,
-        mesh=world.mesh(),
+        mesh=rank_info.make_mesh(),
         stage=options.sharding.stage,
-        offload=options.sharding.offloaded,
+        offload=options.sharding.offload_config,
         precision=precision,
         cast_on_gather=options.sharding.cast_on_gather,
         timeout=options.sharding.timeout,

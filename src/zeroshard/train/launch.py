@@ -30,36 +30,39 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from zeroshard.agreement import RanksDisagreeError
 from zeroshard.train.errors import TrainingError
 
-ACCOUNTS = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
-GRACE = 120  # seconds that ranks have for their last checkpoint once they are told to stop
-POLL = 0.1  # seconds between two looks at the ranks
+ERROR_DIR_ENV = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
+SHUTDOWN_GRACE_SECONDS = 120  # seconds that ranks have for their last checkpoint once they are told to stop
+POLL_SECONDS = 0.1  # seconds between two looks at the ranks
 LOOPBACK = "127.0.0.1"
-LAST_WORDS = 3  # seconds that a rank has to write its record once another has failed
-GONE = ("Connection closed by peer", "remote worker")  # what gloo says of another rank, whatever it met of its end
-HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ERROR_GRACE_SECONDS = 3  # seconds that a rank has to write its record once another has failed
+PEER_LOST_MESSAGES = (
+    "Connection closed by peer",
+    "remote worker",
+)  # what gloo says of another rank, whatever it met of its end
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(ranks: int, argv: Sequence[str]) -> int:
     """Run `zeroshard train` on ``ranks`` processes of this machine, and return the exit status."""
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as accounts:
         store = local_store()
-        environment = {**os.environ, **_local_environment(ranks, store.port), ACCOUNTS: accounts}
+        environment = {**os.environ, **_local_environment(ranks, store.port), ERROR_DIR_ENV: accounts}
         started: list[subprocess.Popen[bytes]] = []
         received: list[int] = []
-        with _signals_into(received):
+        with _collect_signals(received):
             try:
                 for rank in range(ranks):
                     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
                     command = [sys.executable, "-m", "zeroshard", "train", *argv]
                     # a session of its own: a Ctrl-C is forwarded once, not also sent to it by the terminal
                     started.append(subprocess.Popen(command, env={**environment, **place}, start_new_session=True))
-                failed = _watch(started, received)
+                failed = _wait_ranks(started, received)
             finally:
                 for process in started:
-                    _send(process, signal.SIGKILL)
+                    _send_signal(process, signal.SIGKILL)
                     process.wait()
-        if failed or (received and any(not account["missed"] for account in _accounts(Path(accounts)))):
-            print("zeroshard train: " + first_failure(Path(accounts), failed), file=sys.stderr)
+        if failed or (received and any(not account["missed"] for account in _read_errors(Path(accounts)))):
+            print("zeroshard train: " + describe_first_failure(Path(accounts), failed), file=sys.stderr)
             return 1
         return 128 + received[0] if received else 0
 
@@ -101,12 +104,14 @@ def _local_environment(ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def _signals_into(received: list[int]) -> Iterator[None]:
+def _collect_signals(received_signals: list[int]) -> Iterator[None]:
     """Note the signals that end a run, instead of being ended by them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in HEEDED}
+    handlers = {
+        number: signal.signal(number, lambda number, _: received_signals.append(number)) for number in STOP_SIGNALS
+    }
     try:
         yield
     finally:
@@ -114,7 +119,7 @@ def _signals_into(received: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _watch(started: Sequence[subprocess.Popen[bytes]], received: list[int]) -> dict[int, int]:
+def _wait_ranks(processes: Sequence[subprocess.Popen[bytes]], received_signals: list[int]) -> dict[int, int]:
     """Wait until all ranks have ended; return the exit statuses of those that failed first, by rank.
 
     Signals are forwarded. A rank that fails ends the others with SIGTERM. Either way those that are left after a grace
@@ -122,72 +127,76 @@ def _watch(started: Sequence[subprocess.Popen[bytes]], received: list[int]) -> d
     """
     failed: dict[int, int] = {}
     deadline, heard = math.inf, 0
-    while any(process.poll() is None for process in started):
+    while any(process.poll() is None for process in processes):
         now = time.monotonic()
-        if len(received) > heard:
-            deadline = now + (_grace() if heard == 0 and len(received) == 1 else LAST_WORDS)
-            for number in received[heard:]:
-                for process in started:
-                    _send(process, number)
-            heard = len(received)
-        elif not failed and not received:
-            failed = _failed(started)
+        if len(received_signals) > heard:
+            deadline = now + (
+                _shutdown_grace_seconds() if heard == 0 and len(received_signals) == 1 else ERROR_GRACE_SECONDS
+            )
+            for number in received_signals[heard:]:
+                for process in processes:
+                    _send_signal(process, number)
+            heard = len(received_signals)
+        elif not failed and not received_signals:
+            failed = _failed_ranks(processes)
             if failed:
-                deadline = now + _grace()
-                for process in started:
-                    _send(process, signal.SIGTERM)
+                deadline = now + _shutdown_grace_seconds()
+                for process in processes:
+                    _send_signal(process, signal.SIGTERM)
         if now > deadline:
-            for process in started:
-                _send(process, signal.SIGKILL)
-        time.sleep(POLL)
-    return failed or (_failed(started) if not received else {})
+            for process in processes:
+                _send_signal(process, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return failed or (_failed_ranks(processes) if not received_signals else {})
 
 
-def _failed(started: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+def _failed_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
     """The exit statuses of the ranks that have failed so far."""
-    statuses = {rank: process.poll() for rank, process in enumerate(started)}
+    statuses = {rank: process.poll() for rank, process in enumerate(processes)}
     return {rank: status for rank, status in statuses.items() if status}
 
 
-def _send(process: subprocess.Popen[bytes], number: int) -> None:
+def _send_signal(process: subprocess.Popen[bytes], number: int) -> None:
     """Send a signal to a rank and what it has started, unless it has ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
-def _grace() -> float:
+def _shutdown_grace_seconds() -> float:
     """Seconds that ranks have for their last checkpoint."""
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE))
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_GRACE_SECONDS))
 
 
-def first_failure(accounts: Path, exits: dict[int, int]) -> str:
+def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> str:
     """Say which rank failed first, and why.
 
     Others fail because it is gone: they miss it in a collective, or are killed by the launcher. So an error of a rank's
     own goes first, then a rank that was killed and could say nothing, then what a rank missed.
     """
-    told = sorted(_accounts(accounts), key=lambda account: float(account["moment"]))
+    told = sorted(_read_errors(error_dir), key=lambda account: float(account["moment"]))
     own = [account for account in told if not account["missed"]]
     if own:
         return str(own[0]["account"])
-    for rank, status in exits.items():
+    for rank, status in exit_statuses.items():
         if status < 0 and status != -signal.SIGTERM:  # which the launcher sends to those that are left
             name = signal.Signals(-status).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     if told:
         return str(told[0]["account"])
-    return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exits.items())
+    return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exit_statuses.items())
 
 
 def report_failure(error: BaseException, rank: int) -> None:
     """Tell what ended this rank: to our own launcher, else to the terminal and to torchrun."""
     stack = "".join(traceback.format_exception(error)).rstrip()
     account = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
-    directory = os.environ.get(ACCOUNTS)
+    directory = os.environ.get(ERROR_DIR_ENV)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
-        missed = isinstance(error, (RanksDisagreeError, DistError)) or any(words in str(error) for words in GONE)
+        missed = isinstance(error, (RanksDisagreeError, DistError)) or any(
+            words in str(error) for words in PEER_LOST_MESSAGES
+        )
         told = {"rank": rank, "moment": time.time(), "account": account, "missed": missed}
         partial.write_text(json.dumps(told))
         partial.rename(partial.with_suffix(".account.json"))
@@ -207,37 +216,37 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        for number in HEEDED:
-            signal.signal(number, self._receive)
-        directory = os.environ.get(ACCOUNTS)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        directory = os.environ.get(ERROR_DIR_ENV)
         if directory is not None:
             told, tells = os.pipe()
             os.set_blocking(tells, False)
             signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
-            threading.Thread(target=self._leave_the_lost, args=(told, Path(directory)), daemon=True).start()
+            threading.Thread(target=self._exit_when_peer_failed, args=(told, Path(directory)), daemon=True).start()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        for other in HEEDED:
+        for other in STOP_SIGNALS:
             signal.signal(other, signal.SIG_DFL)
 
     @staticmethod
-    def _leave_the_lost(told: int, accounts: Path) -> None:
-        os.read(told, 1)
-        while not _told(accounts):
+    def _exit_when_peer_failed(wakeup_fd: int, error_dir: Path) -> None:
+        os.read(wakeup_fd, 1)
+        while not _error_files(error_dir):
             time.sleep(0.2)
-        time.sleep(LAST_WORDS)
+        time.sleep(ERROR_GRACE_SECONDS)
         os._exit(1)
 
 
-def _told(accounts: Path) -> list[Path]:
+def _error_files(error_dir: Path) -> list[Path]:
     """The accounts of ranks that failed."""
-    return list(accounts.glob("*.account.json"))
+    return list(error_dir.glob("*.account.json"))
 
 
-def _accounts(accounts: Path) -> list[dict[str, Any]]:
+def _read_errors(error_dir: Path) -> list[dict[str, Any]]:
     """What ranks that failed have said."""
-    return [json.loads(path.read_text()) for path in _told(accounts)]
+    return [json.loads(path.read_text()) for path in _error_files(error_dir)]
 
 
 def default_ranks(device: str) -> int:

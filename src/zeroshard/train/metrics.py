@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_TAGS = {  # field of Metrics → tag in TensorBoard
+_TENSORBOARD_TAGS = {  # field of Metrics → tag in TensorBoard
     "loss": "loss/training",
     "validation_loss": "loss/held-out",
     "lr": "optimizer/learning rate",
@@ -26,10 +26,11 @@ _TAGS = {  # field of Metrics → tag in TensorBoard
 
 
 @dataclass(frozen=True)
-class Metrics:
+class StepMetrics:
     """The figures of one step.
 
-    >>> Metrics(step=1, loss=5.8, lr=1e-3, grad_norm=None, tokens=4096, tokens_per_s=21300.0, seconds=0.2).mfu is None
+    >>> metrics = StepMetrics(step=1, loss=5.8, lr=1e-3, grad_norm=None, tokens=4096, tokens_per_s=2e4, seconds=0.2)
+    >>> metrics.mfu is None
     True
     """
 
@@ -82,7 +83,7 @@ class MetricsFile:
         path = Path(path)
         writer = None if tensorboard is None else _import_writer()  # may be missing, so before the file is touched
         if resume_step is not None and path.exists():
-            _keep_until(path, resume_step)
+            _truncate_after(path, resume_step)
         elif path.exists() and path.stat().st_size:
             raise FileExistsError(
                 f"{path} holds the metrics of another run already: resume that run, or start in a new directory"
@@ -90,9 +91,9 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", newline="\n")
         purge = None if resume_step is None else resume_step + 1  # TensorBoard hides its former events from there on
-        self._events = None if writer is None else writer(str(tensorboard), purge_step=purge)
+        self._tensorboard = None if writer is None else writer(str(tensorboard), purge_step=purge)
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, metrics: StepMetrics) -> None:
         """Append the figures of a step."""
         self._append(asdict(metrics))
 
@@ -103,8 +104,8 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file, and TensorBoard's."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -113,16 +114,16 @@ class MetricsFile:
         self.close()
 
     def _append(self, record: dict[str, Any]) -> None:
-        strict = {key: _strict(value) for key, value in record.items()}
+        strict = {key: _strict_json_value(value) for key, value in record.items()}
         self._file.write(json.dumps(strict, allow_nan=False) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for key, tag in _TAGS.items():
+        if self._tensorboard is not None:
+            for key, tag in _TENSORBOARD_TAGS.items():
                 if record.get(key) is not None:
-                    self._events.add_scalar(tag, record[key], record["step"])
+                    self._tensorboard.add_scalar(tag, record[key], record["step"])
 
 
-def _strict(value: float | None) -> float | str | None:
+def _strict_json_value(value: float | None) -> float | str | None:
     """A figure as strict JSON can hold it."""
     if value is None or isinstance(value, int):
         return value
@@ -130,7 +131,7 @@ def _strict(value: float | None) -> float | str | None:
     return number if math.isfinite(number) else str(number)
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _truncate_after(path: Path, step: int) -> None:
     """Drop a cut last line and the lines of later steps."""
     lines = path.read_bytes().splitlines()
     kept = []

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from zeroshard.offload import Offload, read_bytes
+from zeroshard.offload import Offload, parse_bytes
 from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 Stage = Literal[0, 1, 2, 3]
-Configuration = Literal["C1", "C2", "C3", "C4", "C5"]
-Choosable = Literal["stage", "offload", "recompute", "micro-batch"]
+ConfigurationName = Literal["C1", "C2", "C3", "C4", "C5"]
+AutoOption = Literal["stage", "offload", "recompute", "micro-batch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +51,23 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        _at_least_one(self, "layers", "heads", "width", "sequence", "lora_rank")
-        _positive(self, "lora_alpha")
+        _check_at_least_one(self, "layers", "heads", "width", "sequence", "lora_rank")
+        _check_positive(self, "lora_alpha")
 
     @property
-    def recomputed(self) -> bool:
+    def has_activation_checkpointing(self) -> bool:
         """Whether activations are computed again in backward.
 
-        >>> ModelOptions(offload_activations=True).recomputed
+        >>> ModelOptions(offload_activations=True).has_activation_checkpointing
         True
         """
         return self.recompute or self.offload_activations
 
     @property
-    def activations(self) -> dict[str, Any]:
+    def checkpoint_kwargs(self) -> dict[str, Any]:
         """What :func:`zeroshard.checkpoint_activations` is told of them.
 
-        >>> ModelOptions(recompute=True).activations
+        >>> ModelOptions(recompute=True).checkpoint_kwargs
         {'partition': None, 'offload': False}
         """
         return {"partition": None if self.partition_activations else False, "offload": self.offload_activations}
@@ -93,7 +93,7 @@ class DataOptions:
         """Refuse what cannot be meant."""
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout is a share between 0 and 1, got {self.holdout:g}")
-        _at_least_one(self, "vocabulary")
+        _check_at_least_one(self, "vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +126,8 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        _at_least_one(self, "steps", "batch", "micro_batch", "accumulate")
-        _positive(self, "lr")
+        _check_at_least_one(self, "steps", "batch", "micro_batch", "accumulate")
+        _check_positive(self, "lr")
         for name in ("warmup", "weight_decay", "clip", "min_lr", "seed"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
@@ -147,7 +147,7 @@ class ShardOptions:
     tensor: int = 1
     """ranks that divide each layer and work on the same sequences (tensor parallelism): a divisor of the ranks and of
     the model's heads; for presets, and Hugging Face's Llama and GPT-2"""
-    configuration: Configuration | None = None
+    configuration: ConfigurationName | None = None
     """one of the paper's, see `zeroshard presets`: sets stage, recompute, partition-activations and
     offload-activations, where these are not given beside it"""
     offload: Literal["device", "host", "disk"] = "device"
@@ -158,7 +158,7 @@ class ShardOptions:
     """in stage 3: this rank's part of the parameters in host memory, too"""
     offload_directory: str | None = None
     """for disk: a directory on a fast local disk. Nothing is left there afterwards"""
-    auto: tuple[Choosable, ...] = ()
+    auto: tuple[AutoOption, ...] = ()
     """what is left to a plan: the fastest that fits the memory there is. Alone, all that is not given beside it;
     `--stage auto` is the same as `--auto stage`"""
     memory: str | None = None
@@ -180,18 +180,18 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        _at_least_one(self, "ranks", "tensor")
-        _positive(self, "timeout")
-        read_bytes("memory", self.memory)
-        Offload.of(self.offloaded)
+        _check_at_least_one(self, "ranks", "tensor")
+        _check_positive(self, "timeout")
+        parse_bytes("memory", self.memory)
+        Offload.from_option(self.offload_config)
         if self.offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters is for stage 3, got stage {self.stage}")
 
     @property
-    def offloaded(self) -> dict[str, Any]:
+    def offload_config(self) -> dict[str, Any]:
         """What :func:`zeroshard.shard` is given as ``offload``.
 
-        >>> ShardOptions(offload="host", offload_fraction=0.5).offloaded
+        >>> ShardOptions(offload="host", offload_fraction=0.5).offload_config
         {'optimizer': ('host', 0.5), 'parameters': 'device', 'directory': None}
         """
         return {
@@ -235,7 +235,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        _at_least_one(self, "eval_sequences", "keep", "log_every")
+        _check_at_least_one(self, "eval_sequences", "keep", "log_every")
         if self.prompt == "":
             raise ValueError("prompt is empty: give the beginning of a text, or leave it out")
         for name in ("eval_every", "checkpoint_every", "sample_tokens"):
@@ -244,7 +244,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class TrainOptions:
     """Train a language model with its states partitioned over all ranks (ZeRO).
 
     Without options: a small GPT on Shakespeare, 2 CPU ranks (or all GPUs), a minute or two. Under torchrun or srun it
@@ -257,35 +257,35 @@ class Options:
     sharding: ShardOptions = field(default_factory=ShardOptions)
     run: RunOptions = field(default_factory=RunOptions)
 
-    def flat(self) -> dict[str, Any]:
+    def to_flat_dict(self) -> dict[str, Any]:
         """All options by name.
 
-        >>> Options().flat()["stage"]
+        >>> TrainOptions().to_flat_dict()["stage"]
         3
         """
         groups = [getattr(self, group.name) for group in fields(self)]
         return {option.name: getattr(group, option.name) for group in groups for option in fields(group)}
 
-    def configured(self, name: Configuration) -> Options:
+    def with_configuration(self, name: ConfigurationName) -> TrainOptions:
         """The same with one of the paper's configurations.
 
-        >>> Options().configured("C1").sharding.stage
+        >>> TrainOptions().with_configuration("C1").sharding.stage
         1
         """
         chosen = CONFIGURATIONS[name]
         model = replace(
             self.model,
             recompute=True,
-            partition_activations=chosen.partitioned,
-            offload_activations=chosen.offloaded,
+            partition_activations=chosen.partition_activations,
+            offload_activations=chosen.offload_activations,
         )
         sharding = replace(self.sharding, configuration=name, stage=cast("Stage", chosen.stage))
         return replace(self, model=model, sharding=sharding)
 
-    def opened(self, names: tuple[Choosable, ...]) -> Options:
+    def with_auto(self, names: tuple[AutoOption, ...]) -> TrainOptions:
         """The same with some of it left to a plan, and until then as if nothing had been said of it.
 
-        >>> Options(training=StepOptions(micro_batch=4)).opened(("micro-batch",)).training.micro_batch
+        >>> TrainOptions(training=StepOptions(micro_batch=4)).with_auto(("micro-batch",)).training.micro_batch
         """
         model, training, sharding = self.model, self.training, replace(self.sharding, auto=names)
         if "stage" in names:
@@ -308,14 +308,14 @@ class Options:
         return (path.parent if path.name == "config.json" else path).name or "model"
 
 
-def _at_least_one(options: Any, *names: str) -> None:
+def _check_at_least_one(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} is a whole number from 1 up, got {value}")
 
 
-def _positive(options: Any, *names: str) -> None:
+def _check_positive(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if not 0 < value < math.inf:

@@ -5,44 +5,48 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from zeroshard.memory.report import size
-from zeroshard.train.job import Job
-from zeroshard.train.options import Options
-from zeroshard.train.record import fullest
+from zeroshard.memory.report import format_bytes
+from zeroshard.train.job import TrainingSetup
+from zeroshard.train.options import TrainOptions
+from zeroshard.train.record import max_state_bytes
 
 
-def header(job: Job, start: int) -> list[tuple[str, str]]:
+def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]:
     """What is about to be run, as pairs of label and value."""
-    batching, world = job.batching, job.world
-    begin = f" from step {start}" if start else ""
+    batching, world = setup.batching, setup.rank_info
+    begin = f" from step {start_step}" if start_step else ""
     accumulated = f", {batching.accumulate} backwards a step" if batching.accumulate > 1 else ""
-    held_out = f", {len(job.held_out.tokens):,} held out" if job.held_out is not None else ""
-    tokens = batching.batch * job.training.sequence
+    held_out = f", {len(setup.validation_loader.tokens):,} held out" if setup.validation_loader is not None else ""
+    tokens = batching.batch * setup.train_loader.sequence
     return [
-        ("model", f"{job.language_model.description}, {job.record.model['parameters']:,} parameters"),
-        ("data", f"{len(job.training.tokens):,} tokens to train on{held_out}"),
-        ("ranks", f"{world.ranks} on {job.record.device} over {world.backend}{groups(job.options, world.ranks)}"),
-        *([("plan", job.why)] if job.why else []),
-        *sharding(job.options, job.precision),
-        ("steps", f"{job.options.training.steps}{begin}, {tokens:,} tokens a step{accumulated}"),
-        ("run", str(job.directory.path)),
+        ("model", f"{setup.language_model.description}, {setup.record.model['parameters']:,} parameters"),
+        ("data", f"{len(setup.train_loader.tokens):,} tokens to train on{held_out}"),
+        (
+            "ranks",
+            f"{world.world_size} on {setup.record.device} over "
+            f"{world.backend}{describe_tensor_groups(setup.options, world.world_size)}",
+        ),
+        *([("plan", setup.plan_reason)] if setup.plan_reason else []),
+        *describe_sharding(setup.options, setup.precision),
+        ("steps", f"{setup.options.training.steps}{begin}, {tokens:,} tokens a step{accumulated}"),
+        ("run", str(setup.directory.path)),
     ]
 
 
-def groups(options: Options, ranks: int) -> str:
+def describe_tensor_groups(options: TrainOptions, ranks: int) -> str:
     """How the ranks share data and layers, to follow their number; nothing where none divide a layer."""
     tensor = options.sharding.tensor
     return f", in {ranks // tensor} groups of {tensor} that divide each layer" if tensor > 1 else ""
 
 
-def sharding(options: Options, precision: str) -> list[tuple[str, str]]:
+def describe_sharding(options: TrainOptions, precision: str) -> list[tuple[str, str]]:
     """What becomes of states and activations, as pairs of label and value.
 
-    >>> sharding(Options().configured("C5"), "bf16")
+    >>> describe_sharding(TrainOptions().with_configuration("C5"), "bf16")
     [('ZeRO', 'C5: stage 2, bf16'), ('blocks', 'recomputed from inputs kept in host memory (whole: no --tensor)')]
     """
     name = options.sharding.configuration
-    changed = "" if name is None or options == options.configured(name) else ", changed"
+    changed = "" if name is None or options == options.with_configuration(name) else ", changed"
     kept = options.sharding.stage == 3 and precision in ("bf16", "fp16") and not options.sharding.cast_on_gather
     how = f"stage {options.sharding.stage}, {precision}{', kept beside the masters' if kept else ''}"
     lines = [("ZeRO", (f"{name}{changed}: " if name else "") + how)]
@@ -51,13 +55,13 @@ def sharding(options: Options, precision: str) -> list[tuple[str, str]]:
         lines.append(("tiers", f"{part}optimizer states on {options.sharding.offload}, updated there"))
     if options.sharding.offload_parameters:
         lines.append(("", "parameters in host memory, brought for each use"))
-    if options.model.recomputed:
+    if options.model.has_activation_checkpointing:
         where = "in host memory" if options.model.offload_activations else "on the device"
-        lines.append(("blocks", f"recomputed from inputs kept {where}{_parts(options)}"))
+        lines.append(("blocks", f"recomputed from inputs kept {where}{_describe_activation_partitioning(options)}"))
     return lines
 
 
-def _parts(options: Options) -> str:
+def _describe_activation_partitioning(options: TrainOptions) -> str:
     """How much of the blocks' inputs a rank keeps, where something was said about it."""
     partitioned, tensor = options.model.partition_activations, options.sharding.tensor
     if tensor > 1:
@@ -65,27 +69,31 @@ def _parts(options: Options) -> str:
     return " (whole: no --tensor)" if partitioned and options.sharding.configuration is not None else ""
 
 
-def footer(job: Job, done: int, page: Path | None) -> list[tuple[str, str]]:
+def footer_lines(setup: TrainingSetup, steps_done: int, page: Path | None) -> list[tuple[str, str]]:
     """What has come of it, and what can be done with it."""
-    record, out = job.record, job.directory
-    lines = [("outcome", f"{record.outcome} after step {done}")]
+    record, out = setup.record, setup.directory
+    lines = [("outcome", f"{record.outcome} after step {steps_done}")]
     if record.memory:
-        most = sum(fullest(record.memory).values())
+        most = sum(max_state_bytes(record.memory).values())
         plain = sum(record.plain.values())
-        less = f", {plain / most:.1f} × less than the {size(plain)} of plain data parallelism" if most < plain else ""
-        lines.append(("memory", f"{size(most)} of model states a rank{less}"))
+        less = (
+            f", {plain / most:.1f} × less than the {format_bytes(plain)} of plain data parallelism"
+            if most < plain
+            else ""
+        )
+        lines.append(("memory", f"{format_bytes(most)} of model states a rank{less}"))
     if page is not None:
         lines.append(("report", str(page)))
     if record.checkpoints:
-        lines.append(("checkpoint", str(out.checkpoints / record.checkpoints[-1])))
+        lines.append(("checkpoint", str(out.checkpoints_dir / record.checkpoints[-1])))
     if record.outcome != "finished":
-        return [*lines, ("go on", resuming(job))]
-    lines.append(("weights", str(out.model)))
-    if job.corpus.tokenizer is not None:
+        return [*lines, ("go on", resume_command(setup))]
+    lines.append(("weights", str(out.model_dir)))
+    if setup.corpus.tokenizer_path is not None:
         lines.append(("use it", f"zeroshard generate {shlex.quote(str(out.path))} --prompt 'Once'"))
     return lines
 
 
-def resuming(job: Job) -> str:
+def resume_command(setup: TrainingSetup) -> str:
     """The command that goes on with a run."""
-    return f"zeroshard train --out {shlex.quote(str(job.directory.path))} --resume"
+    return f"zeroshard train --out {shlex.quote(str(setup.directory.path))} --resume"

@@ -13,69 +13,82 @@ import torch.distributed as dist
 
 import zeroshard
 from zeroshard.memory.profile import Profile
-from zeroshard.train.checkpoint import checkpoint_path, set_aside, step_of, whole_checkpoints
-from zeroshard.train.errors import SharedError, TrainingError
+from zeroshard.train.checkpoint import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
+from zeroshard.train.errors import AllRanksError, TrainingError
 from zeroshard.train.evaluation import evaluate
-from zeroshard.train.flops import flops_per_token, multiplied, peak_flops
-from zeroshard.train.job import Job
+from zeroshard.train.flops import count_matmul_params, flops_per_token, peak_flops
+from zeroshard.train.job import TrainingSetup
 from zeroshard.train.launch import StopRequest
-from zeroshard.train.metrics import Metrics, MetricsFile
+from zeroshard.train.metrics import MetricsFile, StepMetrics
 from zeroshard.train.models.language_model import copy_tokenizer
-from zeroshard.train.page.page import write_page
-from zeroshard.train.pulse import Beat, Pulse
-from zeroshard.train.record import fullest, memory_of, tensor_traffic_of, timeline_of, traffic_of
-from zeroshard.train.sample import sample_text
+from zeroshard.train.page.page import write_html_report
+from zeroshard.train.pulse import StepStats, StepStatsReducer
+from zeroshard.train.record import (
+    max_state_bytes,
+    memory_by_kind,
+    memory_timeline,
+    tensor_parallel_traffic,
+    traffic_by_collective,
+)
+from zeroshard.train.sample import generate_sample
 from zeroshard.train.schedule import learning_rate
-from zeroshard.train.summary import footer, header, resuming
-from zeroshard.train.view.view import View, open_view
+from zeroshard.train.summary import footer_lines, header_lines, resume_command
+from zeroshard.train.view.view import RunView, open_view
 
-SETTLED = 2  # steps after which a step takes what it will always take: the optimizer has its states, units their order
+STEADY_AFTER_STEPS = (
+    2  # steps after which a step takes what it will always take: the optimizer has its states, units their order
+)
 
 
 class Trainer:
     """Runs a job from the step it begins at to its end, or to a request to stop."""
 
-    def __init__(self, job: Job, stop: StopRequest) -> None:
-        self.job, self.stop_request = job, stop
-        self.options, self.world, self.record = job.options, job.world, job.record
-        self.start = job.checkpoint.step if job.checkpoint is not None else 0
-        self.done = self.start
-        self.stopping = False
-        self._save_under_way: zeroshard.Save | None = None
-        self._saved_at = self.start if job.checkpoint is not None else -1
-        self._pulse = Pulse(job.world.device)
-        self._waits: dict[int, float] = {}  # share of a profiled step that waited for communication
-        self._tokens_a_step = job.batching.batch * job.training.sequence
-        name = torch.cuda.get_device_name(job.world.device) if job.world.device.type == "cuda" else "cpu"
-        self._peak = peak_flops(name, job.precision)
-        self._flops = flops_per_token(
-            *multiplied(job.language_model.module),
-            job.language_model.layers,
-            job.language_model.width,
-            job.training.sequence,
+    def __init__(self, setup: TrainingSetup, stop_request: StopRequest) -> None:
+        self.setup, self.stop_request = setup, stop_request
+        self.options, self.rank_info, self.record = setup.options, setup.rank_info, setup.record
+        self.start_step = setup.resume_checkpoint.step if setup.resume_checkpoint is not None else 0
+        self.steps_done = self.start_step
+        self.is_stopping = False
+        self._pending_save: zeroshard.Save | None = None
+        self._last_saved_step = self.start_step if setup.resume_checkpoint is not None else -1
+        self._stats_reducer = StepStatsReducer(setup.rank_info.device)
+        self._wait_fractions: dict[int, float] = {}  # share of a profiled step that waited for communication
+        self._tokens_per_step = setup.batching.batch * setup.train_loader.sequence
+        name = torch.cuda.get_device_name(setup.rank_info.device) if setup.rank_info.device.type == "cuda" else "cpu"
+        self._peak_flops = peak_flops(name, setup.precision)
+        self._flops_per_token = flops_per_token(
+            *count_matmul_params(setup.language_model.module),
+            setup.language_model.layers,
+            setup.language_model.width,
+            setup.train_loader.sequence,
         )
-        self.view: View = View()
-        self._metrics: MetricsFile | None = None
+        self.view: RunView = RunView()
+        self._metrics_file: MetricsFile | None = None
 
     def run(self) -> None:
         """Train, and leave the directory complete, however it ends."""
         run = self.options.run
-        if self.world.first:
+        if self.rank_info.is_rank_zero:
             self.view = open_view(
-                total_steps=self.options.training.steps, start_step=self.start, plain=run.plain, log_every=run.log_every
+                total_steps=self.options.training.steps,
+                start_step=self.start_step,
+                plain=run.plain,
+                log_every=run.log_every,
             )
-            events = self.job.directory.path / "tensorboard" if run.tensorboard else None
-            self._metrics = MetricsFile(self.job.directory.metrics, tensorboard=events, resume_step=self.start)
-            self.job.directory.write_record(self.record.as_dict())
-        with self.view, self._metrics or nullcontext():
-            self.view.header(header(self.job, self.start))
+            events = self.setup.directory.path / "tensorboard" if run.tensorboard else None
+            self._metrics_file = MetricsFile(
+                self.setup.directory.metrics_path, tensorboard=events, resume_step=self.start_step
+            )
+            self.setup.directory.write_record(self.record.as_dict())
+        with self.view, self._metrics_file or nullcontext():
+            self.view.show_header(header_lines(self.setup, self.start_step))
             try:
                 self._train()
                 self._finish()
             except Exception as error:
                 told = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
-                self._close("stopped", told)
-                if isinstance(error, SharedError):
+                self._write_report("stopped", told)
+                if isinstance(error, AllRanksError):
                     dist.barrier()  # or the launcher would end the first rank while it writes
                 raise
 
@@ -83,216 +96,218 @@ class Trainer:
 
     def _train(self) -> None:
         run = self.options.run
-        if self.start == 0 and run.eval_every:
+        if self.start_step == 0 and run.eval_every:
             self._evaluate()
-        while self.done < self.options.training.steps and not self.stopping:
+        while self.steps_done < self.options.training.steps and not self.is_stopping:
             self._step()
-            self._listen()
-            if self.done == self.start + SETTLED + 1:
-                self._take_stock()
-            if self.stopping or self.done == self.options.training.steps:
+            self._process_stats()
+            if self.steps_done == self.start_step + STEADY_AFTER_STEPS + 1:
+                self._record_memory()
+            if self.is_stopping or self.steps_done == self.options.training.steps:
                 break
-            if run.eval_every and self.done % run.eval_every == 0:
+            if run.eval_every and self.steps_done % run.eval_every == 0:
                 self._evaluate()
-            if run.checkpoint_every and self.done % run.checkpoint_every == 0:
-                self._save()
-        self._listen(to_the_end=True)
+            if run.checkpoint_every and self.steps_done % run.checkpoint_every == 0:
+                self._start_save()
+        self._process_stats(flush=True)
 
     def _step(self) -> None:
         """One optimizer step. Everything random in it is a function of seed, step and rank: resuming repeats it."""
-        step, training, world = self.done, self.options.training, self.world
-        torch.manual_seed(((training.seed * 1_000_003 + step) * world.data_ranks + world.data_rank) % 2**63)
-        for group in self.job.optimizer.param_groups:
+        step, training, world = self.steps_done, self.options.training, self.rank_info
+        torch.manual_seed(((training.seed * 1_000_003 + step) * world.dp_size + world.dp_rank) % 2**63)
+        for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
-        settled = step - self.start == SETTLED
+        settled = step - self.start_step == STEADY_AFTER_STEPS
         watched = settled or (step + 1) % self.options.run.log_every == 0
-        with zeroshard.profile(self.job.model) if watched else nullcontext(Profile()) as profile:
-            loss = self._passes(step, profile)
+        with zeroshard.profile(self.setup.model) if watched else nullcontext(Profile()) as profile:
+            loss = self._forward_backward(step, profile)
             profile.phase("step")
-            norm = self.job.optimizer.clip_grad_norm_(training.clip or math.inf)
-            self.job.optimizer.step()
-            self.job.optimizer.zero_grad()
+            norm = self.setup.optimizer.clip_grad_norm_(training.clip or math.inf)
+            self.setup.optimizer.step()
+            self.setup.optimizer.zero_grad()
         if watched:
-            self._waits[step + 1] = profile.waited / profile.seconds
+            self._wait_fractions[step + 1] = profile.waited / profile.seconds
         if settled:
-            self.record.timeline = timeline_of(profile)
-        self._pulse.send(step + 1, loss, norm, self.stop_request.signal is not None)
-        self.done += 1
+            self.record.timeline = memory_timeline(profile)
+        self._stats_reducer.start_reduce(step + 1, loss, norm, self.stop_request.signal is not None)
+        self.steps_done += 1
 
-    def _passes(self, step: int, profile: Profile) -> torch.Tensor:
+    def _forward_backward(self, step: int, profile: Profile) -> torch.Tensor:
         """Forward and backward over this rank's part of the batch; returns its mean loss."""
-        batching, device = self.job.batching, self.world.device
-        tokens, targets = self.job.training.batch(step, self.world.data_rank, self.world.data_ranks)
+        batching, device = self.setup.batching, self.rank_info.device
+        tokens, targets = self.setup.train_loader.batch(step, self.rank_info.dp_rank, self.rank_info.dp_size)
         total = torch.zeros((), device=device)
         for inputs, following in zip(
             torch.split(tokens, batching.micro), torch.split(targets, batching.micro), strict=True
         ):
             profile.phase("forward")
             inputs, following = (part.to(device, non_blocking=True) for part in (inputs, following))
-            loss = self.job.language_model.loss(self.job.model, inputs, following) / batching.accumulate
+            loss = self.setup.language_model.loss(self.setup.model, inputs, following) / batching.accumulate
             profile.phase("backward")
-            torch.autograd.backward(self.job.optimizer.scale(loss))
+            torch.autograd.backward(self.setup.optimizer.scale(loss))
             total += loss.detach()
         return total
 
-    def _listen(self, to_the_end: bool = False) -> None:
+    def _process_stats(self, flush: bool = False) -> None:
         """Take in what all ranks know of the steps so far, and stop where it is no use to go on."""
-        for beat in self._pulse.read(to_the_end):
-            self._show(beat)
-            self.stopping |= beat.stop
+        for beat in self._stats_reducer.read_ready(flush):
+            self._log_step(beat)
+            self.is_stopping |= beat.has_stop_request
             if not math.isfinite(beat.loss):
-                self._give_up(f"the loss is {beat.loss} at step {beat.step}", beat.step - 1)
-            overflows_are_skipped = self.job.precision == "fp16"  # by the loss scale
-            if beat.norm is not None and not math.isfinite(beat.norm) and not overflows_are_skipped:
-                self._give_up(f"the norm of the gradients is {beat.norm} at step {beat.step}", beat.step)
+                self._abort(f"the loss is {beat.loss} at step {beat.step}", beat.step - 1)
+            overflows_are_skipped = self.setup.precision == "fp16"  # by the loss scale
+            if beat.grad_norm is not None and not math.isfinite(beat.grad_norm) and not overflows_are_skipped:
+                self._abort(f"the norm of the gradients is {beat.grad_norm} at step {beat.step}", beat.step)
 
-    def _give_up(self, what: str, spoilt: int) -> NoReturn:
+    def _abort(self, reason: str, first_bad_step: int) -> NoReturn:
         """End the run on all ranks, without the checkpoints of weights that are ``spoilt`` steps old or more."""
-        self._await_save()
-        whole = whole_checkpoints(self.job.directory.checkpoints)
-        good = [path for path in whole if step_of(path) < spoilt]
-        if self.world.first:
+        self._wait_save()
+        whole = complete_checkpoints(self.setup.directory.checkpoints_dir)
+        good = [path for path in whole if checkpoint_step(path) < first_bad_step]
+        if self.rank_info.is_rank_zero:
             for path in whole[len(good) :]:
-                set_aside(path)
+                quarantine(path)
             self.record.checkpoints = [path.name for path in good]
         advice = "A lower --lr, a longer --warmup or a smaller --clip may help."
-        raise SharedError(f"{what}. {self._last_good(good)} {advice}")
+        raise AllRanksError(f"{reason}. {self._resume_hint(good)} {advice}")
 
-    def _show(self, beat: Beat) -> None:
-        rate = self._tokens_a_step / max(beat.seconds, 1e-9)
-        on_gpu = self.world.device.type == "cuda"
-        tflops = rate * self._flops / self.world.ranks / 1e12 if on_gpu else None
-        metrics = Metrics(
-            step=beat.step,
-            loss=beat.loss,
-            lr=learning_rate(beat.step - 1, self.options.training),
-            grad_norm=beat.norm,
-            tokens=beat.step * self._tokens_a_step,
+    def _log_step(self, stats: StepStats) -> None:
+        rate = self._tokens_per_step / max(stats.seconds, 1e-9)
+        on_gpu = self.rank_info.device.type == "cuda"
+        tflops = rate * self._flops_per_token / self.rank_info.world_size / 1e12 if on_gpu else None
+        metrics = StepMetrics(
+            step=stats.step,
+            loss=stats.loss,
+            lr=learning_rate(stats.step - 1, self.options.training),
+            grad_norm=stats.grad_norm,
+            tokens=stats.step * self._tokens_per_step,
             tokens_per_s=rate,
             seconds=round(self.record.seconds, 3),
-            communication=self._waits.pop(beat.step, None),
+            communication=self._wait_fractions.pop(stats.step, None),
             tflops=tflops,
-            mfu=tflops * 1e12 / self._peak if tflops is not None and self._peak is not None else None,
+            mfu=tflops * 1e12 / self._peak_flops if tflops is not None and self._peak_flops is not None else None,
         )
-        self.view.step(metrics)
-        if self._metrics is not None:
-            self._metrics.write(metrics)
+        self.view.show_step(metrics)
+        if self._metrics_file is not None:
+            self._metrics_file.write(metrics)
 
-    def _take_stock(self) -> None:
+    def _record_memory(self) -> None:
         """Note what a step takes, once it takes what it always will."""
-        report = zeroshard.report(self.job.model)
-        memory: list[dict[str, Any]] = [{} for _ in range(self.world.ranks)]
-        dist.all_gather_object(memory, memory_of(report))
-        self.record.memory, self.record.traffic = memory, traffic_of(report)
-        self.record.tensor_traffic = tensor_traffic_of(report)
+        report = zeroshard.report(self.setup.model)
+        memory: list[dict[str, Any]] = [{} for _ in range(self.rank_info.world_size)]
+        dist.all_gather_object(memory, memory_by_kind(report))
+        self.record.memory, self.record.traffic = memory, traffic_by_collective(report)
+        self.record.tensor_traffic = tensor_parallel_traffic(report)
         plain = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
-        self.view.memory({kind: nbytes for kind, nbytes in fullest(memory).items() if kind in plain}, plain)
+        self.view.show_memory(
+            {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in plain}, plain
+        )
 
     # -- beside the steps ---------------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
         """The loss on held-out text. Nothing that training depends on changes."""
-        if self.job.held_out is None:
+        if self.setup.validation_loader is None:
             return
-        self._listen(to_the_end=True)
-        loss = evaluate(self.job, self.job.held_out)
+        self._process_stats(flush=True)
+        loss = evaluate(self.setup, self.setup.validation_loader)
         if not math.isfinite(loss):
-            self._give_up(f"the held-out loss is {loss} after step {self.done}", self.done)
-        self.view.evaluation(self.done, loss)
-        if self._metrics is not None:
-            self._metrics.write_evaluation(self.done, loss)
-        self._pulse.restart()
+            self._abort(f"the held-out loss is {loss} after step {self.steps_done}", self.steps_done)
+        self.view.show_evaluation(self.steps_done, loss)
+        if self._metrics_file is not None:
+            self._metrics_file.write_evaluation(self.steps_done, loss)
+        self._stats_reducer.restart_timer()
 
-    def _save(self) -> None:
+    def _start_save(self) -> None:
         """Write a checkpoint of the steps done, then let the oldest go."""
-        if self._saved_at == self.done:
+        if self._last_saved_step == self.steps_done:
             return
-        self._listen(to_the_end=True)  # not after a loss that was not finite
-        self._await_save()
-        path = checkpoint_path(self.job.directory.checkpoints, self.done)
-        with self._telling():
-            self._save_under_way = zeroshard.save(
+        self._process_stats(flush=True)  # not after a loss that was not finite
+        self._wait_save()
+        path = checkpoint_path(self.setup.directory.checkpoints_dir, self.steps_done)
+        with self._with_checkpoint_hint():
+            self._pending_save = zeroshard.save(
                 path,
-                self.job.model,
-                self.job.optimizer,
-                extra={"step": self.done, "seconds": round(self.record.seconds, 3)},
-                frozen=not self.job.language_model.pretrained,  # what is not trained is read from where it was
+                self.setup.model,
+                self.setup.optimizer,
+                extra={"step": self.steps_done, "seconds": round(self.record.seconds, 3)},
+                frozen=not self.setup.language_model.is_pretrained,  # what is not trained is read from where it was
                 # the newest is only known to be good when a step from it was: until then the one before is kept, too
-                keep=self.options.run.keep if self.finished else max(self.options.run.keep, 2),
+                keep=self.options.run.keep if self.is_finished else max(self.options.run.keep, 2),
                 wait=False,
             )
-        self._saved_at = self.done
-        self.view.note(f"checkpoint {path}")
-        self._pulse.restart()
+        self._last_saved_step = self.steps_done
+        self.view.show_message(f"checkpoint {path}")
+        self._stats_reducer.restart_timer()
 
-    def _await_save(self) -> None:
+    def _wait_save(self) -> None:
         """Wait until the checkpoint under way is whole."""
-        if self._save_under_way is not None:
-            with self._telling():
-                self._save_under_way.wait()
-            self._save_under_way = None
-        self.record.checkpoints = [path.name for path in whole_checkpoints(self.job.directory.checkpoints)]
+        if self._pending_save is not None:
+            with self._with_checkpoint_hint():
+                self._pending_save.wait()
+            self._pending_save = None
+        self.record.checkpoints = [path.name for path in complete_checkpoints(self.setup.directory.checkpoints_dir)]
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _with_checkpoint_hint(self) -> Iterator[None]:
         """Say which checkpoint is left where one could not be written. All ranks come here together."""
         try:
             yield
         except zeroshard.CheckpointError as error:
-            self._save_under_way = None
-            good = whole_checkpoints(self.job.directory.checkpoints)
-            raise SharedError(f"{error}. {self._last_good(good)}") from error
+            self._pending_save = None
+            good = complete_checkpoints(self.setup.directory.checkpoints_dir)
+            raise AllRanksError(f"{error}. {self._resume_hint(good)}") from error
 
-    def _last_good(self, good: Sequence[Path]) -> str:
-        if not good:
+    def _resume_hint(self, good_checkpoints: Sequence[Path]) -> str:
+        if not good_checkpoints:
             return "No good checkpoint was written before."
-        return f"The last good checkpoint is {good[-1]}: `{resuming(self.job)}` goes on from there."
+        return f"The last good checkpoint is {good_checkpoints[-1]}: `{resume_command(self.setup)}` goes on from there."
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all steps are done."""
-        return self.done >= self.options.training.steps
+        return self.steps_done >= self.options.training.steps
 
     def _finish(self) -> None:
-        finished = self.finished
-        learnt = self.done > self.start
+        finished = self.is_finished
+        learnt = self.steps_done > self.start_step
         if finished and learnt:
             self._evaluate()
-        self._save()
-        self._await_save()
+        self._start_save()
+        self._wait_save()
         if finished:
             self._export()
             if learnt:
-                self._sample()
-        self._close("finished" if finished else "interrupted", "" if finished else "told to stop by a signal")
+                self._generate_sample()
+        self._write_report("finished" if finished else "interrupted", "" if finished else "told to stop by a signal")
 
-    def _sample(self) -> None:
+    def _generate_sample(self) -> None:
         """Let the model go on with a text, on all ranks together."""
-        sample = sample_text(self.job)
+        sample = generate_sample(self.setup)
         if sample is not None:
-            self.record.samples.append({"step": self.done, "prompt": sample.prompt, "text": sample.text})
-            self.view.sample(sample.prompt, sample.text)
+            self.record.samples.append({"step": self.steps_done, "prompt": sample.prompt, "text": sample.text})
+            self.view.show_sample(sample.prompt, sample.text)
 
     def _export(self) -> None:
         """Write the trained weights in the format the model came in."""
-        directory = self.job.directory.model
-        if self.world.first:
+        directory = self.setup.directory.model_dir
+        if self.rank_info.is_rank_zero:
             directory.mkdir(exist_ok=True)
-        self.job.language_model.save(self.job.model, directory if self.world.first else None)
-        if self.world.first and self.job.corpus.tokenizer is not None:
-            copy_tokenizer(self.job.corpus.tokenizer, directory)
+        self.setup.language_model.save(self.setup.model, directory if self.rank_info.is_rank_zero else None)
+        if self.rank_info.is_rank_zero and self.setup.corpus.tokenizer_path is not None:
+            copy_tokenizer(self.setup.corpus.tokenizer_path, directory)
 
-    def _close(self, outcome: str, message: str) -> None:
+    def _write_report(self, outcome: str, message: str) -> None:
         """Write the record and the report. That this cannot be done is told, but is no failure of the run."""
-        if not self.world.first:
+        if not self.rank_info.is_rank_zero:
             return
         self.record.outcome, self.record.message = outcome, message
         page: Path | None = None
         try:
-            self.job.directory.write_record(self.record.as_dict())
-            page = write_page(self.job.directory.path)
+            self.setup.directory.write_record(self.record.as_dict())
+            page = write_html_report(self.setup.directory.path)
         except (OSError, ImportError) as error:
-            self.view.note(f"no report was written: {error}. `zeroshard report` makes it later.")
-        self.view.footer(footer(self.job, self.done, page))
+            self.view.show_message(f"no report was written: {error}. `zeroshard report` makes it later.")
+        self.view.show_footer(footer_lines(self.setup, self.steps_done, page))

@@ -17,27 +17,27 @@ from zeroshard.train.errors import TrainingError
 
 
 @dataclass(frozen=True)
-class World:
+class RankInfo:
     """This rank's place.
 
     With ``tensor`` > 1, so many neighbours divide each layer. To the data they are one: they read the same sequences
     and draw the same random numbers.
 
-    >>> place = World(rank=3, ranks=8, device=torch.device("cpu"), backend="gloo", tensor=2)
-    >>> place.data_rank, place.data_ranks
+    >>> place = RankInfo(rank=3, world_size=8, device=torch.device("cpu"), backend="gloo", tp_size=2)
+    >>> place.dp_rank, place.dp_size
     (1, 4)
     """
 
     rank: int
-    ranks: int
+    world_size: int
     device: torch.device
     backend: str
-    tensor: int = 1
+    tp_size: int = 1
 
     @classmethod
-    def join(cls, device: str, timeout: float) -> World:
+    def init(cls, device: str, timeout: float) -> RankInfo:
         """Join the ranks that torchrun, srun or another launcher has started, over NCCL on GPUs and gloo elsewhere."""
-        place = launched_as(os.environ)
+        place = launcher_environment(os.environ)
         if place is None:
             raise RuntimeError("no launcher has said which rank this is: start it with torchrun, or `zeroshard train`")
         os.environ.update(place)
@@ -58,34 +58,34 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), where, "nccl" if on_gpu else "gloo")
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the rank that writes and shows."""
         return self.rank == 0
 
     @property
-    def data_ranks(self) -> int:
+    def dp_size(self) -> int:
         """How many share the batch."""
-        return self.ranks // self.tensor
+        return self.world_size // self.tp_size
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Whose part of the batch this rank has."""
-        return self.rank // self.tensor
+        return self.rank // self.tp_size
 
-    def mesh(self) -> DeviceMesh | None:
+    def make_mesh(self) -> DeviceMesh | None:
         """The ranks as :func:`zeroshard.shard` takes them; None where it needs nothing said. All ranks call it."""
-        if self.tensor == 1:
+        if self.tp_size == 1:
             return None
-        shape = (self.data_ranks, self.tensor)  # neighbours, mostly of one machine, have most to tell each other
+        shape = (self.dp_size, self.tp_size)  # neighbours, mostly of one machine, have most to tell each other
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("shard", "tensor"))
 
 
-def launched_as(environment: Mapping[str, str]) -> dict[str, str] | None:
+def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
     """What a launcher says about this process, in torchrun's words; None where no launcher has started it.
 
-    >>> launched_as({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})["LOCAL_RANK"]
+    >>> launcher_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})["LOCAL_RANK"]
     '0'
-    >>> launched_as({}) is None
+    >>> launcher_environment({}) is None
     True
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:  # torchrun, Kubernetes' PyTorchJob, Ray
@@ -102,18 +102,18 @@ def launched_as(environment: Mapping[str, str]) -> dict[str, str] | None:
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or _slurm_first_host(environment),
             # one of 10,000 ports, the same on every rank of a job step and another for the next
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(_job_number(environment)) % 10000),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(_slurm_job_number(environment)) % 10000),
         }
     return None
 
 
-def _job_number(environment: Mapping[str, str]) -> str:
+def _slurm_job_number(environment: Mapping[str, str]) -> str:
     return environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").rjust(2, "0")[-2:]
 
 
-def _first_host(environment: Mapping[str, str]) -> str:
+def _slurm_first_host(environment: Mapping[str, str]) -> str:
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
     if "[" not in hosts:
         return hosts.partition(",")[0]
@@ -121,13 +121,13 @@ def _first_host(environment: Mapping[str, str]) -> str:
         listed = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
         return listed.stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        return first_of_list(hosts)
+        return first_slurm_host(hosts)
 
 
-def first_of_list(hosts: str) -> str:
+def first_slurm_host(hosts: str) -> str:
     """The first host of Slurm's short form of a list, for machines without scontrol.
 
-    >>> first_of_list("node[007-012,020],other")
+    >>> first_slurm_host("node[007-012,020],other")
     'node007'
     """
     found = re.match(r"([^\[,]*)\[([^\],-]+)[^\]]*\]([^,]*)", hosts)

@@ -14,14 +14,14 @@ from collections.abc import Callable
 
 import torch
 
-ROUND = 32  # the most runs between two events: fewer than the host launches while the device is kept busy
-SPAN = 0.05  # seconds that are enough between two events
-MOST = 200  # rounds, or runs on a CPU
-AHEAD = 32  # multiplications of BUSY elements, 0.1 ms each, that keep a device busy
-BUSY = 2**26
+MAX_RUNS_PER_ROUND = 32  # the most runs between two events: fewer than the host launches while the device is kept busy
+ROUND_SECONDS = 0.05  # seconds that are enough between two events
+MAX_ROUNDS = 200  # rounds, or runs on a CPU
+BUSY_KERNELS = 32  # multiplications of BUSY elements, 0.1 ms each, that keep a device busy
+BUSY_NUMEL = 2**26
 
 
-def host_seconds(run: Callable[[], object], seconds: float, most: int = MOST) -> float:
+def host_seconds(run: Callable[[], object], seconds: float, max_runs: int = MAX_ROUNDS) -> float:
     """The median time of a run, of as many as fit in ``seconds``, and at least one after the first.
 
     A first run that takes longer than that counts itself: there is no time for a second.
@@ -34,7 +34,7 @@ def host_seconds(run: Callable[[], object], seconds: float, most: int = MOST) ->
     first = time.perf_counter() - begin
     taken: list[float] = [] if first < seconds else [first]
     deadline = time.perf_counter() + seconds
-    while first < seconds and len(taken) < most and (not taken or time.perf_counter() < deadline):
+    while first < seconds and len(taken) < max_runs and (not taken or time.perf_counter() < deadline):
         begin = time.perf_counter()
         run()
         taken.append(time.perf_counter() - begin)
@@ -54,13 +54,13 @@ def device_seconds(run: Callable[[], object], device: torch.device, seconds: flo
     start = time.perf_counter()
     run()
     torch.cuda.synchronize(device)
-    runs = max(1, min(ROUND, int(SPAN / (time.perf_counter() - start))))
-    busy = torch.ones(BUSY, device=device)
+    runs = max(1, min(MAX_RUNS_PER_ROUND, int(ROUND_SECONDS / (time.perf_counter() - start))))
+    busy = torch.ones(BUSY_NUMEL, device=device)
     taken: list[float] = []
     deadline = time.perf_counter() + seconds
-    while len(taken) < MOST and (len(taken) < 2 or time.perf_counter() < deadline):
+    while len(taken) < MAX_ROUNDS and (len(taken) < 2 or time.perf_counter() < deadline):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for _ in range(AHEAD):
+        for _ in range(BUSY_KERNELS):
             busy.mul_(1.0)
         begin.record()
         for _ in range(runs):

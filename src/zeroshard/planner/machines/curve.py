@@ -8,7 +8,7 @@ round of tiles) and then a time in proportion to x. So the share of the peak tha
 
 with ``share`` what very large products reach and ``half`` the FLOPs at which it is half of that. Two numbers serve a
 whole generation of devices. What is lost is a time: in a slower precision it is the same time, not the same FLOPs
-(:meth:`zeroshard.planner.machines.machine.Machine.product_seconds`).
+(:meth:`zeroshard.planner.machines.machine.Machine.matmul_seconds`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class EfficiencyCurve:
     """The share of the peak that one matrix product reaches: [Note: the efficiency curve].
 
-    >>> curve = Curve(share=0.8, half=1e9)
+    >>> curve = EfficiencyCurve(share=0.8, half=1e9)
     >>> curve(1e9), round(curve(1e15), 3)
     (0.4, 0.8)
     """
@@ -47,31 +47,31 @@ class Curve:
         return self.share * (flops / (flops + self.half)) if flops > 0 else 0.0
 
     @classmethod
-    def fit(cls, seen: Sequence[tuple[float, float]], peak: float) -> Curve:
+    def fit(cls, measured: Sequence[tuple[float, float]], peak: float) -> EfficiencyCurve:
         """The curve nearest to measured (FLOPs, seconds) of a device with this peak, all sizes counted alike.
 
         Errors count in parts of the measured time, so that the many small products weigh as much as the large ones.
 
-        >>> Curve.fit([(1e9, 3e-3), (4e9, 6e-3)], peak=2e12)
-        Curve(share=0.5, half=2000000000.0)
+        >>> EfficiencyCurve.fit([(1e9, 3e-3), (4e9, 6e-3)], peak=2e12)
+        EfficiencyCurve(share=0.5, half=2000000000.0)
         """
-        if not seen:
+        if not measured:
             raise ValueError("no product was measured, and a curve needs at least one")
         # Least squares of lost + slope · x against the seconds t, each divided by t: lost/t + slope · x/t = 1.
-        constants, slopes = [1 / t for _, t in seen], [x / t for x, t in seen]
+        constants, slopes = [1 / t for _, t in measured], [x / t for x, t in measured]
         cc, ss = sum(c * c for c in constants), sum(s * s for s in slopes)
         cs = sum(c * s for c, s in zip(constants, slopes, strict=True))
         determinant = cc * ss - cs * cs
         lost, slope = 0.0, sum(slopes) / ss  # the best without a loss
-        if len(seen) > 1 and determinant > 1e-9 * cc * ss:
+        if len(measured) > 1 and determinant > 1e-9 * cc * ss:
             with_loss = (ss * sum(constants) - cs * sum(slopes)) / determinant
             its_slope = (cc * sum(slopes) - cs * sum(constants)) / determinant
             if with_loss > 0 and its_slope > 0:
                 lost, slope = with_loss, its_slope
         slope = max(slope, 1 / peak)  # nothing is faster than its peak, clocks that were measured badly apart
-        return cls(share=_round(1 / (slope * peak)), half=_round(lost / slope))
+        return cls(share=_round_measurement(1 / (slope * peak)), half=_round_measurement(lost / slope))
 
 
-def _round(value: float) -> float:
+def _round_measurement(value: float) -> float:
     """Six digits: a measurement has no more."""
     return float(f"{value:.6g}")

@@ -11,32 +11,32 @@ import re
 import tempfile
 from pathlib import Path
 
-CALIBRATE = "`zeroshard plan --calibrate`"  # what measures a machine
+CALIBRATE_COMMAND = "`zeroshard plan --calibrate`"  # what measures a machine
 
 
-def directory() -> Path:
+def cache_dir() -> Path:
     """Where the files lie: under $XDG_CACHE_HOME, or ~/.cache."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return root / "zeroshard" / "machines"
 
 
-def name_here(kind: str) -> str:
+def local_machine_name(kind: str) -> str:
     """What this machine is called, with devices of a kind.
 
-    >>> name_here("cuda").endswith("-cuda")
+    >>> local_machine_name("cuda").endswith("-cuda")
     True
     """
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', platform.node()).strip('.-') or 'machine'}-{kind}"
 
 
-def path_of(name: str) -> Path:
+def machine_path(name: str) -> Path:
     """The file of a machine."""
-    return directory() / f"{name}.json"
+    return cache_dir() / f"{name}.json"
 
 
-def keep(name: str, text: str) -> Path:
+def write_machine(name: str, text: str) -> Path:
     """Write a machine's file, as a whole or not at all."""
-    target = path_of(name)
+    target = machine_path(name)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=name, dir=target.parent)
     try:
@@ -48,6 +48,6 @@ def keep(name: str, text: str) -> Path:
     return target
 
 
-def path_here() -> Path | None:
+def local_machine_path() -> Path | None:
     """The file of this machine: with its GPUs where these were measured, else of its processors; None: neither was."""
-    return next((path for kind in ("cuda", "cpu") if (path := path_of(name_here(kind))).exists()), None)
+    return next((path for kind in ("cuda", "cpu") if (path := machine_path(local_machine_name(kind))).exists()), None)

@@ -28,37 +28,37 @@ from typing import Final
 from zeroshard.planner.machines.machine import Machine
 
 PASSES: Final = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-TREE_RATE = 0.5  # of a ring's: [Note: collectives on paper]
+TREE_RATE_FRACTION = 0.5  # of a ring's: [Note: collectives on paper]
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupTopology:
     """Where the ranks of a group lie.
 
-    >>> Group.of(devices=8, ranks=4, stride=4)  # the data axis beside a tensor axis of 4 ranks, on two nodes
-    Group(ranks=4, nodes=2, members=2, beside=4)
+    >>> GroupTopology.from_stride(devices=8, ranks=4, stride=4)  # the data axis with 4 tensor ranks, on two nodes
+    GroupTopology(ranks=4, nodes=2, max_ranks_per_node=2, concurrent_groups=4)
     """
 
     ranks: int
     nodes: int  # that it lies on
-    members: int  # the most of it on one node
-    beside: int  # groups that share a node's link to the outside
+    max_ranks_per_node: int  # the most of it on one node
+    concurrent_groups: int  # groups that share a node's link to the outside
 
     @classmethod
-    def of(cls, devices: int, ranks: int, stride: int) -> Group:
+    def from_stride(cls, devices: int, ranks: int, stride: int) -> GroupTopology:
         """The group that takes every ``stride``-th device from the first of a node on."""
         nodes = ranks if stride >= devices else (ranks - 1) * stride // devices + 1
         return cls(ranks, nodes, min(ranks, ceil(devices / stride)), min(stride, devices))
 
     @property
-    def ring(self) -> tuple[int, int]:
+    def ring_hops(self) -> tuple[int, int]:
         """Hops of a ring, inside and outside of nodes."""
         return self.ranks - self.nodes, self.nodes - 1
 
     @property
-    def tree(self) -> tuple[int, int]:
+    def tree_hops(self) -> tuple[int, int]:
         """The same of a tree."""
-        return ceil(log2(self.members)), ceil(log2(self.nodes))
+        return ceil(log2(self.max_ranks_per_node)), ceil(log2(self.nodes))
 
 
 def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -68,7 +68,8 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
     moves it twice.
 
     >>> from zeroshard.planner.machines.machine import Link, Machine
-    >>> machine = Machine.of("h100", inside=Link(bandwidth=100e9, latency=0), outside=Link(bandwidth=80e9, latency=0))
+    >>> inside, outside = Link(bandwidth=100e9, latency=0), Link(bandwidth=80e9, latency=0)
+    >>> machine = Machine.resolve("h100", inside=inside, outside=outside)
     >>> collective_seconds(machine, "all-gather", 1e9, ranks=8)
     0.00875
     >>> collective_seconds(machine, "all-reduce", 1e9, ranks=2, stride=8)  # 8 such groups share a node's link
@@ -83,24 +84,25 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
         raise ValueError(f"nbytes is a number from 0 up, got {nbytes!r}")
     if ranks == 1:
         return 0.0
-    group = Group.of(machine.devices, ranks, stride)
+    group = GroupTopology.from_stride(machine.devices, ranks, stride)
     passes = 2 if kind == "reduce-scatter" and machine.kind == "cpu" else PASSES[kind]
     wire = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
     return passes * min(
-        wire + latency_seconds(machine, group.ring), wire / TREE_RATE + latency_seconds(machine, group.tree)
+        wire + latency_seconds(machine, group.ring_hops),
+        wire / TREE_RATE_FRACTION + latency_seconds(machine, group.tree_hops),
     )
 
 
-def link_rate(machine: Machine, group: Group) -> float:
+def link_rate(machine: Machine, group: GroupTopology) -> float:
     """Bytes/s that a rank of the group sends and receives, all groups beside it at work.
 
     >>> from zeroshard.planner.machines.machine import Machine
-    >>> dgx2 = Machine.of("dgx2")
-    >>> link_rate(dgx2, Group.of(16, ranks=64, stride=16)) == dgx2.outside.bandwidth / 16
+    >>> dgx2 = Machine.resolve("dgx2")
+    >>> link_rate(dgx2, GroupTopology.from_stride(16, ranks=64, stride=16)) == dgx2.outside.bandwidth / 16
     True
     """
     inside, outside = machine.inside.bandwidth, machine.outside.bandwidth
-    return inside if group.nodes == 1 else min(inside, outside / group.beside)
+    return inside if group.nodes == 1 else min(inside, outside / group.concurrent_groups)
 
 
 def latency_seconds(machine: Machine, hops: tuple[int, int]) -> float:

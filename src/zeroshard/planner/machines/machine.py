@@ -15,19 +15,19 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.offload import read_bytes
+from zeroshard.offload import parse_bytes
 from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import Curve
+from zeroshard.planner.machines.curve import EfficiencyCurve
 from zeroshard.planner.machines.presets import PRESETS
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-KINDS = ("cuda", "cpu")
-HERE = "here"
+DEVICE_KINDS = ("cuda", "cpu")
+LOCAL_MACHINE = "here"
 
-_SIZES = ("memory", "context", "workspace", "host_memory", "disk")  # bytes
-_SPEEDS = ("bandwidth", "pcie", "disk_read", "disk_write")  # bytes/s
-_SHARES = ("attention", "convolution", "sustained")  # of the peak, or of the rates
-_TIMES = ("gap", "op", "unit", "latency")  # seconds
+_BYTES_FIELDS = ("memory", "context", "workspace", "host_memory", "disk")  # bytes
+_BANDWIDTH_FIELDS = ("bandwidth", "pcie", "disk_read", "disk_write")  # bytes/s
+_FRACTION_FIELDS = ("attention", "convolution", "sustained")  # of the peak, or of the rates
+_SECONDS_FIELDS = ("gap", "op", "unit", "latency")  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +45,17 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse what is no link."""
-        _settle(self, ("bandwidth", "latency"), "a link's ")
+        _normalize_fields(self, ("bandwidth", "latency"), "a link's ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One node's devices, and how nodes are joined. Sizes and bytes/s may be given as in "80GB".
 
-    >>> machine = Machine.of("h100", devices=4, memory="60GB")
-    >>> machine.devices, machine.memory, f"{machine.product_seconds(1e12, 'bf16') * 1e3:.2f} ms"
+    >>> machine = Machine.resolve("h100", devices=4, memory="60GB")
+    >>> machine.devices, machine.memory, f"{machine.matmul_seconds(1e12, 'bf16') * 1e3:.2f} ms"
     (4, 60000000000, '1.45 ms')
-    >>> Machine.of("h1000")
+    >>> Machine.resolve("h1000")
     Traceback (most recent call last):
         ...
     ValueError: no machine is called 'h1000': did you mean 'h100'? There are dgx2, a100, a100-40gb, h100, h200, cpu, ...
@@ -72,9 +72,9 @@ class Machine:
     flops: Mapping[str, float] = field(hash=False)
     """Peak FLOP/s by precision, "fp32", "bf16", "fp16": dense matrix products. One that is not here is not computed
     in."""
-    efficiency: Curve
+    efficiency: EfficiencyCurve
     """The share of the peak that a matrix product of so many FLOPs reaches, in the fastest precision; in others the
-    same time is lost: :meth:`product_seconds`."""
+    same time is lost: :meth:`matmul_seconds`."""
     attention: float
     """The share of the peak that fused attention reaches, forward and backward together. FLOPs that a causal mask
     spares do not count."""
@@ -117,20 +117,27 @@ class Machine:
         """Refuse what is no machine, and read sizes that are words."""
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a machine's name is a word, got {self.name!r}")
-        if self.kind not in KINDS:
+        if self.kind not in DEVICE_KINDS:
             raise ValueError(f"kind is 'cuda' or 'cpu', got {self.kind!r}")
         if type(self.devices) is not int or self.devices < 1:
             raise ValueError(f"devices is a whole number from 1 up, got {self.devices!r}")
-        for name, cls in (("efficiency", Curve), ("inside", Link), ("outside", Link)):
-            object.__setattr__(self, name, _part(name, getattr(self, name), cls))
+        for name, cls in (("efficiency", EfficiencyCurve), ("inside", Link), ("outside", Link)):
+            object.__setattr__(self, name, _parse_nested(name, getattr(self, name), cls))
         names = [found.name for found in fields(self)]
-        _settle(self, [name for name in names if name in (*_SIZES, *_SPEEDS, *_TIMES, *_SHARES, "host_update")])
+        _normalize_fields(
+            self,
+            [
+                name
+                for name in names
+                if name in (*_BYTES_FIELDS, *_BANDWIDTH_FIELDS, *_SECONDS_FIELDS, *_FRACTION_FIELDS, "host_update")
+            ],
+        )
         if self.memory <= self.context:
             raise ValueError(f"memory is {self.memory} bytes, and the runtime alone takes {self.context} (context)")
-        object.__setattr__(self, "flops", _rates(self.flops))
+        object.__setattr__(self, "flops", _check_flops(self.flops))
 
     @classmethod
-    def of(cls, given: str | os.PathLike[str] | Machine, **changes: Any) -> Machine:
+    def resolve(cls, given: str | os.PathLike[str] | Machine, **changes: Any) -> Machine:
         """A machine by its name, from a JSON file, or as it is; with changes, if any.
 
         "here" is this machine as ``calibrate`` has measured it. A file may begin from a name, {"like": "h100", …}.
@@ -139,18 +146,18 @@ class Machine:
             machine = given
         elif isinstance(given, str) and given in PRESETS:
             machine = cls(name=given, **PRESETS[given])
-        elif given == HERE:
-            machine = _here()
+        elif given == LOCAL_MACHINE:
+            machine = _load_local_machine()
         elif isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or "/" in given)):
-            machine = _from_file(Path(given).expanduser(), "correct it, or name another")
+            machine = _load_machine_file(Path(given).expanduser(), "correct it, or name another")
         else:
-            names = [*PRESETS, HERE]
+            names = [*PRESETS, LOCAL_MACHINE]
             near = difflib.get_close_matches(given, names, 1) if isinstance(given, str) else []
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
                 f"no machine is called {given!r}: {hint}There are {', '.join(names)} (as measured), or give a JSON file"
             )
-        _refuse_unknown(changes)
+        _check_field_names(changes)
         return replace(machine, **changes) if changes else machine
 
     @classmethod
@@ -167,11 +174,11 @@ class Machine:
         if not isinstance(given, dict):
             raise ValueError(f"a machine is an object with a value for each name, got {type(given).__name__}")
         like = given.pop("like", None)
-        _refuse_unknown(given)
+        _check_field_names(given)
         if like is not None:
-            if like not in (*PRESETS, HERE):
-                raise ValueError(f"like is one of {', '.join((*PRESETS, HERE))}, got {like!r}")
-            return cls.of(like, **{"name": name, **given})
+            if like not in (*PRESETS, LOCAL_MACHINE):
+                raise ValueError(f"like is one of {', '.join((*PRESETS, LOCAL_MACHINE))}, got {like!r}")
+            return cls.resolve(like, **{"name": name, **given})
         given.setdefault("name", name)
         missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
         if missing:
@@ -182,7 +189,7 @@ class Machine:
     def to_json(self) -> str:
         """All of it.
 
-        >>> Machine.from_json(Machine.of("dgx2").to_json()) == Machine.of("dgx2")
+        >>> Machine.from_json(Machine.resolve("dgx2").to_json()) == Machine.resolve("dgx2")
         True
         """
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -192,10 +199,10 @@ class Machine:
 
         Any other machine is what it says, and more ranks are more nodes.
 
-        >>> Machine.of("cpu", devices=1, name="elsewhere").shared_by(2).devices
+        >>> Machine.resolve("cpu", devices=1, name="elsewhere").shared_by(2).devices
         1
         """
-        if self.kind != "cpu" or self.name != kept.name_here("cpu") or ranks <= self.devices:
+        if self.kind != "cpu" or self.name != kept.local_machine_name("cpu") or ranks <= self.devices:
             return self
         share = self.devices / ranks
         return replace(
@@ -206,10 +213,10 @@ class Machine:
             bandwidth=self.bandwidth * share,
         )
 
-    def peak(self, precision: str) -> float:
+    def peak_flops(self, precision: str) -> float:
         """Peak FLOP/s in a precision.
 
-        >>> Machine.of("dgx2").peak("bf16")
+        >>> Machine.resolve("dgx2").peak_flops("bf16")
         Traceback (most recent call last):
             ...
         ValueError: 'dgx2' computes in fp32 and fp16, not in bf16: plan with precision='fp16'
@@ -221,33 +228,34 @@ class Machine:
             f"{self.name!r} computes in {' and '.join(self.flops)}, not in {precision}: plan with precision={fastest!r}"
         )
 
-    def product_seconds(self, flops: float, precision: str) -> float:
+    def matmul_seconds(self, flops: float, precision: str) -> float:
         """How long one matrix product takes on a device, as far as computing is the limit.
 
         [Note: the efficiency curve] says why the time that is lost with a small one is the same in all precisions.
         """
         lost = self.efficiency.half / max(self.flops.values())
-        return (flops / self.peak(precision) + lost) / self.efficiency.share
+        return (flops / self.peak_flops(precision) + lost) / self.efficiency.share
 
     def attention_seconds(self, flops: float, precision: str) -> float:
         """How long fused attention takes on a device."""
-        return flops / (self.attention * self.peak(precision))
+        return flops / (self.attention * self.peak_flops(precision))
 
     def convolution_seconds(self, flops: float, precision: str) -> float:
         """How long a convolution takes on a device."""
-        return flops / (self.convolution * self.peak(precision))
+        return flops / (self.convolution * self.peak_flops(precision))
 
 
-def _here() -> Machine:
-    path = kept.path_here()
+def _load_local_machine() -> Machine:
+    path = kept.local_machine_path()
     if path is None:
         raise ValueError(
-            f"this machine was not measured yet: run {kept.CALIBRATE}, or name one of {', '.join(PRESETS)} instead"
+            f"this machine was not measured yet: run {kept.CALIBRATE_COMMAND}, or name one of "
+            f"{', '.join(PRESETS)} instead"
         )
-    return _from_file(path, f"run {kept.CALIBRATE} again")
+    return _load_machine_file(path, f"run {kept.CALIBRATE_COMMAND} again")
 
 
-def _from_file(path: Path, advice: str) -> Machine:
+def _load_machine_file(path: Path, advice: str) -> Machine:
     try:
         return Machine.from_json(path.read_text(encoding="utf-8"), name=path.stem)
     except OSError as error:
@@ -256,7 +264,7 @@ def _from_file(path: Path, advice: str) -> Machine:
         raise ValueError(f"{path} describes no machine: {error}: {advice}") from None
 
 
-def _refuse_unknown(names: Iterable[str]) -> None:
+def _check_field_names(names: Iterable[str]) -> None:
     known = [found.name for found in fields(Machine)]
     for name in names:
         if name not in known:
@@ -268,7 +276,7 @@ def _refuse_unknown(names: Iterable[str]) -> None:
             )
 
 
-def _part(name: str, given: Any, cls: type[Curve] | type[Link]) -> Any:
+def _parse_nested(name: str, given: Any, cls: type[EfficiencyCurve] | type[Link]) -> Any:
     """A curve or a link, perhaps from what JSON has in its place."""
     if isinstance(given, cls):
         return given
@@ -281,7 +289,7 @@ def _part(name: str, given: Any, cls: type[Curve] | type[Link]) -> Any:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _rates(given: Any) -> dict[str, float]:
+def _check_flops(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping) or not given or not set(given) <= set(PRECISIONS):
         raise ValueError(f"flops has FLOP/s for some of {', '.join(PRECISIONS)}, got {given!r}")
     for name, value in given.items():
@@ -290,21 +298,21 @@ def _rates(given: Any) -> dict[str, float]:
     return {name: float(given[name]) for name in PRECISIONS if name in given}
 
 
-def _settle(part: Machine | Link, names: Iterable[str], of: str = "") -> None:
+def _normalize_fields(part: Machine | Link, names: Iterable[str], prefix: str = "") -> None:
     """Check numbers, and bring those that are words with a unit into their form."""
     for name in names:
         value = getattr(part, name)
-        if name in _SIZES:
-            number = read_bytes(name, value)
+        if name in _BYTES_FIELDS:
+            number = parse_bytes(name, value)
             if number is None:
                 raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB', got None")
             object.__setattr__(part, name, number)
             continue
-        if name in _SPEEDS and isinstance(value, str):
-            value = read_bytes(f"{of}{name}, a second,", value.removesuffix("/s"))
-        if not _is_number(value) or value < 0 or (value == 0 and name not in _TIMES):
-            wanted = "seconds from 0 up" if name in _TIMES else "a number above 0"
-            raise ValueError(f"{of}{name} is {wanted}, got {value!r}")
+        if name in _BANDWIDTH_FIELDS and isinstance(value, str):
+            value = parse_bytes(f"{prefix}{name}, a second,", value.removesuffix("/s"))
+        if not _is_number(value) or value < 0 or (value == 0 and name not in _SECONDS_FIELDS):
+            wanted = "seconds from 0 up" if name in _SECONDS_FIELDS else "a number above 0"
+            raise ValueError(f"{prefix}{name} is {wanted}, got {value!r}")
         object.__setattr__(part, name, float(value))
 
 

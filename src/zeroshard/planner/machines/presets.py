@@ -13,9 +13,13 @@ from typing import Any, Final
 
 GB, TB, MiB = 10**9, 10**12, 2**20
 TFLOPS = 1e12
-NVLINK, INFINIBAND, MEMORY = 0.8, 0.9, 0.85  # shares of the published rates, as reached
+NVLINK_FRACTION, INFINIBAND_FRACTION, MEMORY_BANDWIDTH_FRACTION = (
+    0.8,
+    0.9,
+    0.85,
+)  # shares of the published rates, as reached
 
-_SERVER: Final[dict[str, Any]] = {
+_SERVER_DEFAULTS: Final[dict[str, Any]] = {
     "kind": "cuda",
     "gap": 1.5e-6,
     "op": 4e-5,
@@ -26,13 +30,13 @@ _SERVER: Final[dict[str, Any]] = {
 # DGX A100 (data sheet of the 80 GB system): 8 devices, NVLink 3 of 600 GB/s in both directions, 8 adapters of HDR
 # InfiniBand, 2 processors of 8 channels DDR4-3200, 2 TB, 8 NVMe disks of 3.84 TB on PCIe 4.
 _A100: Final[dict[str, Any]] = {
-    **_SERVER,
+    **_SERVER_DEFAULTS,
     "devices": 8,
     "memory": 85 * GB,  # of 80 GiB, what the driver leaves
     "flops": {"fp32": 19.5 * TFLOPS, "bf16": 312 * TFLOPS, "fp16": 312 * TFLOPS},  # A100 data sheet, dense
     "efficiency": {"share": 0.8, "half": 1.2e9},
     "attention": 0.35,
-    "bandwidth": MEMORY * 2039 * GB,
+    "bandwidth": MEMORY_BANDWIDTH_FRACTION * 2039 * GB,
     "workspace": 8_519_680,  # cuBLAS: 8.125 MiB before Hopper
     "host_memory": 2 * TB,
     "host_update": 8e9,
@@ -40,8 +44,8 @@ _A100: Final[dict[str, Any]] = {
     "disk": 30 * TB,
     "disk_read": 45 * GB,
     "disk_write": 25 * GB,
-    "inside": {"bandwidth": NVLINK * 300 * GB, "latency": 2e-6},
-    "outside": {"bandwidth": INFINIBAND * 200 * GB, "latency": 5e-6},
+    "inside": {"bandwidth": NVLINK_FRACTION * 300 * GB, "latency": 2e-6},
+    "outside": {"bandwidth": INFINIBAND_FRACTION * 200 * GB, "latency": 5e-6},
 }
 
 # DGX H100 (data sheet): 8 devices, NVLink 4 of 900 GB/s in both directions, 8 adapters of NDR InfiniBand, 2 processors
@@ -51,12 +55,12 @@ _H100: Final[dict[str, Any]] = {
     "flops": {"fp32": 67 * TFLOPS, "bf16": 989.4 * TFLOPS, "fp16": 989.4 * TFLOPS},  # H100 SXM data sheet, dense
     "efficiency": {"share": 0.7, "half": 2e9},
     "attention": 0.2,
-    "bandwidth": MEMORY * 3350 * GB,
+    "bandwidth": MEMORY_BANDWIDTH_FRACTION * 3350 * GB,
     "workspace": 32 * MiB,  # cuBLAS, on Hopper
     "host_update": 12e9,
     "pcie": 55 * GB,  # PCIe 5, 16 lanes
-    "inside": {"bandwidth": NVLINK * 450 * GB, "latency": 2e-6},
-    "outside": {"bandwidth": INFINIBAND * 400 * GB, "latency": 5e-6},
+    "inside": {"bandwidth": NVLINK_FRACTION * 450 * GB, "latency": 2e-6},
+    "outside": {"bandwidth": INFINIBAND_FRACTION * 400 * GB, "latency": 5e-6},
 }
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
@@ -64,13 +68,13 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     # of EDR InfiniBand, 2 processors of 6 channels DDR4-2666, 1.5 TB, 30 TB of NVMe. No bf16: Volta's tensor cores
     # multiply fp16 only.
     "dgx2": {
-        **_SERVER,
+        **_SERVER_DEFAULTS,
         "devices": 16,
         "memory": 34 * GB,  # of 32 GiB, what the driver leaves
         "flops": {"fp32": 15.7 * TFLOPS, "fp16": 125 * TFLOPS},  # V100 SXM data sheet
         "efficiency": {"share": 0.5, "half": 2e9},  # what training reached with the libraries of 2019
         "attention": 0.15,
-        "bandwidth": MEMORY * 900 * GB,
+        "bandwidth": MEMORY_BANDWIDTH_FRACTION * 900 * GB,
         "gap": 2e-6,
         "context": 450 * MiB,
         "workspace": 8_519_680,
@@ -80,18 +84,23 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "disk": 30 * TB,
         "disk_read": 24 * GB,
         "disk_write": 15 * GB,
-        "inside": {"bandwidth": NVLINK * 150 * GB, "latency": 2e-6},
-        "outside": {"bandwidth": INFINIBAND * 100 * GB, "latency": 5e-6},
+        "inside": {"bandwidth": NVLINK_FRACTION * 150 * GB, "latency": 2e-6},
+        "outside": {"bandwidth": INFINIBAND_FRACTION * 100 * GB, "latency": 5e-6},
     },
     "a100": _A100,
-    "a100-40gb": {**_A100, "memory": 42_300_000_000, "bandwidth": MEMORY * 1555 * GB, "host_memory": 1 * TB},
+    "a100-40gb": {
+        **_A100,
+        "memory": 42_300_000_000,
+        "bandwidth": MEMORY_BANDWIDTH_FRACTION * 1555 * GB,
+        "host_memory": 1 * TB,
+    },
     "h100": _H100,
     # The H100's processor with more and faster memory (H200 data sheet: 141 GB, 4.8 TB/s). It throttles a little less.
     "h200": {
         **_H100,
         "memory": 150_100_000_000,
         "efficiency": {"share": 0.73, "half": 2e9},
-        "bandwidth": MEMORY * 4800 * GB,
+        "bandwidth": MEMORY_BANDWIDTH_FRACTION * 4800 * GB,
     },
     # A server of 16 cores with AVX2, a rank for every 4 of them, gloo between them. What a rank has of memory is the
     # host's own. 16 bits are computed by way of 32.
@@ -120,7 +129,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 }
 
 # What a GPU says of itself → its preset: the first whose words are all in the name.
-GPUS: Final = (
+GPU_NAME_PATTERNS: Final = (
     (("H200",), "h200"),
     (("H100",), "h100"),
     (("A100", "40GB"), "a100-40gb"),
@@ -136,4 +145,4 @@ def preset_of_gpu(name: str) -> str | None:
     'a100-40gb'
     >>> preset_of_gpu("NVIDIA GeForce RTX 4090")
     """
-    return next((preset for words, preset in GPUS if all(word in name for word in words)), None)
+    return next((preset for words, preset in GPU_NAME_PATTERNS if all(word in name for word in words)), None)

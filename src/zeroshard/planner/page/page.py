@@ -7,17 +7,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroshard.memory.report import size
-from zeroshard.page.sheet import render
-from zeroshard.page.words import count
+from zeroshard.memory.report import format_bytes
+from zeroshard.page.sheet import render_page
+from zeroshard.page.words import format_count
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.page import charts
 from zeroshard.planner.plan import Plan, Plans
-from zeroshard.planner.record import standing, versions
-from zeroshard.planner.table import STATES, Column, grid, interesting, nearest, ordered, rate, seconds, shortly
+from zeroshard.planner.record import best_per_strategy, versions
+from zeroshard.planner.table import (
+    STATES_COLUMN,
+    TableColumn,
+    best_or_smallest,
+    format_rate,
+    format_seconds,
+    short_label,
+    sort_plans,
+    summary_rows,
+    table_cells,
+)
 
 
-class Figure(NamedTuple):
+class HeadlineFigure(NamedTuple):
     """One of the numbers at the head of the page."""
 
     name: str
@@ -31,7 +41,7 @@ def write_page(
     *,
     model: str | None = None,
     tokens: int | None = None,
-    how: Sequence[tuple[str, str]] = (),
+    usage: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write plans as a page with pictures, and return its path.
 
@@ -45,33 +55,33 @@ def write_page(
     >>> write_page(Path(tempfile.mkdtemp()) / "plan.html", plans).name
     'plan.html'
     """
-    content = _content(plans, plans.model if model is None else model, tokens, how)
-    path.write_bytes(render("zeroshard.planner.page", "page.html.j2", "the page of a plan", **content))
+    content = _template_context(plans, plans.model if model is None else model, tokens, usage)
+    path.write_bytes(render_page("zeroshard.planner.page", "page.html.j2", "the page of a plan", **content))
     return path
 
 
-def _content(plans: Plans, model: str, tokens: int | None, how: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    subject, chosen, rows = plans.subject, nearest(plans), ordered(interesting(plans))
+def _template_context(plans: Plans, model: str, tokens: int | None, usage: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    subject, chosen, rows = plans.traced_model, best_or_smallest(plans), sort_plans(summary_rows(plans))
     drawn = (
-        charts.stages(subject, chosen),
-        charts.timeline(subject, chosen),
-        charts.batches(subject, chosen),
-        charts.times(rows, chosen),
+        charts.stages_chart(subject, chosen),
+        charts.timeline_chart(subject, chosen),
+        charts.micro_batch_chart(subject, chosen),
+        charts.step_time_chart(rows, chosen),
     )
     machine = plans.machine
     return {
         "model": model,
         "fits": plans.best is not None,
-        "why": plans.why,
+        "why": plans.reason,
         "facts": _facts(plans, tokens),
         "headline": _headline(chosen, tokens, plans.precision),
         "charts": {chart.name: chart for chart in drawn if chart is not None},
-        "chosen": chosen.choice.words,
-        "per_sample": charts.per_sample(rows),
-        "how": how,
-        "table": _table(plans, rows, tokens),
-        "whole": _table(plans, standing(plans), tokens),
-        "machine": _described(machine),
+        "chosen": chosen.strategy.description,
+        "per_sample": charts.needs_time_per_sample(rows),
+        "how": usage,
+        "table": _html_table(plans, rows, tokens),
+        "whole": _html_table(plans, best_per_strategy(plans), tokens),
+        "machine": _describe_machine(machine),
         "versions": versions(),
         "version": versions()["zeroshard"],
     }
@@ -80,48 +90,55 @@ def _content(plans: Plans, model: str, tokens: int | None, how: Sequence[tuple[s
 def _facts(plans: Plans, tokens: int | None) -> list[str]:
     machine, nodes = plans.machine, -(-plans.devices // plans.machine.devices)
     where = f" on {nodes} nodes" if nodes > 1 else ""
-    facts = [f"{count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{where}"]
-    facts += [f"{size(machine.memory)} a device", str(plans.precision)]
+    facts = [f"{format_count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{where}"]
+    facts += [f"{format_bytes(machine.memory)} a device", str(plans.precision)]
     return [*facts, f"{tokens:,} tokens a sample"] if tokens is not None else facts
 
 
-def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[Figure]:
-    choice, machine = plan.choice, plan.machine
+def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[HeadlineFigure]:
+    choice, machine = plan.strategy, plan.machine
     batch = choice.micro_batch * choice.accumulate * (plan.devices // choice.tensor)
-    speed = plan.samples * (1 if tokens is None else tokens)
+    speed = plan.samples_per_second * (1 if tokens is None else tokens)
     peak = machine.flops.get(precision or "fp32", max(machine.flops.values()))
     return [
-        Figure("Memory a device", size(plan.memory), f"{plan.memory / machine.memory:.0%} of {size(machine.memory)}"),
-        Figure("A step", seconds(plan.pace.step), f"{batch:,} samples on all devices"),
-        Figure("Tokens a second" if tokens is not None else "Samples a second", rate(speed), "on all devices"),
-        Figure(
+        HeadlineFigure(
+            "Memory a device",
+            format_bytes(plan.memory),
+            f"{plan.memory / machine.memory:.0%} of {format_bytes(machine.memory)}",
+        ),
+        HeadlineFigure("A step", format_seconds(plan.step_time.step), f"{batch:,} samples on all devices"),
+        HeadlineFigure(
+            "Tokens a second" if tokens is not None else "Samples a second", format_rate(speed), "on all devices"
+        ),
+        HeadlineFigure(
             "TFLOPS a device",
-            f"{plan.flops / 1e12:.3g}",
-            f"{plan.flops / peak:.0%} of its peak, recomputation not counted",
+            f"{plan.flops_per_second / 1e12:.3g}",
+            f"{plan.flops_per_second / peak:.0%} of its peak, recomputation not counted",
         ),
     ]
 
 
-def _table(plans: Plans, rows: Sequence[Plan], tokens: int | None) -> dict[str, Any]:
+def _html_table(plans: Plans, rows: Sequence[Plan], tokens: int | None) -> dict[str, Any]:
     """The terminal's table for a narrower place: the choice in one cell, then whether it fits and how fast it is."""
-    columns, cells = grid(plans, rows, tokens)
-    figures = next(at for at, column in enumerate(columns) if column is STATES)
+    columns, cells = table_cells(plans, rows, tokens)
+    figures = next(at for at, column in enumerate(columns) if column is STATES_COLUMN)
     *rest, step, speed, flops, fits = range(figures, len(columns))
     order = [fits, step, speed, flops, *rest]
     return {
-        "columns": ["", *(_title(columns[at]) for at in order)],
+        "columns": ["", *(_column_title(columns[at]) for at in order)],
         "rows": [
-            [shortly(plan.choice), *(row[at] for at in order)] for plan, row in zip(ordered(rows), cells, strict=True)
+            [short_label(plan.strategy), *(row[at] for at in order)]
+            for plan, row in zip(sort_plans(rows), cells, strict=True)
         ],
     }
 
 
-def _title(column: Column) -> str:
-    first, second = column.head
+def _column_title(column: TableColumn) -> str:
+    first, second = column.header
     return first.removesuffix("-") + second if first.endswith("-") else f"{first} {second}".strip()
 
 
-def _described(machine: Machine) -> dict[str, str]:
+def _describe_machine(machine: Machine) -> dict[str, str]:
     told = {}
     for name, value in asdict(machine).items():
         if isinstance(value, dict):

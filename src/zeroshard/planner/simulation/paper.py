@@ -32,12 +32,12 @@ from torch import Tensor
 
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.placement import Placement
-from zeroshard.planner.choice import Choice
-from zeroshard.planner.machines.curve import Curve
+from zeroshard.planner.choice import Strategy
+from zeroshard.planner.machines.curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.pace import Pace
-from zeroshard.planner.simulation.family import SHALLOW, Deep, Family, gpt_family
-from zeroshard.planner.simulation.largest import deepest
+from zeroshard.planner.pace import StepTime
+from zeroshard.planner.simulation.family import SHALLOW_LAYERS, DepthExtrapolatedModel, ModelFamily, gpt_family
+from zeroshard.planner.simulation.largest import find_deepest_member
 from zeroshard.planner.simulation.paper_tables import (
     FIGURE_1,
     FIGURE_2,
@@ -47,20 +47,20 @@ from zeroshard.planner.simulation.paper_tables import (
     FIGURE_7,
     TABLE_1,
     TABLE_2,
-    Fit,
-    Run,
+    PaperModelFit,
+    PaperRun,
 )
-from zeroshard.planner.traces.tracing import Checkpoint
+from zeroshard.planner.traces.tracing import CheckpointMode
 from zeroshard.presets import CONFIGURATIONS
 
-CURVE: Final = Curve(share=0.34, half=4e10)  # least mean error over Figures 2, 3 and 4 together
-GPUS, TENSOR, MEMORY = 400, 16, "32GB"  # of Figures 6 and 7
-SEQUENCE, VOCABULARY = 1024, 50304
-BYTES = {"parameters": 2, "gradients": 2, "optimizer": 12}  # an element, of fp16 with Adam
+PAPER_CURVE: Final = EfficiencyCurve(share=0.34, half=4e10)  # least mean error over Figures 2, 3 and 4 together
+NUM_GPUS, TENSOR_DEGREE, GPU_MEMORY = 400, 16, "32GB"  # of Figures 6 and 7
+SEQUENCE_TOKENS, VOCAB_SIZE = 1024, 50304
+STATE_BYTES_PER_PARAM = {"parameters": 2, "gradients": 2, "optimizer": 12}  # an element, of fp16 with Adam
 
 
 @dataclass(frozen=True)
-class Cell:
+class PaperCell:
     """One number of the paper's beside ours."""
 
     row: str
@@ -77,31 +77,31 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Exhibit:
+class PaperResult:
     """A table or a figure."""
 
     name: str
     about: str
-    cells: tuple[Cell, ...]
+    cells: tuple[PaperCell, ...]
 
     @property
-    def exact(self) -> int:
+    def num_exact(self) -> int:
         """How many cells are as printed."""
         return sum(cell.paper == cell.ours for cell in self.cells)
 
     @property
-    def error(self) -> float | None:
+    def mean_error(self) -> float | None:
         """The mean of all errors without their signs; None of a table that is compared as printed."""
         return mean_error(self.cells)
 
 
-def mean_error(cells: Sequence[Cell]) -> float | None:
+def mean_error(cells: Sequence[PaperCell]) -> float | None:
     """The mean of errors without their signs."""
     errors = [abs(cell.error) for cell in cells if cell.error is not None]
     return sum(errors) / len(errors) if errors else None
 
 
-def exhibits() -> Iterator[Exhibit]:
+def paper_results() -> Iterator[PaperResult]:
     """All of them, one after the other, as they are computed."""
     yield figure_1()
     yield table_1()
@@ -122,27 +122,29 @@ def bytes_per_parameter(stage: int, devices: int) -> Decimal:
     >>> bytes_per_parameter(2, 64)  # 2Ψ + 14Ψ/64
     Decimal('2.21875')
     """
-    placement = Placement.of_stage(stage, devices)
-    partitioned = {kind: getattr(placement, kind) for kind in BYTES}
-    return sum((Decimal(n) / (devices if partitioned[kind] else 1) for kind, n in BYTES.items()), Decimal(0))
+    placement = Placement.from_stage(stage, devices)
+    partitioned = {kind: getattr(placement, kind) for kind in STATE_BYTES_PER_PARAM}
+    return sum(
+        (Decimal(n) / (devices if partitioned[kind] else 1) for kind, n in STATE_BYTES_PER_PARAM.items()), Decimal(0)
+    )
 
 
-def figure_1() -> Exhibit:
+def figure_1() -> PaperResult:
     """Memory of states by stage."""
     names = {0: "baseline", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
     cells = [
-        Cell(
+        PaperCell(
             "7.5B on 64",
             names[stage],
             printed,
-            _written(Decimal("7.5") * bytes_per_parameter(stage, 64), 1, half_up=True),
+            _format_decimal(Decimal("7.5") * bytes_per_parameter(stage, 64), 1, half_up=True),
         )
         for stage, printed in FIGURE_1.items()
     ]
-    return Exhibit("Figure 1", "GB of model states a device", tuple(cells))
+    return PaperResult("Figure 1", "GB of model states a device", tuple(cells))
 
 
-def table_1() -> Exhibit:
+def table_1() -> PaperResult:
     """Memory of states by model, devices and stage.
 
     As printed: the 7.5B column is rounded, to three figures or so; the others are cut, to whole numbers from 100 up.
@@ -153,38 +155,42 @@ def table_1() -> Exhibit:
             for stage, text in enumerate(printed, 1):
                 gigabytes = Decimal(str(billions)) * bytes_per_parameter(stage, devices)
                 if billions < 100:
-                    ours = _written(gigabytes, 1 if gigabytes >= 10 else 2, half_up=True)
+                    ours = _format_decimal(gigabytes, 1 if gigabytes >= 10 else 2, half_up=True)
                 else:
-                    ours = _written(gigabytes, 0 if gigabytes >= 100 else 1)
-                cells.append(Cell(f"{_size(billions)}, N_d {devices}", f"stage {stage}", text, ours))
-    return Exhibit("Table 1", "GB of model states a device", tuple(cells))
+                    ours = _format_decimal(gigabytes, 0 if gigabytes >= 100 else 1)
+                cells.append(PaperCell(f"{_format_model_size(billions)}, N_d {devices}", f"stage {stage}", text, ours))
+    return PaperResult("Table 1", "GB of model states a device", tuple(cells))
 
 
-def table_2() -> Exhibit:
+def table_2() -> PaperResult:
     """The largest model in 32 GB on 64 data-parallel devices. As printed: the value without model parallelism, cut to
     one place, times that parallelism."""
     cells = []
     for tensor, printed in TABLE_2.items():
         for stage, text in enumerate(printed):
             alone = (32 / bytes_per_parameter(stage, 64)).quantize(Decimal("0.1"), ROUND_DOWN)
-            cells.append(Cell(f"MP {tensor}, {64 * tensor} GPUs", f"stage {stage}", text, _size(alone * tensor)))
-    return Exhibit("Table 2", "the largest model in 32 GB, by states alone", tuple(cells))
+            cells.append(
+                PaperCell(
+                    f"MP {tensor}, {64 * tensor} GPUs", f"stage {stage}", text, _format_model_size(alone * tensor)
+                )
+            )
+    return PaperResult("Table 2", "the largest model in 32 GB, by states alone", tuple(cells))
 
 
-def _written(value: Decimal, places: int, half_up: bool = False) -> str:
+def _format_decimal(value: Decimal, places: int, half_up: bool = False) -> str:
     rounded = value.quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP if half_up else ROUND_DOWN)
     return f"{rounded:f}".rstrip("0").rstrip(".") if places else f"{rounded:f}"
 
 
-def _size(billions: Decimal | float) -> str:
+def _format_model_size(billions: Decimal | float) -> str:
     exact = Decimal(str(billions))
-    return f"{_written(exact / 1000, 1)}T" if exact >= 500 else f"{_written(exact, 1)}B"
+    return f"{_format_decimal(exact / 1000, 1)}T" if exact >= 500 else f"{_format_decimal(exact, 1)}B"
 
 
 # --------------------------------------------------------------------------------------------- the planner's
 
 
-class DividedGPT(GPT):
+class VocabParallelGPT(GPT):
     """The reference GPT with logits that stay divided over the tensor axis, as on one rank of Megatron-LM's."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -196,85 +202,100 @@ class DividedGPT(GPT):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def machine() -> Machine:
+def paper_machine() -> Machine:
     """The paper's: published rates, and the one curve."""
-    return Machine.of("dgx2", efficiency=CURVE)
+    return Machine.resolve("dgx2", efficiency=PAPER_CURVE)
 
 
-def paced(run: Run) -> Pace:
+def paper_step_time(run: PaperRun) -> StepTime:
     """How long a step of one of the paper's runs takes, as the planner has it."""
     ours = run.system == "ZeRO"
-    checkpoint: Checkpoint = "host" if ours and run.label == "170B" else "recompute"
-    choice = Choice(stage=2 if ours else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
-    return _deep(run.width, run.heads, True).at(run.layers).pace(choice, run.gpus, machine())
+    checkpoint: CheckpointMode = "host" if ours and run.label == "170B" else "recompute"
+    choice = Strategy(stage=2 if ours else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
+    return _paper_model(run.width, run.heads, True).with_layers(run.layers).step_time(choice, run.gpus, paper_machine())
 
 
-def model_flops(run: Run) -> float:
+def paper_flops(run: PaperRun) -> float:
     """Of a step on one GPU, as they were counted: see [Note: the paper on paper]."""
-    s, h, layers = SEQUENCE, run.width, run.layers
-    return 96.0 * run.batch * s * layers * h * h * (1 + s / (6 * h) + VOCABULARY / (16 * layers * h)) / run.tensor
+    s, h, layers = SEQUENCE_TOKENS, run.width, run.layers
+    return 96.0 * run.batch * s * layers * h * h * (1 + s / (6 * h) + VOCAB_SIZE / (16 * layers * h)) / run.tensor
 
 
 @cache
-def _family(width: int, heads: int) -> Family:
-    return gpt_family(GPTConfig(vocab_size=VOCABULARY, context=SEQUENCE, heads=heads, width=width), DividedGPT)
+def _paper_family(width: int, heads: int) -> ModelFamily:
+    return gpt_family(
+        GPTConfig(vocab_size=VOCAB_SIZE, context=SEQUENCE_TOKENS, heads=heads, width=width), VocabParallelGPT
+    )
 
 
 @cache
-def _deep(width: int, heads: int, partition: bool) -> Deep:
-    return Deep(_family(width, heads), SHALLOW + 1, partition=partition, precision="fp16")
+def _paper_model(width: int, heads: int, partition: bool) -> DepthExtrapolatedModel:
+    return DepthExtrapolatedModel(
+        _paper_family(width, heads), SHALLOW_LAYERS + 1, partition=partition, precision="fp16"
+    )
 
 
-def _throughput(name: str, about: str, runs: Sequence[Run]) -> Exhibit:
+def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> PaperResult:
     cells = []
     for run in runs:
-        tflops = model_flops(run) / paced(run).step / 1e12
+        tflops = paper_flops(run) / paper_step_time(run).step / 1e12
         row = f"{run.label}, {run.gpus} GPUs, MP {run.tensor}, batch {run.batch}"
-        cells.append(Cell(row, run.system, run.tflops, tflops))
-    return Exhibit(name, about, tuple(cells))
+        cells.append(PaperCell(row, run.system, run.tflops, tflops))
+    return PaperResult(name, about, tuple(cells))
 
 
-def figure_2() -> Exhibit:
+def figure_2() -> PaperResult:
     """Throughput of ZeRO and of Megatron-LM."""
-    return _throughput("Figure 2", "TFLOPS a GPU, ZeRO and Megatron-LM", FIGURE_2)
+    return _throughput_result("Figure 2", "TFLOPS a GPU, ZeRO and Megatron-LM", FIGURE_2)
 
 
-def figure_3() -> Exhibit:
+def figure_3() -> PaperResult:
     """Throughput by number of devices."""
-    return _throughput("Figure 3", "TFLOPS a GPU, 60B on more and more GPUs", FIGURE_3)
+    return _throughput_result("Figure 3", "TFLOPS a GPU, 60B on more and more GPUs", FIGURE_3)
 
 
-def figure_4() -> Exhibit:
+def figure_4() -> PaperResult:
     """Throughput without model parallelism."""
-    return _throughput("Figure 4", "TFLOPS a GPU without model parallelism, ZeRO and DDP", FIGURE_4)
+    return _throughput_result("Figure 4", "TFLOPS a GPU without model parallelism, ZeRO and DDP", FIGURE_4)
 
 
-def _chosen(fit: Fit) -> tuple[Choice, bool]:
+def _paper_strategy(fit: PaperModelFit) -> tuple[Strategy, bool]:
     """A configuration as the planner has it, and whether it has P_a."""
     given = CONFIGURATIONS[fit.configuration]
-    checkpoint: Checkpoint = "host" if given.offloaded else "recompute"
-    choice = Choice(stage=given.stage, tensor=TENSOR, checkpoint=checkpoint, micro_batch=fit.batch)
-    return choice, given.partitioned
+    checkpoint: CheckpointMode = "host" if given.offload_activations else "recompute"
+    choice = Strategy(stage=given.stage, tensor=TENSOR_DEGREE, checkpoint=checkpoint, micro_batch=fit.batch)
+    return choice, given.partition_activations
 
 
-def figure_6() -> Exhibit:
+def figure_6() -> PaperResult:
     """The largest model by configuration."""
-    return Exhibit("Figure 6", "the largest model in 32 GB, B of parameters", tuple(_largest(fit) for fit in FIGURE_6))
+    return PaperResult(
+        "Figure 6", "the largest model in 32 GB, B of parameters", tuple(_largest_cell(fit) for fit in FIGURE_6)
+    )
 
 
-def _largest(fit: Fit) -> Cell:
-    choice, partition = _chosen(fit)
-    found = deepest(_deep(fit.width, fit.heads, partition), choice, GPUS, Machine.of(machine(), memory=MEMORY))
-    row = f"{fit.configuration}, {CONFIGURATIONS[fit.configuration].letters}"
-    return Cell(row, f"{found.layers} layers", fit.value, found.parameters / 1e9)
+def _largest_cell(fit: PaperModelFit) -> PaperCell:
+    choice, partition = _paper_strategy(fit)
+    found = find_deepest_member(
+        _paper_model(fit.width, fit.heads, partition),
+        choice,
+        NUM_GPUS,
+        Machine.resolve(paper_machine(), memory=GPU_MEMORY),
+    )
+    row = f"{fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
+    return PaperCell(row, f"{found.layers} layers", fit.value, found.parameters / 1e9)
 
 
-def figure_7() -> Exhibit:
+def figure_7() -> PaperResult:
     """Memory cached by configuration."""
     cells = []
     for fit in FIGURE_7:
-        choice, partition = _chosen(fit)
-        held = _deep(fit.width, fit.heads, partition).at(fit.layers).footprint(choice, GPUS, machine())
-        row = f"{fit.label}, {fit.configuration}, {CONFIGURATIONS[fit.configuration].letters}"
-        cells.append(Cell(row, "GB", fit.value, held.reserved / 1e9))
-    return Exhibit("Figure 7", "GB cached by the allocator at the most", tuple(cells))
+        choice, partition = _paper_strategy(fit)
+        held = (
+            _paper_model(fit.width, fit.heads, partition)
+            .with_layers(fit.layers)
+            .footprint(choice, NUM_GPUS, paper_machine())
+        )
+        row = f"{fit.label}, {fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
+        cells.append(PaperCell(row, "GB", fit.value, held.reserved / 1e9))
+    return PaperResult("Figure 7", "GB cached by the allocator at the most", tuple(cells))

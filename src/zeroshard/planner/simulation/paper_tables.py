@@ -52,7 +52,7 @@ TABLE_2: Final[dict[int, tuple[str, str, str, str]]] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class PaperRun:
     """One run of the paper."""
 
     label: str  # its size as the paper says it
@@ -68,52 +68,52 @@ class Run:
 
 # Figure 2, with the shapes of Table 5. The baseline is Megatron-LM.
 FIGURE_2: Final = (
-    Run("1.5B", "ZeRO", 400, 1, 48, 1600, 16, 24, 30.3),
-    Run("1.5B", "baseline", 400, 2, 48, 1600, 16, 16, 26.4),
-    Run("8B", "ZeRO", 400, 4, 72, 3072, 24, 64, 36.9),
-    Run("8B", "baseline", 400, 8, 72, 3072, 24, 8, 23.2),
-    Run("40B", "ZeRO", 400, 4, 88, 6144, 32, 12, 35.9),
-    Run("40B", "baseline", 384, 32, 88, 6144, 64, 4, 5.0),
-    Run("60B", "ZeRO", 400, 16, 132, 6144, 32, 64, 36.5),
-    Run("60B", "baseline", 384, 64, 132, 6144, 64, 4, 6.4),
-    Run("80B", "ZeRO", 400, 16, 100, 8192, 64, 32, 37.6),
-    Run("80B", "baseline", 384, 128, 100, 8192, 128, 4, 5.2),
-    Run("100B", "ZeRO", 400, 16, 125, 8192, 64, 32, 38.7),
-    Run("100B", "baseline", 384, 128, 125, 8192, 128, 2, 3.8),
-    Run("120B", "ZeRO", 400, 16, 150, 8192, 64, 24, 28.1),
-    Run("120B", "baseline", 384, 128, 150, 8192, 128, 2, 3.8),
-    Run("140B", "ZeRO", 400, 16, 175, 8192, 64, 16, 26.9),
-    Run("140B", "baseline", 384, 128, 175, 8192, 128, 2, 3.9),
-    Run("170B", "ZeRO", 400, 16, 212, 8192, 64, 12, 20.9),
-    Run("170B", "baseline", 256, 256, 212, 8192, 256, 2, 2.2),
+    PaperRun("1.5B", "ZeRO", 400, 1, 48, 1600, 16, 24, 30.3),
+    PaperRun("1.5B", "baseline", 400, 2, 48, 1600, 16, 16, 26.4),
+    PaperRun("8B", "ZeRO", 400, 4, 72, 3072, 24, 64, 36.9),
+    PaperRun("8B", "baseline", 400, 8, 72, 3072, 24, 8, 23.2),
+    PaperRun("40B", "ZeRO", 400, 4, 88, 6144, 32, 12, 35.9),
+    PaperRun("40B", "baseline", 384, 32, 88, 6144, 64, 4, 5.0),
+    PaperRun("60B", "ZeRO", 400, 16, 132, 6144, 32, 64, 36.5),
+    PaperRun("60B", "baseline", 384, 64, 132, 6144, 64, 4, 6.4),
+    PaperRun("80B", "ZeRO", 400, 16, 100, 8192, 64, 32, 37.6),
+    PaperRun("80B", "baseline", 384, 128, 100, 8192, 128, 4, 5.2),
+    PaperRun("100B", "ZeRO", 400, 16, 125, 8192, 64, 32, 38.7),
+    PaperRun("100B", "baseline", 384, 128, 125, 8192, 128, 2, 3.8),
+    PaperRun("120B", "ZeRO", 400, 16, 150, 8192, 64, 24, 28.1),
+    PaperRun("120B", "baseline", 384, 128, 150, 8192, 128, 2, 3.8),
+    PaperRun("140B", "ZeRO", 400, 16, 175, 8192, 64, 16, 26.9),
+    PaperRun("140B", "baseline", 384, 128, 175, 8192, 128, 2, 3.9),
+    PaperRun("170B", "ZeRO", 400, 16, 212, 8192, 64, 12, 20.9),
+    PaperRun("170B", "baseline", 256, 256, 212, 8192, 256, 2, 2.2),
 )
 
 # Figure 3, with the shapes of Table 6: more devices leave room for larger batches.
 FIGURE_3: Final = (
-    Run("60B", "ZeRO", 64, 16, 75, 8192, 32, 16, 25.6),
-    Run("60B", "ZeRO", 128, 16, 75, 8192, 32, 48, 37.5),
-    Run("60B", "ZeRO", 256, 16, 75, 8192, 32, 48, 39.0),
-    Run("60B", "ZeRO", 400, 16, 75, 8192, 32, 64, 36.6),
+    PaperRun("60B", "ZeRO", 64, 16, 75, 8192, 32, 16, 25.6),
+    PaperRun("60B", "ZeRO", 128, 16, 75, 8192, 32, 48, 37.5),
+    PaperRun("60B", "ZeRO", 256, 16, 75, 8192, 32, 48, 39.0),
+    PaperRun("60B", "ZeRO", 400, 16, 75, 8192, 32, 64, 36.6),
 )
 
 # Figure 4, with the shapes of Table 10: no model parallelism. The baseline is PyTorch's DistributedDataParallel.
 FIGURE_4: Final = (
-    Run("1.5B", "ZeRO", 128, 1, 34, 1920, 16, 24, 40.3),
-    Run("2.5B", "ZeRO", 128, 1, 54, 1920, 16, 24, 41.9),
-    Run("4B", "ZeRO", 128, 1, 64, 2304, 24, 16, 43.5),
-    Run("6B", "ZeRO", 128, 1, 52, 3072, 24, 12, 47.0),
-    Run("8B", "ZeRO", 128, 1, 72, 3072, 24, 8, 47.0),
-    Run("10B", "ZeRO", 128, 1, 50, 4096, 32, 6, 41.1),
-    Run("11B", "ZeRO", 128, 1, 54, 4096, 32, 4, 35.7),
-    Run("12B", "ZeRO", 128, 1, 58, 4096, 32, 4, 32.9),
-    Run("13B", "ZeRO", 128, 1, 62, 4096, 32, 2, 21.2),
-    Run("1.16B", "baseline", 128, 1, 24, 1920, 16, 8, 39.3),
-    Run("1.38B", "baseline", 128, 1, 40, 1536, 16, 1, 18.1),
+    PaperRun("1.5B", "ZeRO", 128, 1, 34, 1920, 16, 24, 40.3),
+    PaperRun("2.5B", "ZeRO", 128, 1, 54, 1920, 16, 24, 41.9),
+    PaperRun("4B", "ZeRO", 128, 1, 64, 2304, 24, 16, 43.5),
+    PaperRun("6B", "ZeRO", 128, 1, 52, 3072, 24, 12, 47.0),
+    PaperRun("8B", "ZeRO", 128, 1, 72, 3072, 24, 8, 47.0),
+    PaperRun("10B", "ZeRO", 128, 1, 50, 4096, 32, 6, 41.1),
+    PaperRun("11B", "ZeRO", 128, 1, 54, 4096, 32, 4, 35.7),
+    PaperRun("12B", "ZeRO", 128, 1, 58, 4096, 32, 4, 32.9),
+    PaperRun("13B", "ZeRO", 128, 1, 62, 4096, 32, 2, 21.2),
+    PaperRun("1.16B", "baseline", 128, 1, 24, 1920, 16, 8, 39.3),
+    PaperRun("1.38B", "baseline", 128, 1, 40, 1536, 16, 1, 18.1),
 )
 
 
 @dataclass(frozen=True)
-class Fit:
+class PaperModelFit:
     """One model under one configuration of Table 3, 16-way model-parallel on 400 GPUs of 32 GB."""
 
     configuration: str
@@ -127,20 +127,20 @@ class Fit:
 
 # Figure 6, with the shapes of Table 7: the largest model.
 FIGURE_6: Final = (
-    Fit("C1", "40B", 50, 8192, 32, 16, 40),
-    Fit("C2", "60B", 132, 6144, 64, 16, 60),
-    Fit("C3", "50B", 62, 8192, 32, 16, 50),
-    Fit("C4", "140B", 175, 8192, 64, 16, 140),
-    Fit("C5", "150B", 187, 8192, 64, 16, 150),
+    PaperModelFit("C1", "40B", 50, 8192, 32, 16, 40),
+    PaperModelFit("C2", "60B", 132, 6144, 64, 16, 60),
+    PaperModelFit("C3", "50B", 62, 8192, 32, 16, 50),
+    PaperModelFit("C4", "140B", 175, 8192, 64, 16, 140),
+    PaperModelFit("C5", "150B", 187, 8192, 64, 16, 150),
 )
 
 # Figure 7, with the shapes of Table 8: the most memory that PyTorch's allocator caches.
 FIGURE_7: Final = (
-    Fit("C1", "40B", 50, 8192, 32, 16, 29.7),
-    Fit("C2", "40B", 50, 8192, 32, 16, 24.1),
-    Fit("C3", "40B", 50, 8192, 32, 16, 25.4),
-    Fit("C4", "40B", 50, 8192, 32, 16, 19.8),
-    Fit("C5", "40B", 50, 8192, 32, 16, 19.8),
-    Fit("C4", "100B", 125, 8192, 64, 32, 29.6),
-    Fit("C5", "100B", 125, 8192, 64, 32, 26.6),
+    PaperModelFit("C1", "40B", 50, 8192, 32, 16, 29.7),
+    PaperModelFit("C2", "40B", 50, 8192, 32, 16, 24.1),
+    PaperModelFit("C3", "40B", 50, 8192, 32, 16, 25.4),
+    PaperModelFit("C4", "40B", 50, 8192, 32, 16, 19.8),
+    PaperModelFit("C5", "40B", 50, 8192, 32, 16, 19.8),
+    PaperModelFit("C4", "100B", 125, 8192, 64, 32, 29.6),
+    PaperModelFit("C5", "100B", 125, 8192, 64, 32, 26.6),
 )

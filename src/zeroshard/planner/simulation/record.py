@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from zeroshard.planner.record import record_plan, versions
-from zeroshard.planner.simulation.largest import Largest
-from zeroshard.planner.simulation.paper import CURVE, Exhibit
-from zeroshard.planner.simulation.simulate import Point, Scaling, Simulation
+from zeroshard.planner.record import plan_to_dict, versions
+from zeroshard.planner.simulation.largest import LargestModel
+from zeroshard.planner.simulation.paper import PAPER_CURVE, PaperResult
+from zeroshard.planner.simulation.simulate import ScalingPoint, ScalingSimulation, StageScaling
 
 
-def simulation_record(found: Simulation, model: str, tokens: int | None = None) -> dict[str, Any]:
+def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
     """A sweep: its points, each with all that `zeroshard plan` tells of a plan, and where stages stop to scale."""
     psi = found.parameters * (4 if found.precision == "fp32" else 2)
     return {
@@ -21,34 +21,34 @@ def simulation_record(found: Simulation, model: str, tokens: int | None = None) 
         "precision": found.precision,
         "machine": json.loads(found.machine.to_json()),
         "versions": versions(),
-        "points": [_point(point, psi, tokens) for point in found.points],
-        "scaling": [_scaling(one) for one in found.scaling],
+        "points": [_point_to_dict(point, psi, tokens) for point in found.points],
+        "scaling": [_scaling_to_dict(one) for one in found.scaling],
     }
 
 
-def _point(point: Point, psi: float, tokens: int | None) -> dict[str, Any]:
+def _point_to_dict(point: ScalingPoint, psi: float, tokens: int | None) -> dict[str, Any]:
     return {
         "devices": point.devices,
         "stage": point.stage,
-        "samples_per_second_and_device": point.samples,
-        "tflops_per_device": point.tflops,
-        "shares": point.shares,
-        "plan": record_plan(point.plan, psi, tokens),
+        "samples_per_second_and_device": point.samples_per_second_per_device,
+        "tflops_per_device": point.tflops_per_device,
+        "shares": point.time_fractions,
+        "plan": plan_to_dict(point.plan, psi, tokens),
     }
 
 
-def _scaling(one: Scaling) -> dict[str, Any]:
+def _scaling_to_dict(one: StageScaling) -> dict[str, Any]:
     return {
         "stage": one.stage,
         "fits_from": one.fits_from,
         "best": None if one.best is None else one.best.devices,
         "good_until": one.good_until,
-        "under_90_percent": one.under_good,
-        "under_50_percent": one.under_half,
+        "under_90_percent": one.under_90_percent,
+        "under_50_percent": one.under_50_percent,
     }
 
 
-def largest_record(found: dict[tuple[int, int], Largest]) -> list[dict[str, Any]]:
+def largest_to_dict(found: dict[tuple[int, int], LargestModel]) -> list[dict[str, Any]]:
     """The largest models."""
     return [
         {
@@ -64,17 +64,17 @@ def largest_record(found: dict[tuple[int, int], Largest]) -> list[dict[str, Any]
     ]
 
 
-def paper_record(exhibits: Iterable[Exhibit]) -> dict[str, Any]:
+def paper_to_dict(exhibits: Iterable[PaperResult]) -> dict[str, Any]:
     """The paper's tables and figures, each number beside ours."""
     return {
         "versions": versions(),
-        "curve": {"share": CURVE.share, "half": CURVE.half},
+        "curve": {"share": PAPER_CURVE.share, "half": PAPER_CURVE.half},
         "exhibits": [
             {
                 "name": exhibit.name,
                 "about": exhibit.about,
-                "mean_error": exhibit.error,
-                "exact": exhibit.exact,
+                "mean_error": exhibit.mean_error,
+                "exact": exhibit.num_exact,
                 "cells": [
                     {"row": c.row, "column": c.column, "paper": c.paper, "ours": c.ours, "error": c.error}
                     for c in exhibit.cells

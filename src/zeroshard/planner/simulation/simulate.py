@@ -16,23 +16,23 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.offload import Offload, read_bytes
+from zeroshard.offload import Offload, parse_bytes
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import Plan, consider, precision_for
-from zeroshard.planner.search import choices
-from zeroshard.planner.simulation.family import Deep, family_of
-from zeroshard.planner.subject import Subject
-from zeroshard.planner.traces.inputs import Inputs, Loss
-from zeroshard.planner.traces.tracing import Checkpoint
+from zeroshard.planner.plan import Plan, default_precision, evaluate_strategy
+from zeroshard.planner.search import candidate_strategies
+from zeroshard.planner.simulation.family import DepthExtrapolatedModel, find_family
+from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.traces.inputs import Inputs, LossFn
+from zeroshard.planner.traces.tracing import CheckpointMode
 
-DEVICES = tuple(2**power for power in range(15))  # 1 to 16,384
+DEVICE_COUNTS = tuple(2**power for power in range(15))  # 1 to 16,384
 STAGES = (0, 1, 2, 3)
-WAITS = ("tensor", "gather", "reduce", "update", "launch")
-GOOD, HALF = 0.9, 0.5  # of a stage's best throughput a device
+WAIT_KINDS = ("tensor", "gather", "reduce", "update", "launch")
+GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput a device
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One stage on so many devices."""
 
     plan: Plan
@@ -45,7 +45,7 @@ class Point:
     @property
     def stage(self) -> int:
         """ZeRO's."""
-        return self.plan.choice.stage
+        return self.plan.strategy.stage
 
     @property
     def fits(self) -> bool:
@@ -53,55 +53,55 @@ class Point:
         return self.plan.fits
 
     @property
-    def samples(self) -> float:
+    def samples_per_second_per_device(self) -> float:
         """Samples a second and device."""
-        return self.plan.samples / self.devices
+        return self.plan.samples_per_second / self.devices
 
     @property
-    def tflops(self) -> float:
+    def tflops_per_device(self) -> float:
         """Useful operations a second and device, in 10^12: what is computed again does not count."""
-        return self.plan.flops / 1e12
+        return self.plan.flops_per_second / 1e12
 
     @property
-    def shares(self) -> dict[str, float]:
+    def time_fractions(self) -> dict[str, float]:
         """What a step's time goes to: "compute", "tensor", "gather", "reduce", "update", "launch", in parts of it.
 
         Communication counts as far as computation does not hide it; what is none of the others is computation.
         """
-        pace = self.plan.pace
-        waits = {name: max(0.0, getattr(pace, name)) / pace.step for name in WAITS}
+        pace = self.plan.step_time
+        waits = {name: max(0.0, getattr(pace, name)) / pace.step for name in WAIT_KINDS}
         return {"compute": 1 - sum(waits.values()), **waits}
 
 
 @dataclass(frozen=True)
-class Scaling:
+class StageScaling:
     """How far one stage scales."""
 
     stage: int
     fits_from: int | None
     """The fewest devices, of those looked at, that the model fits; None: it fits none."""
-    best: Point | None
+    best: ScalingPoint | None
     """Where each device does most, of what fits."""
     good_until: int | None
     """The most devices up to which each does at least 90 % of the best."""
-    under_good: int | None
+    under_90_percent: int | None
     """The first number of devices beyond the best where each does less than 90 % of it; None: no such was seen."""
-    under_half: int | None
+    under_50_percent: int | None
     """The same for 50 %."""
 
 
 @dataclass(frozen=True)
-class Simulation:
+class ScalingSimulation:
     """A sweep over devices and stages."""
 
     model: str
     parameters: int
     machine: Machine
     precision: str
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     """By stage, then by devices."""
 
-    def of_stage(self, stage: int) -> list[Point]:
+    def points_of_stage(self, stage: int) -> list[ScalingPoint]:
         """The points of one stage, by devices."""
         return [point for point in self.points if point.stage == stage]
 
@@ -111,43 +111,54 @@ class Simulation:
         return sorted({point.stage for point in self.points})
 
     @property
-    def scaling(self) -> list[Scaling]:
+    def scaling(self) -> list[StageScaling]:
         """Where each stage stops to scale: see [Note: scaling on paper]."""
-        return [_scaling(stage, self.of_stage(stage)) for stage in self.stages]
+        return [_stage_scaling(stage, self.points_of_stage(stage)) for stage in self.stages]
 
 
-def _scaling(stage: int, points: Sequence[Point]) -> Scaling:
+def _stage_scaling(stage: int, points: Sequence[ScalingPoint]) -> StageScaling:
     fitting = [point for point in points if point.fits]
     if not fitting:
-        return Scaling(stage, None, None, None, None, None)
-    best = max(fitting, key=lambda point: point.samples)
+        return StageScaling(stage, None, None, None, None, None)
+    best = max(fitting, key=lambda point: point.samples_per_second_per_device)
     beyond = [point for point in fitting if point.devices > best.devices]
 
     def under(share: float) -> int | None:
-        return next((point.devices for point in beyond if point.samples < share * best.samples), None)
+        return next(
+            (
+                point.devices
+                for point in beyond
+                if point.samples_per_second_per_device < share * best.samples_per_second_per_device
+            ),
+            None,
+        )
 
-    good = [point.devices for point in beyond if under(GOOD) is None or point.devices < (under(GOOD) or 0)]
-    return Scaling(stage, fitting[0].devices, best, max(good, default=best.devices), under(GOOD), under(HALF))
+    good = [
+        point.devices for point in beyond if under(GOOD_FRACTION) is None or point.devices < (under(GOOD_FRACTION) or 0)
+    ]
+    return StageScaling(
+        stage, fitting[0].devices, best, max(good, default=best.devices), under(GOOD_FRACTION), under(HALF_FRACTION)
+    )
 
 
 def simulate(
     model: nn.Module,
     inputs: Inputs = None,
     *,
-    devices: Iterable[int] = DEVICES,
+    devices: Iterable[int] = DEVICE_COUNTS,
     machine: str | Machine = "h100",
     memory: str | int | None = None,
     batch: int | None = None,
     micro_batch: int | None = None,
     sequence: int | None = None,
-    loss: Loss = None,
+    loss: LossFn = None,
     stages: Iterable[int] = STAGES,
     tensor: int = 1,
-    checkpoint: Checkpoint = "none",
+    checkpoint: CheckpointMode = "none",
     offload: Any = None,
     clip: bool = True,
     **options: Any,
-) -> Simulation:
+) -> ScalingSimulation:
     """Work out how training a model scales with the number of devices: see [Note: scaling on paper].
 
     ``model``, ``inputs``, ``loss``, ``sequence``, ``machine``, ``memory``, ``offload`` and ``options`` are as
@@ -160,14 +171,16 @@ def simulate(
     >>> with torch.device("meta"):
     ...     model = GPT(GPTConfig(layers=24, heads=16, width=2048))
     >>> found = simulate(model, devices=(8, 1024), machine="dgx2", batch=1024, stages=(3,), checkpoint="recompute")
-    >>> [point.plan.choice.micro_batch for point in found.points], found.scaling[0].under_good
+    >>> [point.plan.strategy.micro_batch for point in found.points], found.scaling[0].under_90_percent
     ([32, 1], 1024)
     """
-    counts = _numbers("devices", devices, 1)
-    wanted = _numbers("stages", stages, 0)
-    machine = Machine.of(machine) if memory is None else Machine.of(machine, memory=read_bytes("memory", memory))
-    precision = options.setdefault("precision", precision_for(machine))
-    machine.peak(precision)  # refuses one that the machine does not compute in
+    counts = _sorted_counts("devices", devices, 1)
+    wanted = _sorted_counts("stages", stages, 0)
+    machine = (
+        Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
+    )
+    precision = options.setdefault("precision", default_precision(machine))
+    machine.peak_flops(precision)  # refuses one that the machine does not compute in
     if tensor < 1:
         raise ValueError(f"tensor is a whole number from 1 up, got {tensor}")
     possible = [count for count in counts if count % tensor == 0]
@@ -175,11 +188,11 @@ def simulate(
         raise ValueError(f"no number of devices is a multiple of the {tensor} that divide each layer: got {counts}")
     if micro_batch is not None and micro_batch < 1:
         raise ValueError(f"micro_batch is a whole number from 1 up, got {micro_batch}")
-    subject = _subject(model, inputs, loss=loss, sequence=sequence, clipped=clip, **options)
+    subject = _open_traced_model(model, inputs, loss=loss, sequence=sequence, clipped=clip, **options)
     points = []
     for stage in wanted:
         for count in possible:
-            found = choices(
+            found = candidate_strategies(
                 subject,
                 count,
                 machine,
@@ -188,24 +201,26 @@ def simulate(
                 stages=(stage,),
                 tensors=(tensor,),
                 checkpoints=(checkpoint,),
-                offloads=[Offload.of(offload)],
+                offloads=[Offload.from_option(offload)],
             )
-            plans = [consider(subject, choice, count, machine) for choice in found]
+            plans = [evaluate_strategy(subject, choice, count, machine) for choice in found]
             if plans:
-                points.append(Point(max(plans, key=lambda p: (p.fits, p.samples if p.fits else -p.memory))))
+                points.append(
+                    ScalingPoint(max(plans, key=lambda p: (p.fits, p.samples_per_second if p.fits else -p.memory)))
+                )
     if not points:
         raise ValueError(f"batch {batch} cannot be divided evenly over any of {possible} devices: change one of them")
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Simulation(type(model).__name__, parameters, machine, precision, tuple(points))
+    return ScalingSimulation(type(model).__name__, parameters, machine, precision, tuple(points))
 
 
-def _subject(model: nn.Module, inputs: Inputs, **given: Any) -> Subject:
+def _open_traced_model(model: nn.Module, inputs: Inputs, **given: Any) -> TracedModel:
     """The model as the subject of plans; of one whose family is known, what it holds comes from shallow ones too."""
-    known = family_of(model)
-    return Subject(model, inputs, **given) if known is None else Deep(*known, inputs, **given)
+    known = find_family(model)
+    return TracedModel(model, inputs, **given) if known is None else DepthExtrapolatedModel(*known, inputs, **given)
 
 
-def _numbers(name: str, given: Iterable[int], least: int) -> list[int]:
+def _sorted_counts(name: str, given: Iterable[int], least: int) -> list[int]:
     found = sorted(set(given))
     if not found:
         raise ValueError(f"{name} is empty: give at least one number")

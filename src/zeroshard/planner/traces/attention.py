@@ -14,34 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-WIDEST_HEAD = 256  # elements of a head that the fused kernels take
+MAX_HEAD_DIM = 256  # elements of a head that the fused kernels take
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttentionMode(TorchFunctionMode):
     """Has ``F.scaled_dot_product_attention`` of meta tensors do what it does on a device of a kind: "cuda" or "cpu".
 
     >>> query = torch.empty(1, 2, 1024, 64, device="meta", dtype=torch.bfloat16)
-    >>> with FusedAttention("cuda"):
+    >>> with FusedAttentionMode("cuda"):
     ...     F.scaled_dot_product_attention(query, query, query).shape
     torch.Size([1, 2, 1024, 64])
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self._kind = kind
+        self._device_kind = kind
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Let everything else pass."""
         if func is F.scaled_dot_product_attention:
-            result = _attention(self._kind, *args, **(kwargs or {}))
+            result = _fused_attention(self._device_kind, *args, **(kwargs or {}))
             if result is not None:
                 return result
         return func(*args, **(kwargs or {}))
 
 
-def _attention(
+def _fused_attention(
     kind: str,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -56,7 +56,7 @@ def _attention(
 
     Keys of fewer heads (``enable_gqa``) are read by several heads of the queries: no kernel copies them.
     """
-    if not (query.is_meta and query.dim() == 4 and _fit(query, key, value)):
+    if not (query.is_meta and query.dim() == 4 and _can_fuse(query, key, value)):
         return None
     aten: Any = torch.ops.aten
     mask = attn_mask
@@ -81,5 +81,5 @@ def _attention(
     return result
 
 
-def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    return key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= WIDEST_HEAD
+def _can_fuse(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    return key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM

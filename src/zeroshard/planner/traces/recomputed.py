@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.activations.blocks import choose
-from zeroshard.activations.checkpoint import Recomputed
-from zeroshard.activations.keeper import Keeper
-from zeroshard.engine.units import repeated
-from zeroshard.planner.traces.tracing import Checkpoint, UntraceableError
+from zeroshard.activations.blocks import select_blocks
+from zeroshard.activations.checkpoint import CheckpointedForward
+from zeroshard.activations.keeper import RecomputeContext
+from zeroshard.engine.units import find_repeated_blocks
+from zeroshard.planner.traces.tracing import CheckpointMode, UntraceableError
 
 
-def as_planned(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, Checkpoint]:
+def strip_checkpointing(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, CheckpointMode]:
     """The model that is to be planned with, and what its blocks keep.
 
     A model with other blocks than a plan would choose, a policy, or inputs left whole along a tensor axis of so many
@@ -28,38 +28,40 @@ def as_planned(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, Checkpoint
 
     >>> import zeroshard
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
-    >>> as_planned(model) == (model, "none")
+    >>> strip_checkpointing(model) == (model, "none")
     True
-    >>> as_planned(zeroshard.checkpoint_activations(model, offload=True))[1]
+    >>> strip_checkpointing(zeroshard.checkpoint_activations(model, offload=True))[1]
     'host'
     """
-    if not any(_forwards(model)):
+    if not any(_checkpointed_forwards(model)):
         return model, "none"
-    paper = without_memory(model)
-    wrapped = dict(_forwards(paper))
-    usual = next(repeated(paper), None) is not None and wrapped.keys() == choose(paper, None).keys()
-    usual = usual and all(_is_usual(forward, tensor) for forward in wrapped.values())
-    far = any(forward._keeper._offload for forward in wrapped.values())
+    paper = meta_copy(model)
+    wrapped = dict(_checkpointed_forwards(paper))
+    usual = next(find_repeated_blocks(paper), None) is not None and wrapped.keys() == select_blocks(paper, None).keys()
+    usual = usual and all(_is_default_checkpointing(forward, tensor) for forward in wrapped.values())
+    far = any(forward._context._offload for forward in wrapped.values())
     for name, forward in wrapped.items():
-        forward.undo()
+        forward.restore()
         if not usual:  # kept by reference: alone on their rank, such inputs are asked of nobody
             block, policy = paper.get_submodule(name), forward._policy
-            again = Recomputed(block, name, Keeper(False, False), policy, block.__dict__.get("forward"))
+            again = CheckpointedForward(
+                block, name, RecomputeContext(False, False), policy, block.__dict__.get("forward")
+            )
             block.__dict__["forward"] = again
     if not usual:
         return paper, "none"
     return paper, "host" if far else "recompute"
 
 
-def without_memory(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device: takes no memory, wherever the model is."""
     try:
-        return copy.deepcopy(model, memo_of(model))
+        return copy.deepcopy(model, meta_memo(model))
     except Exception as error:
         raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
 
 
-def memo_of(model: nn.Module) -> dict[int, Any]:
+def meta_memo(model: nn.Module) -> dict[int, Any]:
     """What ``copy.deepcopy`` puts in the place of a model's parameters: others without memory."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -69,16 +71,16 @@ def memo_of(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def _forwards(model: nn.Module) -> Any:
+def _checkpointed_forwards(model: nn.Module) -> Any:
     for name, module in model.named_modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, Recomputed):
+        if isinstance(forward, CheckpointedForward):
             yield name, forward
 
 
-def _is_usual(forward: Recomputed, tensor: int) -> bool:
+def _is_default_checkpointing(forward: CheckpointedForward, tensor: int) -> bool:
     """Whether a block keeps what a plan takes it to keep: each tensor rank its part."""
-    partition = forward._keeper._partition
+    partition = forward._context._partition
     if isinstance(partition, DeviceMesh):
         return forward._policy is None and partition.size() == tensor
     return forward._policy is None and (tensor == 1 or partition is not False)

@@ -13,38 +13,38 @@ from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.activations.blocks import choose
-from zeroshard.activations.checkpoint import flattened
+from zeroshard.activations.blocks import select_blocks
+from zeroshard.activations.checkpoint import flatten_arguments
 from zeroshard.config import Config
-from zeroshard.engine.units import plan_units, repeated
-from zeroshard.planner.traces.attention import FusedAttention
-from zeroshard.planner.traces.divided import hook_divided
-from zeroshard.planner.traces.inputs import Inputs, Loss, LossError, arguments, loss_of
-from zeroshard.planner.traces.recorder import Recorder, Walk
+from zeroshard.engine.units import find_repeated_blocks, plan_units
+from zeroshard.planner.traces.attention import FusedAttentionMode
+from zeroshard.planner.traces.divided import hook_tp_collectives
+from zeroshard.planner.traces.inputs import Inputs, LossError, LossFn, compute_loss, model_arguments
+from zeroshard.planner.traces.recorder import OpRecorder, ScheduleRecorder
 from zeroshard.planner.traces.trace import Trace
-from zeroshard.planner.traces.values import Values
-from zeroshard.precision import Precision, cast_floats, map_tensors
-from zeroshard.tensor.plans import plan_of
+from zeroshard.planner.traces.values import KnownValues
+from zeroshard.precision import Precision, cast_floats, tree_map_tensors
+from zeroshard.tensor.plans import tensor_plan_for
 
-Checkpoint = Literal["none", "recompute", "host"]
-CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "recompute", "host")
+CheckpointMode = Literal["none", "recompute", "host"]
+CHECKPOINT_MODES: tuple[CheckpointMode, ...] = ("none", "recompute", "host")
 
 
 class UntraceableError(RuntimeError):
     """A model cannot be run without memory."""
 
 
-def trace(
+def trace_model(
     model: nn.Module,
     inputs: Inputs = None,
     *,
     micro_batch: int = 1,
     sequence: int | None = None,
-    loss: Loss = None,
+    loss: LossFn = None,
     tensor: int = 1,
-    checkpoint: Checkpoint = "none",
-    partition: bool = True,
-    kind: str = "cuda",
+    checkpoint: CheckpointMode = "none",
+    partition_activations: bool = True,
+    device_kind: str = "cuda",
     **options: Any,
 ) -> Trace:
     """Run one forward and backward of a model without memory and note what it would take.
@@ -57,74 +57,76 @@ def trace(
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> found = trace(model, torch.empty(1, 64), micro_batch=16)
+    >>> found = trace_model(model, torch.empty(1, 64), micro_batch=16)
     >>> sum(op.flops for op in found.ops) == 16 * 2 * (64 * 64 * 2 + 64 * 8 * 3)  # but the first has no input gradient
     True
     """
     config = Config(**{"precision": "fp32", **options})
     plans = plan_units(model, config.units, config.bucket_size)
-    recorder = Recorder()
-    paper = _on_paper(model, config, tensor, recorder)
-    kept = Kept(tensor if partition else 1, recorder)
+    recorder = OpRecorder()
+    paper = _meta_copy(model, config, tensor, recorder)
+    kept = KeptInputs(tensor if partition_activations else 1, recorder)
     blocks = 0
     if checkpoint != "none":
-        if next(repeated(model), None) is None:
+        if next(find_repeated_blocks(model), None) is None:
             raise ValueError(
                 f"this {type(model).__name__} has no repeated blocks, whose inputs could be kept instead of all "
                 'activations: give checkpoint="none", or call checkpoint_activations yourself'
             )
-        blocks = _recompute(paper, kept)
-    args, kwargs = map_tensors(arguments(paper, inputs, micro_batch, sequence), partial(_bare, values=recorder.values))
-    walk = Walk(paper, plans, recorder)
-    tensors = [*paper.parameters(), *paper.buffers(), *_tensors((args, kwargs))]
-    recorder.known(*tensors)
+        blocks = _checkpoint_blocks(paper, kept)
+    args, kwargs = tree_map_tensors(
+        model_arguments(paper, inputs, micro_batch, sequence), partial(_to_meta, values=recorder.known_values)
+    )
+    walk = ScheduleRecorder(paper, plans, recorder)
+    tensors = [*paper.parameters(), *paper.buffers(), *_tensor_leaves((args, kwargs))]
+    recorder.ignore_tensors(*tensors)
     try:
-        with FusedAttention(kind), recorder:
-            value = loss_of(paper(*args, **kwargs), loss)
+        with FusedAttentionMode(device_kind), recorder:
+            value = compute_loss(paper(*args, **kwargs), loss)
             walk.end_forward()
-            _backward(value)
+            _run_backward(value)
             del value
             walk.end_backward()
     except LossError:
         raise
     except Exception as error:
-        raise UntraceableError(_why(model, error)) from error
+        raise UntraceableError(_untraceable_message(model, error)) from error
     finally:
-        walk.remove()
+        walk.remove_hooks()
     return Trace(
         tuple(recorder.events),
         tuple(plan.name for plan in plans),
         micro_batch,
-        inputs=float(sum(tensor.nbytes for tensor in _tensors((args, kwargs)))),
-        buffers=float(sum(buffer.nbytes for buffer in paper.buffers())),
-        kept=tuple(kept.nbytes),
-        blocks=blocks,
+        input_bytes=float(sum(tensor.nbytes for tensor in _tensor_leaves((args, kwargs)))),
+        buffer_bytes=float(sum(buffer.nbytes for buffer in paper.buffers())),
+        kept_input_bytes=tuple(kept.nbytes),
+        num_recomputed_blocks=blocks,
     )
 
 
-def _backward(value: torch.Tensor) -> None:
+def _run_backward(value: torch.Tensor) -> None:
     """Run backward. What torch offers for it switches modes off, and a recomputed block's attention wants its own."""
     ones = torch.ones_like(value)
     _engine_run_backward((value,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensor_leaves(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     cast = found.append
     torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
     return found
 
 
-def _bare(tensor: torch.Tensor, values: Values) -> torch.Tensor:
+def _to_meta(tensor: torch.Tensor, values: KnownValues) -> torch.Tensor:
     """A tensor without memory; what it holds is taken note of where models may look at it."""
     if tensor.is_meta:
         return tensor
     bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    values.learn(bare, tensor)
+    values.set(bare, tensor)
     return bare.requires_grad_(tensor.requires_grad)
 
 
-def _why(model: nn.Module, error: Exception) -> str:
+def _untraceable_message(model: nn.Module, error: Exception) -> str:
     said = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
     if not any(word in str(error) for word in ("meta", "Meta", "data-dependent", "DataDependent")):
@@ -142,18 +144,18 @@ def _why(model: nn.Module, error: Exception) -> str:
     )
 
 
-def _on_paper(model: nn.Module, config: Config, tensor: int, recorder: Recorder) -> nn.Module:
+def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecorder) -> nn.Module:
     """A copy without memory, as one rank computes it: compute dtypes, casts, and its share of each layer."""
     precision, plan = Precision(model, config), None
     if tensor > 1:
-        plan = plan_of(model)
+        plan = tensor_plan_for(model)
         if plan is None:
             raise ValueError(
                 f"no plan is known to divide a {type(model).__name__} over {tensor} ranks of a tensor axis: known are "
                 "zeroshard's GPT and Hugging Face's Llama and GPT-2"
             )
-        plan.check(tensor)
-    shares = plan.shares(model, tensor) if plan is not None else {}
+        plan.check_divisible(tensor)
+    shares = plan.tp_shards(model, tensor) if plan is not None else {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         dtype = precision.compute_dtype(name, parameter)
@@ -165,7 +167,7 @@ def _on_paper(model: nn.Module, config: Config, tensor: int, recorder: Recorder)
         memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = bare = torch.empty_like(buffer, device="meta", requires_grad=False)
-        recorder.values.learn(bare, buffer)
+        recorder.known_values.set(bare, buffer)
     try:
         paper = copy.deepcopy(model, memo)
     except Exception as error:
@@ -173,30 +175,30 @@ def _on_paper(model: nn.Module, config: Config, tensor: int, recorder: Recorder)
     if not paper.training:  # else parts may be in another mode on purpose
         paper.train()
     if plan is not None:
-        hook_divided(paper, plan, tensor, recorder)
+        hook_tp_collectives(paper, plan, tensor, recorder)
     if config.compute_dtype is not None:
-        _cast(paper, config.compute_dtype, precision.fp32_modules, config.cast_inputs)
+        _register_casts(paper, config.compute_dtype, precision.fp32_modules, config.cast_inputs)
     return paper
 
 
-def _cast(paper: nn.Module, dtype: torch.dtype, fp32_modules: list[str], inputs: bool) -> None:
+def _register_casts(paper: nn.Module, dtype: torch.dtype, fp32_modules: list[str], inputs: bool) -> None:
     """Cast what goes into the model, and what goes into and out of modules that stay in fp32."""
     for name in fp32_modules:
         module = paper.get_submodule(name)
-        module.register_forward_pre_hook(_casting(torch.float32), with_kwargs=True)
+        module.register_forward_pre_hook(_cast_hook(torch.float32), with_kwargs=True)
         module.register_forward_hook(lambda _, args, output: cast_floats(output, dtype))
     if inputs:
-        paper.register_forward_pre_hook(_casting(dtype), with_kwargs=True)
+        paper.register_forward_pre_hook(_cast_hook(dtype), with_kwargs=True)
 
 
-def _casting(dtype: torch.dtype) -> Any:
+def _cast_hook(dtype: torch.dtype) -> Any:
     return lambda _, args, kwargs: (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
 
-class Kept:
+class KeptInputs:
     """The inputs of recomputed blocks that a rank keeps, on paper: see [Note: P_a] in ``activations/call.py``."""
 
-    def __init__(self, ranks: int, recorder: Recorder) -> None:
+    def __init__(self, ranks: int, recorder: OpRecorder) -> None:
         self.nbytes: list[float] = []
         self._ranks, self._recorder = ranks, recorder
         self._seen: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
@@ -209,7 +211,7 @@ class Kept:
             self._seen[tensor] = True
             nbytes = float(-(-tensor.numel() // self._ranks) * tensor.itemsize)
             self.nbytes.append(nbytes)
-            self._recorder.copied(nbytes)
+            self._recorder.record_copy(nbytes)
         return tensor.shape, tensor.stride(), tensor.dtype
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -219,23 +221,23 @@ class Kept:
         shape, stride, dtype = packed
         whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if self._ranks > 1:
-            self._recorder.communicate("all-gather", whole.nbytes)
+            self._recorder.record_collective("all-gather", whole.nbytes)
         else:
-            self._recorder.copied(whole.nbytes)
+            self._recorder.record_copy(whole.nbytes)
         return whole
 
 
-def _recompute(paper: nn.Module, kept: Kept) -> int:
+def _checkpoint_blocks(paper: nn.Module, kept: KeptInputs) -> int:
     """Have a model's blocks keep their inputs alone; return how many they are."""
-    blocks = choose(paper, None)
+    blocks = select_blocks(paper, None)
     for block in blocks.values():
-        block.__dict__["forward"] = _recomputed(block.forward, kept)
+        block.__dict__["forward"] = _checkpointed_forward(block.forward, kept)
     return len(blocks)
 
 
-def _recomputed(forward: Any, kept: Kept) -> Any:
+def _checkpointed_forward(forward: Any, kept: KeptInputs) -> Any:
     def run_again(*args: Any, **kwargs: Any) -> Any:
-        tensors, run = flattened(forward, args, kwargs)
+        tensors, run = flatten_arguments(forward, args, kwargs)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             return checkpoint(run, *tensors, use_reentrant=False)
 

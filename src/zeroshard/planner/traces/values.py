@@ -17,45 +17,49 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.planner.traces.work import name_of, tensors_of
+from zeroshard.planner.traces.work import iter_tensors, op_name
 
-MOST = 2**22  # elements of a tensor that is computed on the side
-FROM_NOTHING = ("arange", "ones", "zeros", "full", "eye", "scalar_tensor", "tril_indices", "triu_indices")
+MAX_KNOWN_NUMEL = 2**22  # elements of a tensor that is computed on the side
+FACTORY_OPS = ("arange", "ones", "zeros", "full", "eye", "scalar_tensor", "tril_indices", "triu_indices")
 
 
-class Values:
+class KnownValues:
     """The tensors whose values are known."""
 
     def __init__(self) -> None:
-        self._of: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        self._values: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
-    def learn(self, bare: torch.Tensor, real: torch.Tensor) -> None:
+    def set(self, meta_tensor: torch.Tensor, real_tensor: torch.Tensor) -> None:
         """Take note of what a tensor on the meta device holds, where it is worth it."""
-        if real.numel() <= MOST and not (real.is_meta or real.is_floating_point() or real.is_complex()):
-            self._of[bare] = real.detach().cpu().clone()  # operations in place will write into it
+        if real_tensor.numel() <= MAX_KNOWN_NUMEL and not (
+            real_tensor.is_meta or real_tensor.is_floating_point() or real_tensor.is_complex()
+        ):
+            self._values[meta_tensor] = real_tensor.detach().cpu().clone()  # operations in place will write into it
 
     def item(self, tensor: torch.Tensor) -> Any:
         """The one value of a tensor; None where it is not known."""
-        known = self._of.get(tensor)
+        known = self._values.get(tensor)
         return None if known is None else known.item()
 
-    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def propagate(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute on the side what an operation has made, where all it was given is known."""
-        made = [tensor for tensor in tensors_of(result) if tensor.is_meta]
-        given = [tensor for tensor in tensors_of((args, kwargs)) if tensor.is_meta]
-        if any(tensor not in self._of for tensor in given) or any(tensor.numel() > MOST for tensor in made):
+        made = [tensor for tensor in iter_tensors(result) if tensor.is_meta]
+        given = [tensor for tensor in iter_tensors((args, kwargs)) if tensor.is_meta]
+        if any(tensor not in self._values for tensor in given) or any(
+            tensor.numel() > MAX_KNOWN_NUMEL for tensor in made
+        ):
             if func._schema.is_mutable:
-                self._forget(func, args, kwargs)
+                self._invalidate(func, args, kwargs)
             return
-        if not made or not (given or name_of(func) in FROM_NOTHING):
+        if not made or not (given or op_name(func) in FACTORY_OPS):
             return
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: self._of.get(tensor, tensor), (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: self._values.get(tensor, tensor), (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        for bare, real in zip(made, tensors_of(func(*args, **kwargs)), strict=False):
-            self._of[bare] = real
+        for bare, real in zip(made, iter_tensors(func(*args, **kwargs)), strict=False):
+            self._values[bare] = real
 
-    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _invalidate(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an operation has written into, and every view of it, is not known any more."""
         given = [*args, *(kwargs or {}).values()]
         written = [
@@ -63,7 +67,7 @@ class Values:
             for argument, value in zip(func._schema.arguments, given, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors_of(written)}
-        for tensor in list(self._of):
+        storages = {tensor.untyped_storage()._cdata for tensor in iter_tensors(written)}
+        for tensor in list(self._values):
             if tensor.untyped_storage()._cdata in storages:
-                del self._of[tensor]
+                del self._values[tensor]

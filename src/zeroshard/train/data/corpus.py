@@ -4,10 +4,10 @@ One rank calls :func:`encode_corpus`, which leaves everything in a directory; th
 
 >>> import tempfile
 >>> directory = Path(tempfile.mkdtemp())
->>> encode_corpus([], directory, vocabulary=512)  # no paths: Shakespeare
+>>> encode_corpus([], directory, vocab_size=512)  # no paths: Shakespeare
 True
 >>> corpus = open_corpus(directory, holdout=0.1)
->>> corpus.vocabulary, len(corpus.train) > 4 * len(corpus.validation)
+>>> corpus.vocab_size, len(corpus.train) > 4 * len(corpus.validation)
 (512, True)
 """
 
@@ -23,15 +23,21 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.train.data.tokenizer import encode, leave_threads, load_tokenizer, train_tokenizer, vocabulary_of
-from zeroshard.train.data.tokens import TokenFile, dtype_for, is_token_file, write_token_chunks
+from zeroshard.train.data.tokenizer import (
+    disable_parallelism,
+    encode_texts,
+    load_tokenizer,
+    tokenizer_vocab_size,
+    train_tokenizer,
+)
+from zeroshard.train.data.tokens import TokenFile, is_token_file, smallest_dtype, write_token_chunks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TEXT_SUFFIXES = (".markdown", ".md", ".rst", ".tex", ".text", ".txt")  # taken from a directory; a named file may be any
-CHUNK = 2**18  # bytes of text encoded at a time
-_FORMAT = 1  # of what lies in a corpus directory; another number is encoded anew
+CHUNK_BYTES = 2**18  # bytes of text encoded at a time
+_FORMAT_VERSION = 1  # of what lies in a corpus directory; another number is encoded anew
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,9 @@ class Corpus:
     train: TokenFile
     validation: TokenFile | None
     """None where nothing was held out."""
-    tokenizer: Path | None
+    tokenizer_path: Path | None
     """The tokenizer.json; None where token files were given without one."""
-    vocabulary: int | None
+    vocab_size: int | None
     """The number of ids of the tokenizer."""
 
 
@@ -53,7 +59,7 @@ def shakespeare() -> str:
     >>> shakespeare()[:16]
     'ROMEO AND JULIET'
     """
-    return lzma.decompress(_bundled()).decode("ascii")
+    return lzma.decompress(_read_bundled()).decode("ascii")
 
 
 def encode_corpus(
@@ -61,7 +67,7 @@ def encode_corpus(
     directory: str | Path,
     *,
     tokenizer: str | Path | None = None,
-    vocabulary: int = 4096,
+    vocab_size: int = 4096,
     validation: Sequence[str | Path] = (),
     dtype: str = "uint16",
 ) -> bool:
@@ -72,25 +78,25 @@ def encode_corpus(
     the training text. Texts are separated by the tokenizer's end of text, where it has one.
     """
     directory = Path(directory)
-    train, held_out = _sources(paths), _sources(validation) if validation else []
+    train, held_out = _source_files(paths), _source_files(validation) if validation else []
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     _check_sources(train, held_out, loaded is not None, dtype)
     source = {
-        "format": _FORMAT,
-        "train": [_stamp(file) for file in train] or hashlib.sha256(_bundled()).hexdigest(),
-        "validation": [_stamp(file) for file in held_out],
-        "tokenizer": vocabulary if loaded is None else hashlib.sha256(loaded.to_str().encode()).hexdigest(),
+        "format": _FORMAT_VERSION,
+        "train": [_file_fingerprint(file) for file in train] or hashlib.sha256(_read_bundled()).hexdigest(),
+        "validation": [_file_fingerprint(file) for file in held_out],
+        "tokenizer": vocab_size if loaded is None else hashlib.sha256(loaded.to_str().encode()).hexdigest(),
         "dtype": dtype,
     }
-    if _is_whole(directory, source):
+    if _is_up_to_date(directory, source):
         return False
     record = directory / "corpus.json"
     directory.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)  # written again at the end: a directory with a record is whole
     try:
-        found = _encode_sources(train, held_out, directory, loaded, vocabulary)
+        found = _encode_sources(train, held_out, directory, loaded, vocab_size)
     finally:
-        leave_threads()
+        disable_parallelism()
     partial = record.with_name(f".{record.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps({**found, "dtype": dtype, "source": source}, indent=1))
     os.replace(partial, record)
@@ -125,7 +131,7 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            below = sorted(_below(path))
+            below = sorted(_walk_text_files(path))
             if not below:
                 names = ", ".join(f"*{suffix}" for suffix in TEXT_SUFFIXES)
                 raise ValueError(f"the directory {path} holds no text: put files there that are named {names}")
@@ -149,17 +155,17 @@ def read_text(path: Path) -> Iterator[str]:
     """Read a text file in pieces of about `CHUNK` bytes, cut at line ends where there are any."""
     begin, rest = 0, b""  # the offset of `rest` in the file; what the last cut left over
     with open(path, "rb") as file:
-        while len(block := file.read(CHUNK)) == CHUNK:
+        while len(block := file.read(CHUNK_BYTES)) == CHUNK_BYTES:
             rest += block
-            cut = _cut(rest)
+            cut = _split_point(rest)
             if cut:
-                yield _decoded(path, rest[:cut], begin)
+                yield _decode_text(path, rest[:cut], begin)
             begin, rest = begin + cut, rest[cut:]
     if rest + block:
-        yield _decoded(path, rest + block, begin)
+        yield _decode_text(path, rest + block, begin)
 
 
-def _cut(text: bytes) -> int:
+def _split_point(text: bytes) -> int:
     """Where to cut a text: at best after a lone line end, where the usual tokenizers give the same tokens as uncut."""
     end = len(text) - 1
     while (end := text.rfind(b"\n", 0, end)) > 0:
@@ -174,17 +180,17 @@ def _cut(text: bytes) -> int:
     return start
 
 
-def _decoded(path: Path, text: bytes, begin: int) -> str:
+def _decode_text(path: Path, text: bytes, start: int) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 at byte {begin + error.start} (0x{text[error.start]:02x}): convert it, for example "
+            f"{path} is not UTF-8 at byte {start + error.start} (0x{text[error.start]:02x}): convert it, for example "
             "with iconv -f latin1 -t utf-8, or leave it out"
         ) from error
 
 
-def _below(directory: Path) -> Iterator[Path]:
+def _walk_text_files(directory: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
@@ -197,7 +203,7 @@ def _below(directory: Path) -> Iterator[Path]:
                 yield path
 
 
-def _sources(paths: Sequence[str | Path]) -> list[Path]:
+def _source_files(paths: Sequence[str | Path]) -> list[Path]:
     """One token file, or text files."""
     tokens = [path for path in map(Path, paths) if is_token_file(path)]
     if tokens and len(paths) > 1:
@@ -220,27 +226,29 @@ def _is_encoded(files: list[Path]) -> bool:
 
 
 def _encode_sources(
-    train: list[Path], held_out: list[Path], directory: Path, tokenizer: Tokenizer | None, vocabulary: int
+    train: list[Path], held_out: list[Path], directory: Path, tokenizer: Tokenizer | None, vocab_size: int
 ) -> dict[str, Any]:
     """Make the files of a corpus; return what the record says of them."""
     if tokenizer is None and _is_encoded(train):
         held_out_at = str(held_out[0].resolve()) if held_out else None
         return {"train": str(train[0].resolve()), "validation": held_out_at, "vocabulary": None}
     if tokenizer is None:
-        tokenizer = train_tokenizer((text for text in _documents(train) if text is not None), vocabulary)
+        tokenizer = train_tokenizer((text for text in _documents(train) if text is not None), vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
     return {
-        "train": _encode_part(train, directory / "train.npy", tokenizer),
-        "validation": _encode_part(held_out, directory / "validation.npy", tokenizer) if held_out else None,
-        "vocabulary": vocabulary_of(tokenizer),
+        "train": _encode_split(train, directory / "train.npy", tokenizer),
+        "validation": _encode_split(held_out, directory / "validation.npy", tokenizer) if held_out else None,
+        "vocabulary": tokenizer_vocab_size(tokenizer),
     }
 
 
-def _encode_part(files: list[Path], path: Path, tokenizer: Tokenizer) -> str:
+def _encode_split(files: list[Path], path: Path, tokenizer: Tokenizer) -> str:
     """Encode texts to `path` and return its name; of a token file, return where it lies."""
     if _is_encoded(files):
         return str(files[0].resolve())
-    write_token_chunks(path, encode(tokenizer, _documents(files)), dtype_for(vocabulary_of(tokenizer) - 1))
+    write_token_chunks(
+        path, encode_texts(tokenizer, _documents(files)), smallest_dtype(tokenizer_vocab_size(tokenizer) - 1)
+    )
     return path.name
 
 
@@ -254,7 +262,7 @@ def _documents(files: list[Path]) -> Iterator[str | None]:
         yield None
 
 
-def _is_whole(directory: Path, source: dict[str, Any]) -> bool:
+def _is_up_to_date(directory: Path, source: dict[str, Any]) -> bool:
     """Whether `directory` holds what `source` asks for."""
     try:
         found = json.loads((directory / "corpus.json").read_text())
@@ -265,10 +273,10 @@ def _is_whole(directory: Path, source: dict[str, Any]) -> bool:
     return there and bool(found.get("source") == source)
 
 
-def _stamp(file: Path) -> list[str | int]:
+def _file_fingerprint(file: Path) -> list[str | int]:
     status = file.stat()
     return [str(file.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def _bundled() -> bytes:
+def _read_bundled() -> bytes:
     return (resources.files("zeroshard.train.data") / "shakespeare.txt.xz").read_bytes()

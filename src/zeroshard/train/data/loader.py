@@ -28,20 +28,20 @@ from torch import Tensor
 from zeroshard.train.data.tokens import TokenFile
 from zeroshard.train.errors import TrainingError
 
-_ROUNDS = 8  # each half is hashed four times; two are too few to look random, more change nothing
+_FEISTEL_ROUNDS = 8  # each half is hashed four times; two are too few to look random, more change nothing
 
 
 class UnknownTokenError(TrainingError, ValueError):
     """A file holds an id that the model has no row for."""
 
 
-class Loader:
+class TokenLoader:
     """Batches of windows of tokens, with the token after each as its target.
 
-    >>> loader = Loader(np.arange(13), sequence=3, batch=2, seed=0)
-    >>> loader.windows  # of 3 tokens and the one that follows
+    >>> loader = TokenLoader(np.arange(13), sequence=3, batch=2, seed=0)
+    >>> loader.num_windows  # of 3 tokens and the one that follows
     4
-    >>> inputs, targets = loader.in_order(0, rows=2)
+    >>> inputs, targets = loader.sequential_batch(0, rows=2)
     >>> inputs.tolist(), targets.tolist()
     ([[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 6]])
     >>> [loader.batch(step, rank=0, ranks=1)[0][:, 0].tolist() for step in range(4)]  # two epochs
@@ -55,7 +55,7 @@ class Loader:
         sequence: int,
         batch: int,
         seed: int,
-        vocabulary: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Read windows of `sequence` tokens, `batch` of them a step over all ranks.
 
@@ -72,10 +72,10 @@ class Loader:
                 f"follows need {sequence + 1}: give more text, or a shorter sequence"
             )
         self.sequence = sequence
-        self.rows = batch
+        self.batch_size = batch
         self.seed = seed
-        self.vocabulary = vocabulary
-        self.windows = (len(self.tokens) - 1) // sequence
+        self.vocab_size = vocab_size
+        self.num_windows = (len(self.tokens) - 1) // sequence
         """Windows of an epoch. What is left at the end, less than a window, is not read."""
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -85,38 +85,41 @@ class Loader:
         """
         if not 0 <= rank < ranks or step < 0:
             raise ValueError(f"got step {step}, rank {rank} of {ranks}: steps and ranks count from 0")
-        if self.rows % ranks:
-            raise ValueError(f"the batch of {self.rows} sequences cannot be shared by {ranks} ranks: give a multiple")
-        share = self.rows // ranks
-        first = step * self.rows + rank * share
-        return self._read(sample_windows(first, share, self.windows, self.seed))
+        if self.batch_size % ranks:
+            raise ValueError(
+                f"the batch of {self.batch_size} sequences cannot be shared by {ranks} ranks: give a multiple"
+            )
+        share = self.batch_size // ranks
+        first = step * self.batch_size + rank * share
+        return self._read_windows(sample_windows(first, share, self.num_windows, self.seed))
 
-    def in_order(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
+    def sequential_batch(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
         """Give the `index`-th `rows` windows as they lie in the file, for evaluation. Only whole batches are given."""
-        whole = self.windows // rows if rows > 0 else 0
+        whole = self.num_windows // rows if rows > 0 else 0
         if not 0 <= index < whole:
             raise IndexError(
-                f"there is no batch {index} of {rows} windows in order: the {self.windows} windows of {self.tokens} "
+                f"there is no batch {index} of {rows} windows in order: the {self.num_windows} windows of "
+                f"{self.tokens} "
                 f"make {whole}, counted from 0"
             )
-        return self._read(np.arange(index * rows, (index + 1) * rows, dtype=np.uint64))
+        return self._read_windows(np.arange(index * rows, (index + 1) * rows, dtype=np.uint64))
 
-    def _read(self, windows: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    def _read_windows(self, windows: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
         read = np.empty((len(windows), self.sequence + 1), dtype=np.int64)
         for row, start in zip(read, (windows * np.uint64(self.sequence)).tolist(), strict=True):
             row[:] = self.tokens.ids[start : start + self.sequence + 1]
-        self._check(read, windows)
+        self._check_ids(read, windows)
         rows = torch.from_numpy(read)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    def _check(self, read: NDArray[np.int64], windows: NDArray[np.uint64]) -> None:
+    def _check_ids(self, read: NDArray[np.int64], windows: NDArray[np.uint64]) -> None:
         least, largest = read.min(), read.max()
-        if least >= 0 and (self.vocabulary is None or largest < self.vocabulary):
+        if least >= 0 and (self.vocab_size is None or largest < self.vocab_size):
             return
         wrong = read == (least if least < 0 else largest)
         row, column = np.argwhere(wrong)[0].tolist()
         position = self.tokens.start + int(windows[row]) * self.sequence + column
-        limit = "" if self.vocabulary is None else f" to {self.vocabulary - 1}"
+        limit = "" if self.vocab_size is None else f" to {self.vocab_size - 1}"
         raise UnknownTokenError(
             f"token {position} of {self.tokens.path or 'the array'} is {read[row, column]}, but ids go from 0{limit}: "
             "give the vocabulary of the tokenizer that made the file, and the dtype it was written in"
@@ -133,20 +136,20 @@ def sample_windows(first: int, count: int, windows: int, seed: int) -> NDArray[n
     while count:
         epoch, place = divmod(first, windows)
         here = min(count, windows - place)
-        parts.append(shuffled(np.arange(place, place + here, dtype=np.uint64), windows, seed, epoch))
+        parts.append(shuffled_indices(np.arange(place, place + here, dtype=np.uint64), windows, seed, epoch))
         first, count = first + here, count - here
     return np.concatenate(parts)
 
 
-def shuffled(places: NDArray[np.uint64], size: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+def shuffled_indices(positions: NDArray[np.uint64], size: int, seed: int, epoch: int) -> NDArray[np.uint64]:
     """What lies at `places` of a pseudo-random order of range(size), of which every (seed, epoch) has its own.
 
-    >>> shuffled(np.arange(4, dtype=np.uint64), 10**9, seed=0, epoch=0).tolist()
+    >>> shuffled_indices(np.arange(4, dtype=np.uint64), 10**9, seed=0, epoch=0).tolist()
     [825120821, 668828165, 192495340, 179227706]
     """
-    keys = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+    keys = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(_FEISTEL_ROUNDS, np.uint64).astype(np.uint64)
     bits = (size - 1).bit_length()
-    found = _feistel(places, bits, keys)
+    found = _feistel(positions, bits, keys)
     while (outside := found >= size).any():
         found[outside] = _feistel(found[outside], bits, keys)
     return found
@@ -155,10 +158,10 @@ def shuffled(places: NDArray[np.uint64], size: int, seed: int, epoch: int) -> ND
 def _feistel(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Permute the numbers below 2**bits."""
     low = np.uint64(bits - bits // 2)  # the halves may differ by a bit, because they are never swapped
-    left, right = numbers >> low, numbers & _ones(bits - bits // 2)
+    left, right = numbers >> low, numbers & _bit_mask(bits - bits // 2)
     for left_key, right_key in zip(keys[::2], keys[1::2], strict=True):
-        left = left ^ (_hash(right, left_key) & _ones(bits // 2))
-        right = right ^ (_hash(left, right_key) & _ones(bits - bits // 2))
+        left = left ^ (_hash(right, left_key) & _bit_mask(bits // 2))
+        right = right ^ (_hash(left, right_key) & _bit_mask(bits - bits // 2))
     return (left << low) | right
 
 
@@ -170,5 +173,5 @@ def _hash(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(32))
 
 
-def _ones(bits: int) -> np.uint64:
+def _bit_mask(bits: int) -> np.uint64:
     return np.uint64((1 << bits) - 1)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-SUFFIXES = (".npy", ".bin")
-DTYPES = ("uint16", "uint32")
+TOKEN_FILE_SUFFIXES = (".npy", ".bin")
+TOKEN_DTYPES = ("uint16", "uint32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class TokenFile:
         A .npy says itself of what dtype it is, so `dtype` is not looked at.
         """
         path = Path(path)
-        if path.suffix not in SUFFIXES:
+        if path.suffix not in TOKEN_FILE_SUFFIXES:
             raise ValueError(f"{path} is not a token file: its name ends in .npy or .bin")
         if not path.is_file():
             raise FileNotFoundError(f"there is no token file {path}")
@@ -67,11 +67,11 @@ class TokenFile:
         name = "an array" if self.path is None else str(self.path)
         return f"{name} (from token {self.start})" if self.start else name
 
-    def split(self, share: float) -> tuple[TokenFile, TokenFile]:
+    def split(self, fraction: float) -> tuple[TokenFile, TokenFile]:
         """Cut off the last `share` of the ids: what comes before it, and that share. Nothing is copied."""
-        if not 0 <= share < 1:
-            raise ValueError(f"the share to hold out is {share}, but must be from 0 up to below 1: give 0.1, say")
-        cut = len(self) - round(len(self) * share)
+        if not 0 <= fraction < 1:
+            raise ValueError(f"the share to hold out is {fraction}, but must be from 0 up to below 1: give 0.1, say")
+        cut = len(self) - round(len(self) * fraction)
         return (
             TokenFile(self.ids[:cut], self.path, self.start),
             TokenFile(self.ids[cut:], self.path, self.start + cut),
@@ -80,7 +80,7 @@ class TokenFile:
 
 def is_token_file(path: Path) -> bool:
     """Whether a path names a file of token ids rather than of text."""
-    return path.suffix in SUFFIXES and not path.is_dir()
+    return path.suffix in TOKEN_FILE_SUFFIXES and not path.is_dir()
 
 
 def write_tokens(path: str | Path, ids: ArrayLike) -> None:
@@ -94,12 +94,12 @@ def write_tokens(path: str | Path, ids: ArrayLike) -> None:
     """
     array = np.asarray(ids)
     tokens = TokenFile(array if array.size else array.astype(np.uint16))  # an empty list is of floats to numpy
-    write_token_chunks(path, [tokens.ids], dtype_for(int(tokens.ids.max(initial=0))))
+    write_token_chunks(path, [tokens.ids], smallest_dtype(int(tokens.ids.max(initial=0))))
 
 
-def dtype_for(largest: int) -> str:
+def smallest_dtype(largest: int) -> str:
     """The smallest dtype of token files that holds ids up to `largest`."""
-    for dtype in DTYPES:
+    for dtype in TOKEN_DTYPES:
         if largest <= np.iinfo(dtype).max:
             return dtype
     raise ValueError(f"the token id {largest} is larger than uint32 holds: ids end at {np.iinfo('uint32').max}")
@@ -119,7 +119,7 @@ def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any
         with open(partial, "wb") as file:
             begin = _write_header(file, dtype, 0)
             for chunk in chunks:
-                file.write(_checked(chunk, dtype, count).tobytes())
+                file.write(_check_range(chunk, dtype, count).tobytes())
                 count += chunk.size
             if not count:
                 raise ValueError(f"there are no token ids to write to {path}: the text is empty")
@@ -134,15 +134,15 @@ def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any
     return count
 
 
-def _checked(chunk: NDArray[np.integer[Any]], dtype: str, count: int) -> NDArray[np.integer[Any]]:
+def _check_range(chunk: NDArray[np.integer[Any]], dtype: str, count: int) -> NDArray[np.integer[Any]]:
     bad = np.flatnonzero((chunk < 0) | (chunk > np.iinfo(dtype).max))
     if bad.size:
         raise ValueError(f"the id {chunk[bad[0]]} of token {count + bad[0]} does not fit into {dtype}")
-    return chunk.astype(_little(dtype))
+    return chunk.astype(_little_endian(dtype))
 
 
 def _write_header(file: Any, dtype: str, count: int) -> int:
-    header = {"descr": _little(dtype).str, "fortran_order": False, "shape": (count,)}
+    header = {"descr": _little_endian(dtype).str, "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(file, header)
     return int(file.tell())
 
@@ -158,7 +158,7 @@ def _map_npy(path: Path) -> NDArray[Any]:
 
 
 def _map_bin(path: Path, dtype: str) -> NDArray[Any]:
-    if dtype not in DTYPES:
+    if dtype not in TOKEN_DTYPES:
         raise ValueError(f"the dtype of {path} is uint16 or uint32, got {dtype!r}")
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
@@ -168,8 +168,8 @@ def _map_bin(path: Path, dtype: str) -> NDArray[Any]:
         )
     if not size:
         return np.empty(0, dtype)  # an empty file cannot be mapped
-    return np.memmap(path, dtype=_little(dtype), mode="r")
+    return np.memmap(path, dtype=_little_endian(dtype), mode="r")
 
 
-def _little(dtype: DTypeLike) -> np.dtype[Any]:
+def _little_endian(dtype: DTypeLike) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")

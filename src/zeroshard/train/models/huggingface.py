@@ -17,24 +17,30 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import INDEX, SINGLE, Entry, Weights, write_directory
-from zeroshard.train.models.conversion import Recipe, saving
-from zeroshard.train.models.filling import Filling
+from zeroshard.checkpoint.weights import (
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX_FILE,
+    SafetensorsWeights,
+    TensorInfo,
+    write_safetensors_directory,
+)
+from zeroshard.train.models.conversion import WeightConversion, save_conversions
+from zeroshard.train.models.filling import WeightInitializer
 
 if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA
     from zeroshard.train.options import ModelOptions
 
-OLDEST_TRANSFORMERS = (5, 22)  # as in pyproject.toml: the rules by which weights are renamed have moved before
-CONFIG = "config.json"
-BASE = "base"  # where a model from scratch lies beside its adapters
-_BESIDE = (  # what belongs to a model beside its config and weights
+MIN_TRANSFORMERS_VERSION = (5, 22)  # as in pyproject.toml: the rules by which weights are renamed have moved before
+CONFIG_FILE = "config.json"
+BASE_DIR = "base"  # where a model from scratch lies beside its adapters
+_COPIED_FILES = (  # what belongs to a model beside its config and weights
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model tekken.json chat_template.jinja "
     "chat_template.json"
 ).split()
-_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
-_LIMIT = 5e9  # bytes of one file
+_CONTEXT_ATTRIBUTES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+_MAX_FILE_BYTES = 5e9  # bytes of one file
 
 
 class HuggingFaceModel:
@@ -45,43 +51,45 @@ class HuggingFaceModel:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, file = _located(path)
-        stored = None if path.is_file() else _weights(self.path)
-        self.config = _config(file)  # as it was read: transformers writes into the one a model is built from
-        self.base: Any = _built(self.config, file)  # transformers' own model, also where adapters are put around it
-        self.module: nn.Module = self.base
-        self._filling = Filling(self.base, stored, str(self.path))
-        self._dtypes = {name: tensor.dtype for name, tensor in (stored or {}).items()}
-        common = Counter(dtype for dtype in self._dtypes.values() if dtype.is_floating_point).most_common(1)
+        self.path, file = _locate_config(path)
+        stored = None if path.is_file() else _open_weights(self.path)
+        self.config = _load_config(file)  # as it was read: transformers writes into the one a model is built from
+        self.base_model: Any = _build_model(
+            self.config, file
+        )  # transformers' own model, also where adapters are put around it
+        self.module: nn.Module = self.base_model
+        self._initializer = WeightInitializer(self.base_model, stored, str(self.path))
+        self._stored_dtypes = {name: tensor.dtype for name, tensor in (stored or {}).items()}
+        common = Counter(dtype for dtype in self._stored_dtypes.values() if dtype.is_floating_point).most_common(1)
         self.dtype: torch.dtype = common[0][0] if common else self.config.dtype or torch.float32  # saved in
 
-        text = self.base.config.get_text_config()
-        embedding = self.base.get_input_embeddings().weight  # [vocabulary, width]
-        self.vocabulary = int(embedding.shape[0])
-        lengths = (getattr(text, name, None) for name in _LENGTHS)
+        text = self.base_model.config.get_text_config()
+        embedding = self.base_model.get_input_embeddings().weight  # [vocabulary, width]
+        self.vocab_size = int(embedding.shape[0])
+        lengths = (getattr(text, name, None) for name in _CONTEXT_ATTRIBUTES)
         self.context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
         self.layers = int(getattr(text, "num_hidden_layers", 0))
         self.width = int(getattr(text, "hidden_size", embedding.shape[1]))
-        self.description = f"{type(self.base).__name__}, {self.layers} layers, width {self.width}"
+        self.description = f"{type(self.base_model).__name__}, {self.layers} layers, width {self.width}"
         tokenizer = self.path / "tokenizer.json"
-        self.tokenizer = tokenizer if tokenizer.is_file() else None
-        self.pretrained = stored is not None
+        self.tokenizer_path = tokenizer if tokenizer.is_file() else None
+        self.is_pretrained = stored is not None
         self.lora: LoRA | None = None
 
     def add_lora(self, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
         """Freeze the model and train low-rank adapters instead; before ``module`` is given to ``shard``."""
         from zeroshard.train.models.lora import LoRA
 
-        self.lora = LoRA(self.base, rank, alpha, targets)
+        self.lora = LoRA(self.base_model, rank, alpha, targets)
         self.module = self.lora.module
         self.description += f", {self.lora.description}"
 
     def init_fn(self, module: nn.Module) -> None:
         """Fill one module's own parameters and buffers, as :class:`zeroshard.Config` wants it."""
         if self.lora is not None and module in self.lora:
-            self.lora.fill(module)
-        elif module in self._filling:
-            self._filling.fill(module)
+            self.lora.initialize(module)
+        elif module in self._initializer:
+            self._initializer.initialize(module)
         else:
             raise ValueError(f"this {type(module).__name__} is no part of {self.path}: shard HuggingFaceModel.module")
 
@@ -91,16 +99,16 @@ class HuggingFaceModel:
         Not by transformers' own switch, which some models lack, and which neither divides nor offloads what is kept.
         """
         layer = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
-        marked = [module for module in self.base.modules() if isinstance(module, layer)]
+        marked = [module for module in self.base_model.modules() if isinstance(module, layer)]
         try:
             zeroshard.checkpoint_activations(self.module, marked or None, partition=partition, offload=offload)
         except ValueError as error:
-            name = type(self.base).__name__
+            name = type(self.base_model).__name__
             raise ValueError(f"{name} cannot recompute activations: leave --recompute out ({error})") from error
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross-entropy, in fp32; while training, with the routers' own loss where the config asks for it."""
-        return loss(module, tokens, targets)
+        return causal_lm_loss(module, tokens, targets)
 
     def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, sequence, vocabulary) scores of the next token."""
@@ -114,18 +122,18 @@ class HuggingFaceModel:
         """
         if self.lora is None:
             self.save_base(module, directory)
-        elif self.pretrained:
+        elif self.is_pretrained:
             self.lora.save(module, directory, self.path.resolve())
         else:  # adapters of a model that is nowhere else
-            self.lora.save(module, directory, (directory or Path()).resolve() / BASE)
-            self.save_base(module, directory and directory / BASE)
+            self.lora.save(module, directory, (directory or Path()).resolve() / BASE_DIR)
+            self.save_base(module, directory and directory / BASE_DIR)
 
     def save_base(self, module: nn.Module, directory: Path | None) -> None:
         """Write the model without its adapters."""
         sharded = {id(parameter): name for name, parameter in module.named_parameters()}
-        parameters = {name: sharded[id(parameter)] for name, parameter in self._filling.parameters()}
-        buffers = dict(self._filling.saved_buffers())
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._filling.parameters()}
+        parameters = {name: sharded[id(parameter)] for name, parameter in self._initializer.named_parameters()}
+        buffers = dict(self._initializer.named_persistent_buffers())
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._initializer.named_parameters()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
 
         def read(name: str) -> torch.Tensor:
@@ -135,32 +143,32 @@ class HuggingFaceModel:
             dtype = buffers[name].dtype if name in buffers else self.dtype
             return torch.empty(shapes[name], dtype=dtype, device="meta")
 
-        homes: dict[str, Recipe] = {}  # of each tensor that is written
-        entries: list[Entry] = []
-        for recipe in saving(self.base, shapes):
-            for name, tensor in recipe.make(blank, self.base).items():
+        homes: dict[str, WeightConversion] = {}  # of each tensor that is written
+        entries: list[TensorInfo] = []
+        for recipe in save_conversions(self.base_model, shapes):
+            for name, tensor in recipe.convert(blank, self.base_model).items():
                 homes[name] = recipe
-                entries.append(Entry(name, self._dtypes.get(name, tensor.dtype), tuple(tensor.shape)))
+                entries.append(TensorInfo(name, self._stored_dtypes.get(name, tensor.dtype), tuple(tensor.shape)))
         made: dict[str, torch.Tensor] = {}  # by one recipe, and not yet written
 
         def fetch(name: str) -> torch.Tensor:
             if name not in made:
-                made.update(homes[name].make(read, self.base))
+                made.update(homes[name].convert(read, self.base_model))
             return made.pop(name)
 
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-        write_directory(directory, entries, fetch, {"format": "pt"}, _LIMIT)
+        write_safetensors_directory(directory, entries, fetch, {"format": "pt"}, _MAX_FILE_BYTES)
         if directory is not None:
-            self._write_beside(directory)
+            self._write_config_and_tokenizer(directory)
 
-    def _write_beside(self, directory: Path) -> None:
+    def _write_config_and_tokenizer(self, directory: Path) -> None:
         """Write the config, and copy what needs no change."""
         config = copy.deepcopy(self.config)
         config.dtype = config.dtype or self.dtype
-        config.architectures = [type(self.base).__name__]
+        config.architectures = [type(self.base_model).__name__]
         config.save_pretrained(str(directory))
-        for name in _BESIDE:
+        for name in _COPIED_FILES:
             if (self.path / name).is_file() and directory.resolve() != self.path.resolve():
                 shutil.copyfile(self.path / name, directory / name)
 
@@ -185,24 +193,24 @@ def open_hugging_face(options: ModelOptions) -> HuggingFaceModel:
     for name in ("layers", "heads", "width"):
         if getattr(options, name) is not None:
             raise ValueError(
-                f"--{name} changes a preset; a Hugging Face model has its own in {CONFIG}: change it there"
+                f"--{name} changes a preset; a Hugging Face model has its own in {CONFIG_FILE}: change it there"
             )
     model = open_model(Path(options.model))
     if options.lora:
         model.add_lora(options.lora_rank, options.lora_alpha, options.lora_targets)
-    if options.recomputed:
-        model.checkpoint_activations(**options.activations)
+    if options.has_activation_checkpointing:
+        model.checkpoint_activations(**options.checkpoint_kwargs)
     return model
 
 
 def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
     """What was saved, whole and in this process: the logits of (batch, sequence) tokens, and the longest sequence."""
-    library = _transformers()
+    library = _import_transformers()
     adapter = directory / "adapter_config.json"
     base = directory
     if adapter.is_file():
         told = json.loads(adapter.read_text())["base_model_name_or_path"]
-        base = directory / BASE if (directory / BASE).is_dir() else Path(told)
+        base = directory / BASE_DIR if (directory / BASE_DIR).is_dir() else Path(told)
     context = open_model(base).context  # tells what is wrong with the directory, too
     model = library.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
     if adapter.is_file():
@@ -213,7 +221,7 @@ def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor
     return lambda tokens: model(input_ids=tokens).logits, context
 
 
-def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def causal_lm_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of (batch, sequence) tokens' logits and targets, in fp32.
 
     Under autograd, with the loss by which routers balance their experts, where the config says output_router_logits.
@@ -232,15 +240,15 @@ def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 # ------------------------------------------------------------------------------------------------- opening
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         library: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
             f"a Hugging Face model needs transformers ({error}): run pip install 'zeroshard[huggingface]'"
         ) from error
-    if tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2]) < OLDEST_TRANSFORMERS:
-        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    if tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2]) < MIN_TRANSFORMERS_VERSION:
+        oldest = ".".join(map(str, MIN_TRANSFORMERS_VERSION))
         raise ImportError(
             f"a Hugging Face model needs transformers {oldest} or newer, and {library.__version__} is installed: run "
             "pip install 'zeroshard[huggingface]'"
@@ -248,7 +256,7 @@ def _transformers() -> Any:
     return library
 
 
-def _located(path: Path) -> tuple[Path, Path]:
+def _locate_config(path: Path) -> tuple[Path, Path]:
     """The model's directory and its config file."""
     if path.is_file():
         return path.parent, path
@@ -257,36 +265,38 @@ def _located(path: Path) -> tuple[Path, Path]:
             f"{path} is neither a preset nor a directory or file here: give a preset, the directory of a Hugging Face "
             "model on this machine, or its config.json (nothing is downloaded)"
         )
-    if not (path / CONFIG).is_file():
-        raise FileNotFoundError(f"{path} holds no {CONFIG}: give the directory of a Hugging Face model")
-    return path, path / CONFIG
+    if not (path / CONFIG_FILE).is_file():
+        raise FileNotFoundError(f"{path} holds no {CONFIG_FILE}: give the directory of a Hugging Face model")
+    return path, path / CONFIG_FILE
 
 
-def _weights(directory: Path) -> Weights | None:
+def _open_weights(directory: Path) -> SafetensorsWeights | None:
     """The directory's weights; None where it has none of any sort."""
-    if (directory / INDEX).is_file() or (directory / SINGLE).is_file():
-        return Weights(directory)
+    if (directory / SAFETENSORS_INDEX_FILE).is_file() or (directory / SAFETENSORS_FILE).is_file():
+        return SafetensorsWeights(directory)
     others = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     )
     if others:
         raise ValueError(
-            f"{directory} holds weights only as {', '.join(others[:4])}, wanted {SINGLE} or {INDEX}: load them with "
-            f"transformers and save_pretrained() them, which writes safetensors; or give {directory / CONFIG} to begin "
+            f"{directory} holds weights only as {', '.join(others[:4])}, wanted {SAFETENSORS_FILE} or "
+            f"{SAFETENSORS_INDEX_FILE}: load them with "
+            "transformers and save_pretrained() them, which writes safetensors; or give "
+            f"{directory / CONFIG_FILE} to begin "
             "from scratch"
         )
     return None
 
 
-def _config(file: Path) -> Any:
+def _load_config(file: Path) -> Any:
     """Read a config with transformers' own class; no code that comes with a model is run."""
-    library = _transformers()
+    library = _import_transformers()
     try:
         told = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG} of a Hugging Face model") from error
+        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from error
     if not isinstance(told, dict) or "model_type" not in told:
-        raise ValueError(f'{file} has no "model_type": give the {CONFIG} of a Hugging Face model')
+        raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
     if told.get("quantization_config") is not None:
         raise ValueError(f"{file} is of a quantized model, which cannot be trained: give the weights in 16 or 32 bits")
     kind = told["model_type"]
@@ -299,9 +309,9 @@ def _config(file: Path) -> Any:
     return config
 
 
-def _built(config: Any, file: Path) -> Any:
+def _build_model(config: Any, file: Path) -> Any:
     """Build the model on the meta device, in fp32: in what it computes, and is kept, ``shard`` is told."""
-    library = _transformers()
+    library = _import_transformers()
     try:
         with torch.device("meta"):
             model = library.AutoModelForCausalLM.from_config(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import Entry, Weights, write_directory
+from zeroshard.checkpoint.weights import SafetensorsWeights, TensorInfo, write_safetensors_directory
 from zeroshard.checkpoint.whole import read_json
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.models.gpt import Block
@@ -21,7 +21,7 @@ from zeroshard.presets import PRESETS
 from zeroshard.train.directory import write_json
 from zeroshard.train.options import DataOptions, ModelOptions
 
-FORMAT = "zeroshard-gpt"  # in config.json, under the key that Hugging Face's models have theirs
+GPT_MODEL_TYPE = "zeroshard-gpt"  # in config.json, under the key that Hugging Face's models have theirs
 
 
 class LanguageModel(Protocol):
@@ -36,7 +36,7 @@ class LanguageModel(Protocol):
         """One line for people."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Token ids it knows."""
 
     @property
@@ -56,11 +56,11 @@ class LanguageModel(Protocol):
         """Fills one module's own parameters, as :class:`zeroshard.Config` wants it; None: ``reset_parameters``."""
 
     @property
-    def tokenizer(self) -> Path | None:
+    def tokenizer_path(self) -> Path | None:
         """The tokenizer that the model was made with."""
 
     @property
-    def pretrained(self) -> bool:
+    def is_pretrained(self) -> bool:
         """Whether it comes with weights."""
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
@@ -80,22 +80,22 @@ class ReferenceGPT:
     """The reference GPT, by a preset and what is changed of it."""
 
     init_fn = None
-    tokenizer = None
-    pretrained = False
+    tokenizer_path = None
+    is_pretrained = False
 
     def __init__(self, config: GPTConfig) -> None:
         with torch.device("meta"):
             self.module: nn.Module = GPT(config)
         self.config = config
-        self.vocabulary, self.context = config.vocab_size, config.context
+        self.vocab_size, self.context = config.vocab_size, config.context
         self.layers, self.width = config.layers, config.width
         self.description = f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
 
     @classmethod
-    def of_options(cls, model: ModelOptions, data: DataOptions) -> ReferenceGPT:
+    def from_options(cls, model: ModelOptions, data: DataOptions) -> ReferenceGPT:
         """Take the preset, with what the options change.
 
-        >>> ReferenceGPT.of_options(ModelOptions(layers=2), DataOptions()).description
+        >>> ReferenceGPT.from_options(ModelOptions(layers=2), DataOptions()).description
         'GPT, 2 layers, 4 heads, width 128'
         """
         preset = PRESETS[model.model]
@@ -107,8 +107,8 @@ class ReferenceGPT:
             width=model.width or preset.width,
         )
         language_model = cls(config)
-        if model.recomputed:
-            language_model.checkpoint_activations(**model.activations)
+        if model.has_activation_checkpointing:
+            language_model.checkpoint_activations(**model.checkpoint_kwargs)
         return language_model
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
@@ -128,10 +128,12 @@ class ReferenceGPT:
     def save(self, module: nn.Module, directory: Path | None) -> None:
         """Write config.json and model.safetensors."""
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        entries = [Entry(name, torch.float32, shape) for name, shape in shapes.items()]
-        write_directory(directory, entries, lambda name: zeroshard.full_parameter(module, name), {"format": "pt"})
+        entries = [TensorInfo(name, torch.float32, shape) for name, shape in shapes.items()]
+        write_safetensors_directory(
+            directory, entries, lambda name: zeroshard.full_parameter(module, name), {"format": "pt"}
+        )
         if directory is not None:
-            write_json(directory / "config.json", {"model_type": FORMAT, **dataclasses.asdict(self.config)})
+            write_json(directory / "config.json", {"model_type": GPT_MODEL_TYPE, **dataclasses.asdict(self.config)})
 
     @staticmethod
     def load(directory: Path) -> GPT:
@@ -139,7 +141,7 @@ class ReferenceGPT:
         config = read_json(directory / "config.json")
         config.pop("model_type")
         model = GPT(GPTConfig(**config))
-        with Weights(directory) as weights:
+        with SafetensorsWeights(directory) as weights:
             model.load_state_dict(dict(weights))
         return model
 
@@ -149,7 +151,7 @@ def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel
     if model.model in PRESETS:
         if model.lora:
             raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
-        return ReferenceGPT.of_options(model, data)
+        return ReferenceGPT.from_options(model, data)
     if data.vocabulary is not None:
         raise ValueError("--vocabulary changes a preset; a Hugging Face model has its own in config.json: leave it out")
     near = difflib.get_close_matches(model.model, PRESETS, n=1)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import Entry, write_file
+from zeroshard.checkpoint.weights import TensorInfo, write_safetensors
 
-WEIGHTS = "adapter_model.safetensors"
-_NAME = "default"  # PEFT's, of an adapter that is given none
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+_ADAPTER_NAME = "default"  # PEFT's, of an adapter that is given none
 
 
 class LoRA:
@@ -29,7 +29,7 @@ class LoRA:
     """
 
     def __init__(self, model: Any, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
-        peft = _peft()
+        peft = _import_peft()
         inside = set(model.modules())
         config = peft.LoraConfig(
             r=rank,
@@ -40,64 +40,64 @@ class LoRA:
         )
         with torch.device("meta"):
             self.module: Any = peft.get_peft_model(model, config)
-        self._fillers = dict(_fillers(self.module))
+        self._initializers = dict(_adapter_initializers(self.module))
         unknown = [
             name
             for name, module in self.module.named_modules()
-            if module not in inside and module not in self._fillers and [*module.parameters(recurse=False)]
+            if module not in inside and module not in self._initializers and [*module.parameters(recurse=False)]
         ]
         if unknown:
             raise ValueError(f"PEFT has put {', '.join(unknown[:8])} into the model, which is no LoRA adapter")
-        self.description = f"LoRA of rank {rank} on {len(self._fillers) // 2} modules"
+        self.description = f"LoRA of rank {rank} on {len(self._initializers) // 2} modules"
 
     def __contains__(self, module: nn.Module) -> bool:
-        return module in self._fillers
+        return module in self._initializers
 
     @torch.no_grad()
-    def fill(self, module: nn.Module) -> None:
+    def initialize(self, module: nn.Module) -> None:
         """Give an adapter's module its first values: together, those of A and B change nothing yet."""
         for parameter in module.parameters(recurse=False):
-            self._fillers[module](parameter)
+            self._initializers[module](parameter)
 
     def save(self, module: nn.Module, directory: Path | None, base: Path) -> None:
         """Write the adapters as PEFT does, for ``base``. All ranks call it; those without a directory only help."""
         names = {
-            re.sub(rf"\.{_NAME}(?=\.|$)", "", f"{prefix}.{key}"): f"{prefix}.{key}"
+            re.sub(rf"\.{_ADAPTER_NAME}(?=\.|$)", "", f"{prefix}.{key}"): f"{prefix}.{key}"
             for prefix, inner in module.named_modules()
-            if inner in self._fillers
+            if inner in self._initializers
             for key, _ in inner.named_parameters(recurse=False)
         }
         parameters = dict(module.named_parameters())
-        entries = [Entry(name, torch.float32, tuple(parameters[full].shape)) for name, full in names.items()]
+        entries = [TensorInfo(name, torch.float32, tuple(parameters[full].shape)) for name, full in names.items()]
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            config = copy.deepcopy(self.module.peft_config[_NAME])
+            config = copy.deepcopy(self.module.peft_config[_ADAPTER_NAME])
             config.inference_mode = True
             config.base_model_name_or_path = str(base)
             config.save_pretrained(str(directory))
-        path = directory and directory / WEIGHTS
-        write_file(path, entries, lambda name: zeroshard.full_parameter(module, names[name]), {"format": "pt"})
+        path = directory and directory / ADAPTER_WEIGHTS_FILE
+        write_safetensors(path, entries, lambda name: zeroshard.full_parameter(module, names[name]), {"format": "pt"})
 
 
 def load_adapter(model: nn.Module, directory: Path) -> Any:
     """Put saved adapters around a plain model."""
-    return _peft().PeftModel.from_pretrained(model, str(directory), local_files_only=True)
+    return _import_peft().PeftModel.from_pretrained(model, str(directory), local_files_only=True)
 
 
-def _fillers(model: Any) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], Any]]]:
+def _adapter_initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], Any]]]:
     """The modules of the adapters, and how their parameters begin: as PEFT's do."""
     for layer in model.modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "lora_B"):
             down, up = layer.lora_A, layer.lora_B
-            if _NAME in down:
-                yield down[_NAME], partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
-                yield up[_NAME], nn.init.zeros_
+            if _ADAPTER_NAME in down:
+                yield down[_ADAPTER_NAME], partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+                yield up[_ADAPTER_NAME], nn.init.zeros_
             else:  # of an embedding
                 yield layer.lora_embedding_A, nn.init.zeros_
                 yield layer.lora_embedding_B, nn.init.normal_
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:

@@ -11,21 +11,21 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from zeroshard.checkpoint.whole import read_json
-from zeroshard.memory.report import size
-from zeroshard.page.sheet import render
-from zeroshard.page.words import count, duration
+from zeroshard.memory.report import format_bytes
+from zeroshard.page.sheet import render_page
+from zeroshard.page.words import format_count, format_duration
 from zeroshard.train.page import charts
-from zeroshard.train.page.series import Record, number, series
+from zeroshard.train.page.series import JsonObject, extract_series, finite_or_none
 
 
-class Metrics(NamedTuple):
+class RunMetrics(NamedTuple):
     """What metrics.jsonl holds, in the order of the steps."""
 
-    steps: list[Record]
+    steps: list[JsonObject]
     evaluations: list[tuple[int, float]]  # step and held-out loss
 
 
-class Figure(NamedTuple):
+class ReportFigure(NamedTuple):
     """One of the numbers at the head of the page."""
 
     name: str
@@ -33,7 +33,7 @@ class Figure(NamedTuple):
     note: str
 
 
-def write_page(run: Path) -> Path:
+def write_html_report(run: Path) -> Path:
     """Write `report.html` into the directory of a run, from its `run.json` and `metrics.jsonl`, and return its path.
 
     The run may still be going on or have ended early: where something was not recorded, the page says so.
@@ -42,12 +42,14 @@ def write_page(run: Path) -> Path:
     >>> run = Path(tempfile.mkdtemp())
     >>> _ = (run / "run.json").write_text(json.dumps({"name": "tiny", "outcome": "interrupted"}))
     >>> _ = (run / "metrics.jsonl").write_text('{"step": 1, "loss": 6.97}')
-    >>> write_page(run).name
+    >>> write_html_report(run).name
     'report.html'
     """
     run = Path(run)
-    record, metrics = _record(run / "run.json"), read_metrics(run / "metrics.jsonl")
-    text = render("zeroshard.train.page", "page.html.j2", "the report of a run", **_content(record, metrics))
+    record, metrics = _read_record(run / "run.json"), read_metrics(run / "metrics.jsonl")
+    text = render_page(
+        "zeroshard.train.page", "page.html.j2", "the report of a run", **_template_context(record, metrics)
+    )
     page = run / "report.html"
     page.write_bytes(text)
     return page
@@ -56,23 +58,23 @@ def write_page(run: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def _record(path: Path) -> Record:
+def _read_record(path: Path) -> JsonObject:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: give the directory of a run, as `zeroshard train` made it")
     return read_json(path)
 
 
-def read_metrics(path: Path) -> Metrics:
+def read_metrics(path: Path) -> RunMetrics:
     """Read `metrics.jsonl`. Where the file goes back to an earlier step, the run was resumed there: what it held from
     that step on is forgotten. A line cut short is left out. A file that is not there is a run without steps."""
-    steps: dict[int, Record] = {}
+    steps: dict[int, JsonObject] = {}
     evaluations: dict[int, float] = {}
     last = -math.inf
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        entry = _entry(line)
+        entry = _parse_line(line)
         if entry is None:
             continue
-        step, loss = entry["step"], number(entry.get("validation_loss"))
+        step, loss = entry["step"], finite_or_none(entry.get("validation_loss"))
         if "validation_loss" in entry:
             if loss is not None:
                 evaluations[step] = loss
@@ -81,10 +83,10 @@ def read_metrics(path: Path) -> Metrics:
             steps = {at: kept for at, kept in steps.items() if at < step}
             evaluations = {at: kept for at, kept in evaluations.items() if at < step}
         steps[step], last = entry, step
-    return Metrics([steps[at] for at in sorted(steps)], sorted(evaluations.items()))
+    return RunMetrics([steps[at] for at in sorted(steps)], sorted(evaluations.items()))
 
 
-def _entry(line: str) -> Record | None:
+def _parse_line(line: str) -> JsonObject | None:
     try:
         entry = json.loads(line)
     except ValueError:
@@ -95,19 +97,19 @@ def _entry(line: str) -> Record | None:
 # ------------------------------------------------------------------------------------------------ content
 
 
-def _content(record: Record, metrics: Metrics) -> Record:
+def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
     """Gather what the template shows."""
     steps, memory, traffic = metrics.steps, record.get("memory") or [], record.get("traffic")
     drawn = (
-        charts.loss(steps, metrics.evaluations),
-        charts.curve(steps, "lr", "Learning rate", form="~g"),
-        charts.curve(steps, "grad_norm", "Gradient norm", smoothed=True),
-        charts.curve(steps, "tokens_per_s", "Tokens per second", smoothed=True, form="~s"),
-        charts.curve(steps, "communication", "Time spent waiting", smoothed=True, form=".0%"),
-        charts.states(memory, record.get("plain")),
-        charts.working(memory),
-        charts.timeline(record.get("timeline")),
-        charts.communication(traffic or {}, record.get("paper_traffic")),
+        charts.loss_chart(steps, metrics.evaluations),
+        charts.metric_chart(steps, "lr", "Learning rate", tick_format="~g"),
+        charts.metric_chart(steps, "grad_norm", "Gradient norm", smoothed=True),
+        charts.metric_chart(steps, "tokens_per_s", "Tokens per second", smoothed=True, tick_format="~s"),
+        charts.metric_chart(steps, "communication", "Time spent waiting", smoothed=True, tick_format=".0%"),
+        charts.states_chart(memory, record.get("plain")),
+        charts.buffers_chart(memory),
+        charts.timeline_chart(record.get("timeline")),
+        charts.communication_chart(traffic or {}, record.get("paper_traffic")),
     )
     by_name = {chart.name: chart for chart in drawn if chart is not None}
     model = record.get("model") or {}
@@ -120,25 +122,25 @@ def _content(record: Record, metrics: Metrics) -> Record:
         "ranks": record.get("ranks"),
         "headline": _headline(record, metrics),
         "charts": by_name,
-        "lost": len(steps) - len(series(steps, "loss")[0]),
-        "fullest": _fullest(memory),
+        "lost": len(steps) - len(extract_series(steps, "loss")[0]),
+        "fullest": _format_peak(memory),
         "traffic": traffic,
-        "volume": _volume(traffic, record.get("paper_traffic")),
+        "volume": _traffic_vs_paper(traffic, record.get("paper_traffic")),
         "tensor": record.get("tensor") or 1,
-        "sums": _sums(record.get("tensor_traffic")),
-        "samples": [_sample(sample) for sample in record.get("samples") or []],
-        "settings": {name: _setting(value) for name, value in (record.get("settings") or {}).items()},
+        "sums": _activation_vs_tensor_traffic(record.get("tensor_traffic")),
+        "samples": [_sample_context(sample) for sample in record.get("samples") or []],
+        "settings": {name: _format_setting(value) for name, value in (record.get("settings") or {}).items()},
         "versions": {name: str(value) for name, value in (record.get("versions") or {}).items()},
         "checkpoints": record.get("checkpoints") or [],
         "version": str((record.get("versions") or {}).get("zeroshard", "")),
     }
 
 
-def _facts(record: Record, model: Record) -> list[str]:
+def _facts(record: JsonObject, model: JsonObject) -> list[str]:
     """Say in a few phrases what was trained, how and when."""
     facts = [str(model["description"])] if model.get("description") else []
-    if number(model.get("parameters")) is not None:
-        facts.append(f"{count(model['parameters'])} parameters")
+    if finite_or_none(model.get("parameters")) is not None:
+        facts.append(f"{format_count(model['parameters'])} parameters")
     if record.get("stage") is not None:
         facts.append(f"ZeRO stage {record['stage']}")
     if record.get("ranks"):
@@ -153,37 +155,41 @@ def _facts(record: Record, model: Record) -> list[str]:
     return facts
 
 
-def _headline(record: Record, metrics: Metrics) -> list[Figure]:
+def _headline(record: JsonObject, metrics: RunMetrics) -> list[ReportFigure]:
     """Choose the numbers at the head of the page: those that were recorded."""
     figures = []
-    at, losses = series(metrics.steps, "loss")
+    at, losses = extract_series(metrics.steps, "loss")
     if losses:
         note = f"at step {at[-1]:,}" + (f", from {losses[0]:.2f} at step {at[0]:,}" if len(at) > 1 else "")
-        figures.append(Figure("Training loss", f"{losses[-1]:.2f}", note))
+        figures.append(ReportFigure("Training loss", f"{losses[-1]:.2f}", note))
     if metrics.evaluations:
         first, (best_at, best) = metrics.evaluations[0][1], min(metrics.evaluations, key=lambda pair: pair[1])
         value = f"{first:.2f} → {best:.2f}" if len(metrics.evaluations) > 1 else f"{best:.2f}"
         note = f"best at step {best_at:,}, a perplexity of {math.exp(min(best, 700)):,.2f}"
-        figures.append(Figure("Held-out loss", value, note))
-    speeds = series(metrics.steps, "tokens_per_s")[1]
+        figures.append(ReportFigure("Held-out loss", value, note))
+    speeds = extract_series(metrics.steps, "tokens_per_s")[1]
     if speeds:
-        figures.append(Figure("Tokens per second", count(median(speeds)), _pace(metrics.steps)))
+        figures.append(ReportFigure("Tokens per second", format_count(median(speeds)), _throughput_note(metrics.steps)))
     memory, plain = record.get("memory") or [], record.get("plain")
     if memory:
-        most = max(sum(charts.held(rank).values()) for rank in memory)
-        figures.append(Figure("Memory per rank", size(most), _saving(most, sum(plain.values()) if plain else None)))
-    seconds = number(record.get("seconds"))
+        most = max(sum(charts.state_bytes(rank).values()) for rank in memory)
+        figures.append(
+            ReportFigure(
+                "Memory per rank", format_bytes(most), _memory_note(most, sum(plain.values()) if plain else None)
+            )
+        )
+    seconds = finite_or_none(record.get("seconds"))
     if seconds is not None:
-        tokens = series(metrics.steps, "tokens")[1][-1:]  # so far, on all ranks
-        note = ", ".join([f"{len(metrics.steps):,} steps", *(f"{count(sum)} tokens" for sum in tokens)])
-        figures.append(Figure("Time", duration(seconds), note))
+        tokens = extract_series(metrics.steps, "tokens")[1][-1:]  # so far, on all ranks
+        note = ", ".join([f"{len(metrics.steps):,} steps", *(f"{format_count(sum)} tokens" for sum in tokens)])
+        figures.append(ReportFigure("Time", format_duration(seconds), note))
     return figures
 
 
-def _pace(steps: Sequence[Record]) -> str:
+def _throughput_note(steps: Sequence[JsonObject]) -> str:
     """Say what goes with the throughput: how far the device was used, where that is known."""
     notes = ["median of all steps"]
-    tflops, used = (series(steps, key)[1] for key in ("tflops", "mfu"))
+    tflops, used = (extract_series(steps, key)[1] for key in ("tflops", "mfu"))
     if tflops:
         notes.append(f"{median(tflops):.3g} TFLOP/s")
     if used:
@@ -191,7 +197,7 @@ def _pace(steps: Sequence[Record]) -> str:
     return ", ".join(notes)
 
 
-def _saving(most: float, plain: float | None) -> str:
+def _memory_note(most: float, plain: float | None) -> str:
     """Compare a rank's model states with those of plain data parallelism."""
     if not plain or not most:
         return "of model states"
@@ -201,37 +207,41 @@ def _saving(most: float, plain: float | None) -> str:
     return f"of model states, {ratio:.1f} × less than plain data parallelism"
 
 
-def _fullest(memory: Sequence[Record]) -> str:
+def _format_peak(memory: Sequence[JsonObject]) -> str:
     peaks = [rank["total"]["peak"] for rank in memory if rank.get("total")]
-    return size(max(peaks)) if peaks else ""
+    return format_bytes(max(peaks)) if peaks else ""
 
 
-def _volume(traffic: Record | None, paper: Record | None) -> Record | None:
+def _traffic_vs_paper(traffic: JsonObject | None, paper: JsonObject | None) -> JsonObject | None:
     """Compare the bytes of one step with the paper's."""
     ours = sum(kind["bytes"] for kind in (traffic or {}).values())
     if not ours:
         return None
-    volume = {"ours": size(ours), "formula": "", "paper": "", "ratio": ""}
+    volume = {"ours": format_bytes(ours), "formula": "", "paper": "", "ratio": ""}
     if paper and paper.get("bytes"):
-        volume |= {"formula": str(paper["formula"]), "paper": size(paper["bytes"])}
+        volume |= {"formula": str(paper["formula"]), "paper": format_bytes(paper["bytes"])}
         volume["ratio"] = f"{ours / paper['bytes']:.2f}"
     return volume
 
 
-def _sums(traffic: Record | None) -> Record | None:
+def _activation_vs_tensor_traffic(traffic: JsonObject | None) -> JsonObject | None:
     """Compare the bytes that P_a gathers in one step with those of tensor parallelism itself."""
     if not traffic or not traffic["layers"]["bytes"]:
         return None
     ours, gathered = traffic["layers"]["bytes"], traffic["activations"]["bytes"]
-    return {"ours": size(ours), "gathered": size(gathered), "share": f"1/{ours / gathered:.1f}" if gathered else ""}
+    return {
+        "ours": format_bytes(ours),
+        "gathered": format_bytes(gathered),
+        "share": f"1/{ours / gathered:.1f}" if gathered else "",
+    }
 
 
-def _sample(sample: Record) -> Record:
+def _sample_context(sample: JsonObject) -> JsonObject:
     prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
     return {"step": sample.get("step"), "prompt": prompt, "text": text.removeprefix(prompt)}
 
 
-def _setting(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-Record = dict[str, Any]  # an object of run.json, or a line of metrics.jsonl
+JsonObject = dict[str, Any]  # an object of run.json, or a line of metrics.jsonl
 
-POINTS = 2000  # most that one line is drawn with
+MAX_POINTS = 2000  # most that one line is drawn with
 
 
-def number(value: object) -> float | None:
+def finite_or_none(value: object) -> float | None:
     """Give ``value`` if it is a finite number: JSON of a run that diverged also holds NaN and Infinity.
 
-    >>> number(2), number(float("nan")), number(None)
+    >>> finite_or_none(2), finite_or_none(float("nan")), finite_or_none(None)
     (2.0, None, None)
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -22,25 +22,25 @@ def number(value: object) -> float | None:
     return float(value)
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """Write a number for a table.
 
-    >>> short(6.97123), short(0.00012), short(21034.7), short(0)
+    >>> format_number(6.97123), format_number(0.00012), format_number(21034.7), format_number(0)
     ('6.971', '0.00012', '21,035', '0')
     """
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def series(steps: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+def extract_series(steps: Sequence[JsonObject], key: str) -> tuple[list[int], list[float]]:
     """Collect the steps at which ``key`` is a number, and the numbers."""
-    pairs = [(step["step"], value) for step in steps if (value := number(step.get(key))) is not None]
+    pairs = [(step["step"], value) for step in steps if (value := finite_or_none(step.get(key))) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def thin(values: Sequence[float], limit: int = POINTS) -> list[int]:
+def downsample(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
     """Choose at most ``limit`` indices that keep the shape: both ends, and the least and greatest of every stretch.
 
-    >>> thin([0, 5, 1, 1, -3, 1, 1, 1, 0, 2], limit=6)
+    >>> downsample([0, 5, 1, 1, -3, 1, 1, 1, 0, 2], limit=6)
     [0, 1, 4, 8, 9]
     """
     count, stretches = len(values), (limit - 2) // 2

@@ -12,34 +12,34 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.memory.report import size
-from zeroshard.train.metrics import Metrics
-from zeroshard.train.view.state import State
-from zeroshard.train.view.words import by_kind, count, duration, figure, share
+from zeroshard.memory.report import format_bytes
+from zeroshard.train.metrics import StepMetrics
+from zeroshard.train.view.state import RunProgress
+from zeroshard.train.view.words import format_clock, format_compact_count, format_metric, format_percent, memory_rows
 
-WIDE = 116  # columns from which on memory stands beside the figures
+WIDE_LAYOUT_COLUMNS = 116  # columns from which on memory stands beside the figures
 
 
-def panel(state: State, waited: float, columns: int) -> RenderableType:
+def render_panel(run_progress: RunProgress, seconds_since_step: float, columns: int) -> RenderableType:
     """The progress bar, and the figures and the memory in a frame; `waited` seconds after the last step."""
 
-    elapsed = waited + (0.0 if state.metrics is None else state.metrics.seconds)
-    left = None if state.left is None else max(0.0, state.left - waited)
+    elapsed = seconds_since_step + (0.0 if run_progress.metrics is None else run_progress.metrics.seconds)
+    left = None if run_progress.seconds_left is None else max(0.0, run_progress.seconds_left - seconds_since_step)
     progress = Table.grid(padding=(0, 2, 0, 0), expand=True)
     progress.width = columns
     for ratio in (None, 1, None, None):
         progress.add_column(no_wrap=True, ratio=ratio)
-    done = f"step {state.step}/{state.total_steps}"
-    bar = _bar(state.step, state.total_steps)
-    progress.add_row(done, bar, f"{duration(elapsed)} elapsed", f"{duration(left)} left")
-    wide = columns >= WIDE
+    done = f"step {run_progress.step}/{run_progress.total_steps}"
+    bar = _progress_bar(run_progress.step, run_progress.total_steps)
+    progress.add_row(done, bar, f"{format_clock(elapsed)} elapsed", f"{format_clock(left)} left")
+    wide = columns >= WIDE_LAYOUT_COLUMNS
     inside = (columns - 8) // 2 if wide else columns - 4  # beside a frame, a space at either side, four in the middle
     parts: list[RenderableType] = []
-    if state.metrics is not None:
-        parts.append(_figures(state, state.metrics, inside))
-    if state.held:
+    if run_progress.metrics is not None:
+        parts.append(_metrics_block(run_progress, run_progress.metrics, inside))
+    if run_progress.held_bytes:
         parts += [""] if parts and not wide else []
-        parts.append(_bars(state, inside - 42))  # beside names and sizes
+        parts.append(_memory_bars(run_progress, inside - 42))  # beside names and sizes
     if not parts:
         return progress
     body = Table.grid(padding=(0, 4, 0, 0))
@@ -48,27 +48,34 @@ def panel(state: State, waited: float, columns: int) -> RenderableType:
     return Group(progress, Panel(body, border_style="dim", width=columns))
 
 
-def _figures(state: State, metrics: Metrics, columns: int) -> RenderableType:
+def _metrics_block(run_progress: RunProgress, metrics: StepMetrics, columns: int) -> RenderableType:
     """Loss with its sparkline, and the other figures in two columns."""
 
     label, value = 18, 11  # columns; labels as wide as "optimizer states" and its gap in the table of memory
     healthy = "bold cyan" if math.isfinite(metrics.loss) else "bold red"
-    spark = sparkline(state.losses, columns - label - value)
-    rows = [("loss", figure(metrics.loss), healthy, (spark, "cyan"))]
-    if state.held_out is not None:
-        rows.append(("held-out loss", figure(state.held_out[1]), "bold", (f"at step {state.held_out[0]}", "dim")))
+    spark = sparkline(run_progress.losses, columns - label - value)
+    rows = [("loss", format_metric(metrics.loss), healthy, (spark, "cyan"))]
+    if run_progress.last_evaluation is not None:
+        rows.append(
+            (
+                "held-out loss",
+                format_metric(run_progress.last_evaluation[1]),
+                "bold",
+                (f"at step {run_progress.last_evaluation[0]}", "dim"),
+            )
+        )
     lines = [
         Text.assemble((f"{name:<{label}}", "dim"), (f"{text:<{value}}", style), beside)
         for name, text, style, beside in rows
     ]
     facts = [
         ("learning rate", f"{metrics.lr:.1e}"),
-        ("gradient norm", None if metrics.grad_norm is None else figure(metrics.grad_norm, digits=2)),
-        ("tokens/s", count(metrics.tokens_per_s)),
-        ("tokens", count(metrics.tokens)),
+        ("gradient norm", None if metrics.grad_norm is None else format_metric(metrics.grad_norm, digits=2)),
+        ("tokens/s", format_compact_count(metrics.tokens_per_s)),
+        ("tokens", format_compact_count(metrics.tokens)),
         ("TFLOPS a device", None if metrics.tflops is None else f"{metrics.tflops:.1f}"),
-        ("MFU", None if metrics.mfu is None else share(metrics.mfu)),
-        ("communication", None if state.communication is None else share(state.communication)),
+        ("MFU", None if metrics.mfu is None else format_percent(metrics.mfu)),
+        ("communication", None if run_progress.communication is None else format_percent(run_progress.communication)),
     ]
     known = [(name, text) for name, text in facts if text is not None]
     for at in range(0, len(known), 2):
@@ -77,23 +84,25 @@ def _figures(state: State, metrics: Metrics, columns: int) -> RenderableType:
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def _bars(state: State, columns: int) -> RenderableType:
+def _memory_bars(run_progress: RunProgress, columns: int) -> RenderableType:
     """Memory by kind: a bar as long as plain data parallelism's bytes, filled as far as this rank's."""
 
-    *kinds, (_, held, plain) = by_kind(state.held, state.plain)
-    title = Text(f"memory {size(held)}, plain data parallelism {size(plain)}", no_wrap=True, overflow="crop")
+    *kinds, (_, held, plain) = memory_rows(run_progress.held_bytes, run_progress.ddp_bytes)
+    title = Text(
+        f"memory {format_bytes(held)}, plain data parallelism {format_bytes(plain)}", no_wrap=True, overflow="crop"
+    )
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         table.add_column(no_wrap=True)
     longest = max(max(held, plain) for _, held, plain in kinds) or 1
     for kind, held, plain in kinds:
         whole = max(held, plain)
-        bar = _bar(held, whole, max(1, round(columns * whole / longest)))
-        table.add_row(Text(kind, "dim"), bar, f"{size(held):>9} of {size(plain):>9}")
+        bar = _progress_bar(held, whole, max(1, round(columns * whole / longest)))
+        table.add_row(Text(kind, "dim"), bar, f"{format_bytes(held):>9} of {format_bytes(plain):>9}")
     return Group(title, table)
 
 
-def _bar(part: int, whole: int, width: int | None = None) -> RenderableType:
+def _progress_bar(part: int, whole: int, width: int | None = None) -> RenderableType:
 
     colours = ("grey42", "green", "green")  # what is missing, what is there, and that when nothing is missing
     return ProgressBar(whole, part, width, False, *colours)

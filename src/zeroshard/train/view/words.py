@@ -7,37 +7,37 @@ import re
 from collections.abc import Mapping, Sequence
 
 
-def by_kind(held: Mapping[str, int], plain: Mapping[str, int]) -> list[tuple[str, int, int]]:
+def memory_rows(held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """(kind, bytes held, bytes of plain data parallelism), and the total last."""
-    kinds = [(kind, held.get(kind, 0), plain.get(kind, 0)) for kind in {**held, **plain}]
-    return [*kinds, ("total", sum(held.values()), sum(plain.values()))]
+    kinds = [(kind, held_bytes.get(kind, 0), ddp_bytes.get(kind, 0)) for kind in {**held_bytes, **ddp_bytes}]
+    return [*kinds, ("total", sum(held_bytes.values()), sum(ddp_bytes.values()))]
 
 
-def aligned(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def align_labels(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The pairs with labels made equally wide."""
     width = max((len(label) for label, _ in lines), default=0)
     return [(f"{label:<{width}}  ", value) for label, value in lines]
 
 
-def clean(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """The text with control characters, which could move the cursor or clear the screen, written as escapes."""
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: ascii(match[0])[1:-1], text)
 
 
-def figure(value: float, digits: int = 3) -> str:
+def format_metric(value: float, digits: int = 3) -> str:
     """A loss or a norm.
 
-    >>> figure(5.8124), figure(1234.5)
+    >>> format_metric(5.8124), format_metric(1234.5)
     ('5.812', '1.2e+03')
     """
     fits = value == 0 or 0.1 <= abs(value) < 1000 or not math.isfinite(value)
     return f"{value:.{digits}f}" if fits else f"{value:.1e}"
 
 
-def count(value: float) -> str:
+def format_compact_count(value: float) -> str:
     """A number of many things.
 
-    >>> count(21300)
+    >>> format_compact_count(21300)
     '21.3k'
     """
     for unit in ("", "k", "M", "G"):
@@ -47,15 +47,15 @@ def count(value: float) -> str:
     return f"{value:.3g}T"
 
 
-def share(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """A part of a whole, in per cent."""
     return "-" if value is None else f"{100 * value:.0f}%"
 
 
-def duration(seconds: float | None) -> str:
+def format_clock(seconds: float | None) -> str:
     """Minutes and seconds, with hours where there are some.
 
-    >>> duration(75)
+    >>> format_clock(75)
     '1:15'
     """
     if seconds is None or not math.isfinite(seconds):
