@@ -1,8 +1,8 @@
 """Ranks that are killed, or run out of disk, while they save.
 
-One process imports torch once and forks the ranks of every run: `Forks` is its face in a test, `_worker_loop` its inside. It
-computes nothing itself, so it has no threads that a fork could cut off. A rank is a normal process after that: it ends
-as Python ends, with its threads waited for and its exit functions called, and what it prints is kept.
+One process imports torch once and forks the ranks of every run: `Forks` is its face in a test, `_worker_loop` its
+inside. It computes nothing itself, so it has no threads that a fork could cut off. A rank is a normal process after
+that: it ends as Python ends, with its threads waited for and its exit functions called, and what it prints is kept.
 
 [Note: moments]
 A save changes the disk by few calls: make a directory, open a file, sync, move, remove. The instants before and after

@@ -11,8 +11,8 @@ has room for all: in pieces they would stand among the temporaries of backward f
 31.6 GB 33.2 were reserved with four, and 35.0 flat by flat). What was given back is what is allocated less than when
 forward ended or backward began.
 
-Tensors over the memory stay what they are (:meth:`Arena.free_storage`), unless somebody was given one, as ``parameter.grad``:
-as in plain PyTorch it is theirs then, and other memory is taken.
+Tensors over the memory stay what they are (:meth:`Arena.free_storage`), unless somebody was given one, as
+``parameter.grad``: as in plain PyTorch it is theirs then, and other memory is taken.
 
 Where gradients are there when a training forward begins, they are there at the loss: several backwards make a step, or
 zero_grad() comes between forward and backward. They are then moved into the pool, once ([Note: memory apart]), and keep

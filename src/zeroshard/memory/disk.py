@@ -2,8 +2,9 @@
 
 A tensor of a disk is a CPU tensor over a shared map of the file ([Note: maps and direct I/O], in ``file.py``): whoever
 reads, writes, saves or loads it need not know. A step of the optimizer, which needs all of them, would fill the page
-cache that way and wait for one page after the other; it moves them with :meth:`Disk.start_read` and :meth:`Disk.start_write`
-instead, asynchronously and past the cache, between the file and buffers of :func:`aligned_buffer`.
+cache that way and wait for one page after the other; it moves them with :meth:`Disk.start_read` and
+:meth:`Disk.start_write` instead, asynchronously and past the cache, between the file and buffers of
+:func:`aligned_buffer`.
 
 ```
 file      | tensor 0        ......| tensor 1 ..| gap            | tensor 2            ...|

@@ -138,7 +138,7 @@ def step_time(
     has_clipping: bool = False,
     kept_input_bytes: float = 0.0,
 ) -> StepTime:
-    """Replay a step: see [Note: replaying time]. ``ranks`` are all, ``kept_inputs_on_host`` bytes of inputs a backward."""
+    """Replay a step: see [Note: replaying time]. ``ranks`` are all, ``kept_inputs_on_host`` bytes a backward."""
     clock = _StepSimulator(cost, sizes, machine, ranks, tensor, prefetch, has_clipping, kept_input_bytes)
     if accumulate > MAX_SIMULATED_BACKWARDS:
         longest, before = (
