@@ -1,4 +1,4 @@
-"""Nanoseconds a parameter of AdamW on the host: torch's, DeepSpeed's, and the native kernel of `zeroshard.host`.
+"""Nanoseconds a parameter of AdamW on the host: torch's, DeepSpeed's, and the native kernel of `zeroshard.optim.cpu`.
 
     python -m benchmarks host_adam                              # 100 million parameters; 1 thread, half the cores, all
     python -m benchmarks host_adam --threads 4 8 --numel 400000000
@@ -24,8 +24,7 @@ import torch
 from benchmarks.record import described, machine
 from benchmarks.table import Result, ratio
 from benchmarks.trial import Trials, options, parsed
-from zeroshard.host.native import load_kernels
-from zeroshard.host.options import AdamHyperparams
+from zeroshard.optim.cpu.kernels import AdamHyperparams, load_kernels
 
 CHOSEN = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STATES = 3 * 4 * 2  # bytes a parameter: master and two moments, read and written

@@ -30,13 +30,13 @@ from benchmarks.rank import Memory, alone, one_rank
 from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes, ratio, said
 from benchmarks.trial import Trials, options, parsed
+from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.offload import Offload
 from zeroshard.planner.calibration.calibrate import calibrate
-from zeroshard.planner.choice import Strategy
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import evaluate_strategy
-from zeroshard.planner.subject import TracedModel
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TracedModel
 
 WARMUP, STEPS = 4, 6  # steps: with states outside the device, work ahead begins with the third
 

@@ -26,7 +26,7 @@ from benchmarks.rank import Memory
 from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes, ratio
 from benchmarks.trial import Trials, options, parsed
-from zeroshard import update
+from zeroshard.optim import step
 
 NEEDED = 28  # bytes a parameter
 COPIED = 2**28  # elements of the copy, at most
@@ -89,14 +89,14 @@ def measure(
 def _choose(way: str, device: str, block: int, warps: int) -> None:
     """Have this process update in one way."""
     if way == "torch's way":
-        update.kernel_for = lambda *_: None
+        step.kernel_for = lambda *_: None
     elif device == "cpu":
         raise ValueError("there is no update in one pass on a CPU")
     elif block:
-        from zeroshard.device.kernel import TritonKernel
+        from zeroshard.optim.fused_adam.triton_kernel import TritonKernel
 
         chosen = TritonKernel(torch.device(device, torch.cuda.current_device()), block, warps)
-        update.kernel_for = lambda *_: chosen
+        step.kernel_for = lambda *_: chosen
 
 
 def _bandwidth(numel: int, device: str, repeats: int) -> float:

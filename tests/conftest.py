@@ -53,9 +53,9 @@ _traces: dict[Any, Any] = {}
 def traced_once() -> Iterator[None]:
     """Trace a GPT that is planned for once for all tests: a trace takes a second, and many plan for the same one."""
     from zeroshard.models import GPT
-    from zeroshard.planner import subject
+    from zeroshard.planner import traced_model
 
-    trace = subject.trace_model
+    trace = traced_model.trace_model
 
     def remembered(model: Any, inputs: Any = None, **options: Any) -> Any:
         touched = any("forward" in vars(module) for module in model.modules())  # one that recomputes, say
@@ -68,14 +68,14 @@ def traced_once() -> Iterator[None]:
         return _traces[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "trace_model", remembered)
+        patch.setattr(traced_model, "trace_model", remembered)
         yield
 
 
 @pytest.fixture(scope="module")
 def native_kernels() -> Any:
     """The host's native update."""
-    from zeroshard.host.native import load_kernels  # late: most tests have no use for it
+    from zeroshard.optim.cpu.kernels import load_kernels  # late: most tests have no use for it
 
     found = load_kernels()
     if found is None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard import watch
-from zeroshard.checkpoint.meeting import CheckpointGroup
+from zeroshard.checkpoint.group import CheckpointGroup
+from zeroshard.comm.collectives import heartbeat_monitor
 
 AT, STEPS = 3, 6  # the step in which a rank does it, of how many
 
@@ -80,7 +80,7 @@ def fault(
     Returns what this rank was told, how long after the fault, and how long its own call had taken by then.
     """
     if apart:
-        watch._machine_id = lambda: f"machine-{rank}"
+        heartbeat_monitor._machine_id = lambda: f"machine-{rank}"
     torch.manual_seed(0)
     model = Net()
     model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=stage, **options)
@@ -108,9 +108,9 @@ def fault(
             optimizer.step()
             if what != "full_gradient":
                 optimizer.zero_grad()
-        watching = sum(thread.name == watch.THREAD_NAME for thread in threading.enumerate())
+        watching = sum(thread.name == heartbeat_monitor.THREAD_NAME for thread in threading.enumerate())
         zeroshard.unshard(model)
-        left = sum(thread.name == watch.THREAD_NAME for thread in threading.enumerate())
+        left = sum(thread.name == heartbeat_monitor.THREAD_NAME for thread in threading.enumerate())
         return {"told": "", "watching": watching, "left": left}
     except zeroshard.RanksDisagreeError as error:
         now = time.time()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.checkpoint.chunks import FlatShards
+from zeroshard.checkpoint.flat_shards import FlatShards
 from zeroshard.engine.sharded_gradient import ShardedGradient
 
 PROBE = 12_347  # bytes that nobody else asks for

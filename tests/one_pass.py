@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from zeroshard import update
-from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.optim import step
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
 
 
 class TorchKernel:
@@ -62,5 +62,5 @@ def in_one_pass() -> Iterator[list[TorchKernel]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(update, "kernel_for", kernel_for)
+        patched.setattr(step, "kernel_for", kernel_for)
         yield made

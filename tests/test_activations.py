@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from zeroshard.activations.stack import ALIGN_BYTES
-from zeroshard.layout import round_up
 from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.sharding.layout import round_up
 
 MODES: dict[str, dict[str, Any]] = {
     "kept": {},

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.activations.form import TensorLayout
-from zeroshard.activations.replicas import checksum
+from zeroshard.activations.replica_check import checksum
 from zeroshard.activations.stack import ALIGN_BYTES, ActivationStack, StackSlot
 from zeroshard.activations.store import ActivationStore
-from zeroshard.layout import round_up
-from zeroshard.memory.ledger import MemoryTracker, NowAndPeak
-from zeroshard.memory.room import PoolBuffer
+from zeroshard.activations.tensor_layout import TensorLayout
+from zeroshard.memory.buffers import PoolBuffer
+from zeroshard.memory.tracker import MemoryTracker, NowAndPeak
+from zeroshard.sharding.layout import round_up
 
 CPU = torch.device("cpu")
 

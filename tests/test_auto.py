@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.activations.checkpoint import CheckpointedForward
-from zeroshard.engine.alike import open_consistency_checker
+from zeroshard.engine.rank_checks import open_consistency_checker
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner import auto, subject
+from zeroshard.planner import auto, traced_model
 from zeroshard.planner.auto import (
     JobTopology,
     NothingFitsError,
@@ -33,12 +33,12 @@ from zeroshard.planner.auto import (
     choose_for_shard,
     choose_plan_for_machine,
 )
-from zeroshard.planner.machines import kept
+from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
+from zeroshard.planner.machines import cache
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import Plans, plan
-from zeroshard.planner.space import FreeMemory, machine_from_free_memory
-from zeroshard.planner.traces.recomputed import strip_checkpointing
-from zeroshard.planner.traces.tracing import UntraceableError, trace_model
+from zeroshard.planner.tracing.checkpointing import strip_checkpointing
+from zeroshard.planner.tracing.trace_model import UntraceableError, trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -122,7 +122,7 @@ def one_model_at_many_limits() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "trace_model", remembered)
+        patch.setattr(traced_model, "trace_model", remembered)
         yield
 
 
@@ -720,7 +720,7 @@ def test_measured_rates_count_more_than_a_preset(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = torch.device("cpu")
     assert FreeMemory.measure(cpu, gpt()).machine_spec == "cpu"
-    kept.write_machine(kept.local_machine_name("cpu"), Machine.resolve("cpu", bandwidth=123e9).to_json())
+    cache.write_machine(cache.local_machine_name("cpu"), Machine.resolve("cpu", bandwidth=123e9).to_json())
     found = machine_from_free_memory([FreeMemory.measure(cpu, gpt())], 1)
     assert found.bandwidth == 123e9
 

@@ -13,8 +13,8 @@ from plain import batches, net_loss, split
 from ranks import run_threads
 
 import zeroshard
-from zeroshard.host.craft import ChunkUpdater
-from zeroshard.memory.ledger import MODEL_STATE_KINDS
+from zeroshard.memory.tracker import MODEL_STATE_KINDS
+from zeroshard.optim.cpu.apply import ChunkUpdater
 
 NEAR = [(kind, "device") for kind in MODEL_STATE_KINDS]
 USES = {

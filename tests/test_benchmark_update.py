@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import trial
 from benchmarks import update as benchmark
-from zeroshard import update
+from zeroshard.optim import step
 
 
 def test_the_update_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(update, "kernel_for", update.kernel_for)  # put back after
+    monkeypatch.setattr(step, "kernel_for", step.kernel_for)  # put back after
     monkeypatch.setattr(trial, "_measured", lambda _, given, __: benchmark.measure(**given))
     out = tmp_path / "out.json"
     benchmark.main(["--tiny", "--device", "cpu", "--clip", "--precision", "fp16", "--out", str(out)])

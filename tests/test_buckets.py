@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.comm import Communicator
-from zeroshard.config import Config
-from zeroshard.engine.flat_gradient import FlatGrad
+from zeroshard.comm.collectives import Communicator
+from zeroshard.config.config import Config
+from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.planner.footprint import SimulatedRings
-from zeroshard.planner.memory import StateSizes, predict_memory, state_sizes
+from zeroshard.planner.state_sizes import StateSizes, predict_memory, state_sizes
 
 WIDTH, LAYERS = 48, 3
 LARGE = 64 * WIDTH  # elements of each large weight: a multiple of 64 elements a rank, for 1, 2, 3 and 4 of them

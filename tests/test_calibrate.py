@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RanksFailed, run_processes
 
-from zeroshard.memory.disk import Disk, DiskError
+from zeroshard.memory.disk.disk import Disk, DiskError
 from zeroshard.planner.calibration import calibrate as module
 from zeroshard.planner.calibration import device_rates, node_rates
 from zeroshard.planner.calibration.calibrate import calibrate, fit_matmul_rates
 from zeroshard.planner.calibration.device_rates import LaunchCounter, time_matmuls
 from zeroshard.planner.calibration.link_rates import CalibrationRanks, fit_link
 from zeroshard.planner.calibration.timing import host_seconds
-from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import EfficiencyCurve
-from zeroshard.planner.machines.links import collective_seconds
+from zeroshard.planner.machines import cache as machine_cache
+from zeroshard.planner.machines.collective_time import collective_seconds
+from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import Machine
 
 BRIEF = 0.1  # seconds
@@ -65,7 +65,7 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
     before, state = torch.backends.mkldnn.enabled, torch.get_rng_state()
     machine = calibrate("cpu", directory=directory, seconds=BRIEF)
     whole(machine, "cpu")
-    assert machine.name == kept.local_machine_name("cpu")
+    assert machine.name == machine_cache.local_machine_name("cpu")
     assert Machine.resolve("here") == machine
     assert [path.name for path in cache.iterdir()] == [f"{machine.name}.json"]
     assert list(directory.iterdir()) == []  # the file that was measured with is gone
@@ -79,7 +79,7 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
 
 
 def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) -> None:
-    kept.write_machine(kept.local_machine_name("cpu"), "{damaged")
+    machine_cache.write_machine(machine_cache.local_machine_name("cpu"), "{damaged")
     machine = calibrate(CPU, directory=directory, seconds=BRIEF)
     assert Machine.resolve("here") == machine
     assert len(list(cache.iterdir())) == 1
@@ -329,7 +329,11 @@ def measured(rank: int, directory: str, nodes: int) -> tuple[Machine, Calibratio
         platform.node = lambda: f"node{rank * nodes // world}"
     try:
         machine = calibrate("cpu", directory=directory, seconds=BRIEF)
-        return machine, CalibrationRanks.current(), kept.machine_path(kept.local_machine_name("cpu")).exists()
+        return (
+            machine,
+            CalibrationRanks.current(),
+            machine_cache.machine_path(machine_cache.local_machine_name("cpu")).exists(),
+        )
     finally:
         platform.node = NODE
 

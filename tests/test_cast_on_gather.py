@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.config import Config
+from zeroshard.config.config import Config
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.auto import AUTO, JobTopology, NothingFitsError, choose_plan_for_machine
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.memory import predict_memory, state_sizes
+from zeroshard.planner.state_sizes import predict_memory, state_sizes
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
 

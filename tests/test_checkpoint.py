@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard.checkpoint.blocks import BLOCK_BYTES, BLOCKS_IN_FLIGHT
-from zeroshard.checkpoint.plain import decode, encode
+from zeroshard.checkpoint.block_files import BLOCK_BYTES, BLOCKS_IN_FLIGHT
+from zeroshard.checkpoint.json_codec import decode, encode
 from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
 
 Everything = dict[str, torch.Tensor]

@@ -22,8 +22,8 @@ from torch import nn
 
 import zeroshard
 from zeroshard import CheckpointError
-from zeroshard.checkpoint.history import SaveLock, list_checkpoints
-from zeroshard.cli import main
+from zeroshard.checkpoint.retention import SaveLock, list_checkpoints
+from zeroshard.cli.main import main
 
 INDEX = "index.json"
 Plain = dict[str, Any]
@@ -380,7 +380,7 @@ def test_a_save_under_way_is_not_pruned_by_another(tmp_path: Path, monkeypatch: 
     zeroshard.save(tmp_path / "step-3", model, keep=1)
     assert (tmp_path / "step-2" / "model-00000-00000000.safetensors").exists()
     assert not (tmp_path / "step-1").exists()
-    monkeypatch.setattr("zeroshard.checkpoint.history.LOCK_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("zeroshard.checkpoint.retention.LOCK_TIMEOUT_SECONDS", 0.1)
     with pytest.raises(CheckpointError, match=r"another process is saving into .*step-2"):
         zeroshard.save(tmp_path / "step-2", model)
     under_way.release()

@@ -24,16 +24,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import zeroshard
-from zeroshard.checkpoint.chunks import ReorderedTensor
+from zeroshard.checkpoint.element_order import ElementOrder
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.export import export
+from zeroshard.checkpoint.flat_shards import ReorderedTensor
 from zeroshard.checkpoint.index import CheckpointIndex
-from zeroshard.checkpoint.order import ElementOrder
-from zeroshard.checkpoint.states import ShardedTrainState, persistent_buffers
-from zeroshard.cli import main
-from zeroshard.layout import Range
+from zeroshard.checkpoint.train_state import ShardedTrainState, persistent_buffers
+from zeroshard.cli.main import main
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.tensor.share import TPShard
+from zeroshard.sharding.layout import Range
+from zeroshard.tensor_parallel.tp_shard import TPShard
 
 Everything = dict[str, torch.Tensor]
 Place = tuple[tuple[int, ...], int | None]  # the mesh, tensor degree last, and the stage; None: not sharded

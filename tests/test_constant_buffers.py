@@ -25,12 +25,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zeroshard
-from zeroshard import update
-from zeroshard.engine.buffers import MAX_PACKED_ELEMENTS, BufferBroadcaster
-from zeroshard.engine.gradient_memory import MAX_SEGMENTS
-from zeroshard.planner.memory import predict_memory
-from zeroshard.runs import OptimizerSlice, max_slice_numel
-from zeroshard.update import ELEMENTWISE_OPTIMIZERS
+from zeroshard.engine.grad_memory import MAX_SEGMENTS
+from zeroshard.engine.module_buffers import MAX_PACKED_ELEMENTS, BufferBroadcaster
+from zeroshard.optim import step as optimizer_step
+from zeroshard.optim.slices import OptimizerSlice, max_slice_numel
+from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
+from zeroshard.planner.state_sizes import predict_memory
 
 BUCKET = 1024  # elements
 WORLD = 4
@@ -235,7 +235,7 @@ def train(rank: int, world: int, kind: str, max_norm: float | None = None, **opt
 def uncut() -> Iterator[None]:
     """Inside, every optimizer is taken for somebody's own: runs are as long as they get and are updated by one call."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(update, "ELEMENTWISE_OPTIMIZERS", ())
+        patched.setattr(optimizer_step, "ELEMENTWISE_OPTIMIZERS", ())
         yield
 
 

@@ -25,11 +25,10 @@ import torch
 from torch import nn
 
 import zeroshard
-import zeroshard.memory.disk
-from zeroshard.memory.disk import Disk, DiskError, Transfer, aligned_buffer
-from zeroshard.memory.extents import FreeList
-from zeroshard.memory.file import OffloadFile
-from zeroshard.rests import PAGE_BYTES
+import zeroshard.memory.disk.disk
+from zeroshard.memory.disk.disk import Disk, DiskError, FreeList, Transfer, aligned_buffer
+from zeroshard.memory.disk.file import OffloadFile
+from zeroshard.sharding.tier_placement import PAGE_BYTES
 
 MEMORY = Path("/dev/shm")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int16]
@@ -47,7 +46,7 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers of many pieces without many bytes."""
-    monkeypatch.setattr(zeroshard.memory.disk, "IO_REQUEST_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr(zeroshard.memory.disk.disk, "IO_REQUEST_BYTES", 3 * PAGE_BYTES)
 
 
 def values_of(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -584,7 +583,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     process = start(
         """
         import sys, torch
-        from zeroshard.memory.disk import Disk, aligned_buffer
+        from zeroshard.memory.disk.disk import Disk, aligned_buffer
         disk, near = Disk(sys.argv[1]), aligned_buffer(8 << 20)
         tensor = disk.zeros(8 << 20, torch.uint8).fill_(1)
         print("ready", flush=True)
@@ -605,7 +604,7 @@ def test_a_transfer_under_way_does_not_keep_the_interpreter(tmp_path: Path, end:
     process = start(
         f"""
         import os, sys, threading, torch
-        from zeroshard.memory.disk import Disk, aligned_buffer
+        from zeroshard.memory.disk.disk import Disk, aligned_buffer
         begun = threading.Event()
         os.pwritev = lambda *_: (begun.set(), threading.Event().wait())  # for ever
         disk = Disk(sys.argv[1], threads=2)
@@ -629,7 +628,7 @@ def test_limits_of_the_system_and_of_the_user_are_told(tmp_path: Path) -> None:
     process = start(
         """
         import os, resource, sys, torch
-        from zeroshard.memory.disk import Disk, DiskError, aligned_buffer
+        from zeroshard.memory.disk.disk import Disk, DiskError, aligned_buffer
         disk = Disk(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         kept = disk.zeros(1 << 19, torch.uint8)

@@ -25,8 +25,7 @@ from ranks import run_processes
 from torch import nn
 from torch.nn import functional as F
 
-from zeroshard.engine.frames import ForwardRecord
-from zeroshard.engine.pins import RetainedUnits
+from zeroshard.engine.schedule import ForwardRecord, RetainedUnits
 from zeroshard.engine.unit import Unit
 
 VOCABULARY = 11  # of plain.Net

@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.blocks import BLOCK_BYTES, BlockReader
-from zeroshard.checkpoint.contents import CheckpointReader
+from zeroshard.checkpoint.block_files import BLOCK_BYTES, BlockReader
+from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.export import export
-from zeroshard.checkpoint.history import list_checkpoints
-from zeroshard.checkpoint.states import persistent_buffers
-from zeroshard.cli import main
+from zeroshard.checkpoint.retention import list_checkpoints
+from zeroshard.checkpoint.train_state import persistent_buffers
+from zeroshard.cli.main import main
 
 RANKS = 3
 
@@ -211,7 +211,7 @@ def test_every_block_is_read_once_however_small_the_tensors(
 
 
 def test_no_more_files_are_open_than_said(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.contents.MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("zeroshard.checkpoint.checkpoint_reader.MAX_OPEN_FILES", 1)
     path, whole = saved
     with CheckpointReader(path) as contents:
         for name, tensor in whole.items():
@@ -435,7 +435,7 @@ def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path, capsys: pytest.
 
 
 def test_help_needs_neither_torch_nor_tyro() -> None:
-    code = "import sys; from zeroshard.cli import main\nmain(['--help'])\n"
+    code = "import sys; from zeroshard.cli.main import main\nmain(['--help'])\n"
     for command in ("export", "inspect"):
         code += f"try: main(['{command}', '--help'])\nexcept SystemExit: pass\n"
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'tyro', 'rich')))"

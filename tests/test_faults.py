@@ -16,7 +16,7 @@ from plain import make_net
 from ranks import run_threads
 
 import zeroshard
-from zeroshard import watch
+from zeroshard.comm.collectives import heartbeat_monitor
 
 SOON = 25.0  # seconds: they are told within 10, but for a busy machine; the process group's timeout is 60
 
@@ -119,7 +119,7 @@ def test_a_rank_that_saves_while_others_wait_in_a_barrier_is_told(outcomes: dict
 
 def watches() -> set[threading.Thread]:
     """The threads that look after other ranks. Tests before may have left some."""
-    return {thread for thread in threading.enumerate() if thread.name == watch.THREAD_NAME}
+    return {thread for thread in threading.enumerate() if thread.name == heartbeat_monitor.THREAD_NAME}
 
 
 def test_a_model_that_is_gone_leaves_no_thread() -> None:

@@ -17,9 +17,9 @@ from ranks import run_processes
 
 import zeroshard
 from benchmarks.echo import Echo
-from zeroshard.memory.workspace import allocate_cublas_workspace, clear_cublas_workspaces
+from zeroshard.memory.allocator.cublas_workspace import allocate_cublas_workspace, clear_cublas_workspaces
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.train.pulse import StepStatsReducer
+from zeroshard.train.step_stats import StepStatsReducer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -15,14 +15,11 @@ import torch
 from offloaded import Case, assert_same, everything, train
 from plain import batches, net_loss
 
-from zeroshard.host import library, native
-from zeroshard.host.craft import ChunkUpdater
-from zeroshard.host.crew import KernelHandle, KernelThreads
-from zeroshard.host.native import CpuKernels
-from zeroshard.host.options import AdamHyperparams, SGDHyperparams
-from zeroshard.host.recipe import UpdateSpec
-from zeroshard.host.updates import CpuUpdates
-from zeroshard.host.worker import UpdateJob
+from zeroshard.optim.cpu import build, kernels
+from zeroshard.optim.cpu.apply import ChunkUpdater, UpdateSpec
+from zeroshard.optim.cpu.kernels import AdamHyperparams, CpuKernels, KernelHandle, KernelThreads, SGDHyperparams
+from zeroshard.optim.cpu.updates import CpuUpdates
+from zeroshard.optim.cpu.worker import UpdateJob
 
 ADAM = AdamHyperparams(lr=0.1, weight_decay=0.1)
 LENGTHS = (1, 0, 70_001, 8192, 8191, 300_000, 1, 40_003, 9000, 0)  # less than a thread is worth, one, several chunks
@@ -151,10 +148,10 @@ def test_what_cannot_be_started_is_done_all_the_same(
     native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, instead: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = native.KERNELS_SOURCE.read_text()
+    source = kernels.KERNELS_SOURCE.read_text()
     assert source.count(there) == 1
     (tmp_path / "kernels.c").write_text(source.replace(there, instead))
-    poor = CpuKernels(library.load_library(tmp_path / "kernels.c"))
+    poor = CpuKernels(build.load_library(tmp_path / "kernels.c"))
     updates, crew = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)], poor.make_threads()
     for update in updates:
         update._kernels = poor
@@ -167,16 +164,16 @@ def test_what_cannot_be_started_is_done_all_the_same(
 
 def test_a_crew_wants_memory(native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "kernels.c").write_text(native.KERNELS_SOURCE.read_text().replace("malloc(sizeof *crew)", "NULL"))
+    (tmp_path / "kernels.c").write_text(kernels.KERNELS_SOURCE.read_text().replace("malloc(sizeof *crew)", "NULL"))
     with pytest.raises(MemoryError, match="no memory for the threads"):
-        CpuKernels(library.load_library(tmp_path / "kernels.c")).make_threads()
+        CpuKernels(build.load_library(tmp_path / "kernels.c")).make_threads()
 
 
 FORK = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_host_crew import in_line
-from zeroshard.host.native import load_kernels
+from zeroshard.optim.cpu.kernels import load_kernels
 crew, begun = in_line(load_kernels())
 child = os.fork()
 if not child:

@@ -25,12 +25,17 @@ from hypothesis import strategies as st
 from ranks import run_processes
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zeroshard.host import library, native
-from zeroshard.host import rounding as rounding_module
-from zeroshard.host.native import CpuKernels, load_kernels
-from zeroshard.host.options import AdamHyperparams, SGDHyperparams, hyperparams_from_group
-from zeroshard.host.recipe import make_update_spec
-from zeroshard.host.rounding import detect_torch_rounding
+from zeroshard.optim.cpu import build, kernels
+from zeroshard.optim.cpu import rounding as rounding_module
+from zeroshard.optim.cpu.apply import make_update_spec
+from zeroshard.optim.cpu.kernels import (
+    AdamHyperparams,
+    CpuKernels,
+    SGDHyperparams,
+    hyperparams_from_group,
+    load_kernels,
+)
+from zeroshard.optim.cpu.rounding import detect_torch_rounding
 
 LENGTHS = (1, 7, 37, 64, 1025, 40_003)  # within a vector, a block, several blocks, several threads
 ADAMS = (
@@ -342,25 +347,25 @@ def test_the_library_is_built_once_and_kept(
     native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.load_library(native.KERNELS_SOURCE)
+    build.load_library(kernels.KERNELS_SOURCE)
     (file,) = built(tmp_path)
     assert file.suffix == ".so"
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     written = file.stat().st_mtime_ns
-    library.load_library(native.KERNELS_SOURCE)
+    build.load_library(kernels.KERNELS_SOURCE)
     assert [(found, found.stat().st_mtime_ns) for found in built(tmp_path)] == [(file, written)]
-    monkeypatch.setattr(library, "cpu_description", lambda: "another machine, the same home")
-    library.load_library(native.KERNELS_SOURCE)
+    monkeypatch.setattr(build, "cpu_description", lambda: "another machine, the same home")
+    build.load_library(kernels.KERNELS_SOURCE)
     assert len(built(tmp_path)) == 2
 
 
-def build(rank: int) -> None:
+def build_library(rank: int) -> None:
     dist.barrier()
-    library.load_library(native.KERNELS_SOURCE)
+    build.load_library(kernels.KERNELS_SOURCE)
 
 
 def test_ranks_that_build_at_once_all_get_it(native_kernels: CpuKernels, tmp_path: Path) -> None:
-    run_processes(3, build, env={"XDG_CACHE_HOME": str(tmp_path)})
+    run_processes(3, build_library, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert len(built(tmp_path)) == 1  # and nothing half-made is left
 
 
@@ -374,7 +379,7 @@ def test_without_a_cache_it_is_built_for_this_process(
         (tmp_path / "zeroshard").chmod(0o777)
     else:
         (tmp_path / "zeroshard").write_text("")
-    found = library.load_library(native.KERNELS_SOURCE)
+    found = build.load_library(kernels.KERNELS_SOURCE)
     assert not Path(found._name).exists()  # loaded, and gone from the disk
     assert isinstance(found.zeroshard_adam, ctypes._CFuncPtr)
     assert not built(tmp_path)
@@ -384,15 +389,15 @@ def test_a_damaged_file_is_not_the_end(
     native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "cpu_description", lambda: "this file is loaded once only")
+    monkeypatch.setattr(build, "cpu_description", lambda: "this file is loaded once only")
     empty = b""
-    monkeypatch.setattr(library, "_build", lambda source, compiler, target: target.write_bytes(empty))
-    with pytest.raises(library.KernelBuildError):
-        library.load_library(native.KERNELS_SOURCE)
+    monkeypatch.setattr(build, "_build", lambda source, compiler, target: target.write_bytes(empty))
+    with pytest.raises(build.KernelBuildError):
+        build.load_library(kernels.KERNELS_SOURCE)
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "cpu_description", lambda: "this file is loaded once only")
-    assert library.load_library(native.KERNELS_SOURCE).zeroshard_sgd
+    monkeypatch.setattr(build, "cpu_description", lambda: "this file is loaded once only")
+    assert build.load_library(kernels.KERNELS_SOURCE).zeroshard_sgd
 
 
 @pytest.mark.parametrize(
@@ -405,8 +410,8 @@ def test_where_it_cannot_be_built_one_warning_says_why(
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "COMPILERS", ("false",))
-    monkeypatch.setattr(native, "_load_kernels", functools.cache(native._load_kernels.__wrapped__))
+    monkeypatch.setattr(build, "COMPILERS", ("false",))
+    monkeypatch.setattr(kernels, "_load_kernels", functools.cache(kernels._load_kernels.__wrapped__))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results: list[CpuKernels | None] = []

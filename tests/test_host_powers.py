@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroshard.host import powers
-from zeroshard.host.native import CpuKernels
-from zeroshard.host.options import AdamHyperparams, hyperparams_from_group
+from zeroshard.optim.cpu import kernels
+from zeroshard.optim.cpu.kernels import AdamHyperparams, CpuKernels, hyperparams_from_group
 
 LENGTHS = (1, 37, 1025, 40_003)  # within a vector, a block, several blocks, several threads
 FUSED = {"fused": True, "is_cuda_rounding": True}
@@ -59,10 +58,10 @@ def test_powers_are_wanted(native_kernels: CpuKernels) -> None:
 
 
 def test_powers_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = powers._beta_power_table
-    monkeypatch.setattr(powers, "_beta_power_table", lambda beta, span: table(beta, span, device="cpu"))
-    for step in (1, powers.STEPS_PER_TABLE - 1, powers.STEPS_PER_TABLE, 2 * powers.STEPS_PER_TABLE + 5):
-        found = powers.beta_powers_on_gpu((0.9, 0.9999), step)
+    table = kernels._beta_power_table
+    monkeypatch.setattr(kernels, "_beta_power_table", lambda beta, span: table(beta, span, device="cpu"))
+    for step in (1, kernels.STEPS_PER_TABLE - 1, kernels.STEPS_PER_TABLE, 2 * kernels.STEPS_PER_TABLE + 5):
+        found = kernels.beta_powers_on_gpu((0.9, 0.9999), step)
         assert found == pytest.approx((0.9**step, 0.9999**step), rel=1e-3, abs=1e-37)
 
 

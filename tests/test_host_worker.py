@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.host.worker import UpdateJob, UpdateWorker
+from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
 
 LIMIT = 10  # seconds that a test waits before it fails
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.layout import ALIGN_ELEMENTS, FlatLayout, ParamRange, Range, round_up
+from zeroshard.sharding.layout import ALIGN_ELEMENTS, FlatLayout, ParamRange, Range, round_up
 
 sizes = st.one_of(st.sampled_from([0, 1, ALIGN_ELEMENTS - 1, ALIGN_ELEMENTS, ALIGN_ELEMENTS + 1]), st.integers(0, 500))
 cuts = {"numels": st.lists(sizes, max_size=7), "bucket_size": st.integers(1, 700), "parts": st.integers(1, 9)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zeroshard.planner.machines.links import PASSES, GroupTopology, collective_seconds
+from zeroshard.planner.machines.collective_time import PASSES, GroupTopology, collective_seconds
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.machines.presets import PRESETS
 

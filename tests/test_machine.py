@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import EfficiencyCurve
+from zeroshard.planner.machines import cache as machine_cache
+from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.machines.presets import PRESETS, preset_of_gpu
 
@@ -185,30 +185,30 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_here_is_what_was_kept_and_a_gpus_rates_come_first(cache: Path) -> None:
     with pytest.raises(ValueError, match="not measured yet: run `zeroshard plan --calibrate`"):
         Machine.resolve("here")
-    kept.write_machine(kept.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
+    machine_cache.write_machine(machine_cache.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
     assert Machine.resolve("here", name="cpu") == Machine.resolve("cpu")
-    path = kept.write_machine(kept.local_machine_name("cuda"), Machine.resolve("h200").to_json())
+    path = machine_cache.write_machine(machine_cache.local_machine_name("cuda"), Machine.resolve("h200").to_json())
     assert Machine.resolve("here") == Machine.resolve("h200")
     assert path.parent == cache
     assert [found.suffix for found in cache.iterdir()] == [".json", ".json"]  # and nothing half written
 
 
 def test_a_kept_file_that_is_damaged_says_to_calibrate_again(cache: Path) -> None:
-    path = kept.write_machine(kept.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
+    path = machine_cache.write_machine(machine_cache.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
     path.write_text(path.read_text()[:-40])
     with pytest.raises(ValueError, match=r"describes no machine: no JSON.*run `zeroshard plan --calibrate` again"):
         Machine.resolve("here")
 
 
 def test_a_file_that_cannot_be_written_as_a_whole_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = kept.write_machine("ours", "old")
+    path = machine_cache.write_machine("ours", "old")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept.os, "replace", full)
+    monkeypatch.setattr(machine_cache.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        kept.write_machine("ours", "new")
+        machine_cache.write_machine("ours", "new")
     assert path.read_text() == "old"
     assert list(path.parent.iterdir()) == [path]
 
@@ -260,7 +260,7 @@ def test_a_curve_of_nothing_is_refused() -> None:
 
 
 def test_ranks_on_this_computer_share_it() -> None:
-    lone = Machine.resolve("cpu", devices=1, memory="8GB", name=kept.local_machine_name("cpu"))
+    lone = Machine.resolve("cpu", devices=1, memory="8GB", name=machine_cache.local_machine_name("cpu"))
     shared = lone.shared_by(4)
     assert (shared.devices, shared.memory, shared.flops["fp32"]) == (4, 2 * 10**9, lone.flops["fp32"] / 4)
     assert lone.shared_by(1) is lone

@@ -16,7 +16,7 @@ from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import zeroshard
-from zeroshard.layout import ALIGN_ELEMENTS, round_up
+from zeroshard.sharding.layout import ALIGN_ELEMENTS, round_up
 
 VOCABULARY = 61
 

@@ -23,10 +23,10 @@ from plain import batches, make_net, net_loss
 from torch import nn
 
 import zeroshard
-from zeroshard.host.craft import ChunkUpdater
-from zeroshard.memory.file import DiskError, OffloadFile
+from zeroshard.config.offload import Offload
+from zeroshard.memory.disk.file import DiskError, OffloadFile
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.offload import Offload
+from zeroshard.optim.cpu.apply import ChunkUpdater
 
 THERE = tempfile.gettempdir()
 RESTS: list[Any] = [
@@ -57,7 +57,7 @@ def assert_unchanged(case: Case, *choices: Any) -> None:
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_every_optimizer_gives_the_bits_of_the_run_without_offload(number: int, native: bool, monkeypatch) -> None:
     if not native:
-        monkeypatch.setattr("zeroshard.host.updates.load_kernels", lambda: None)
+        monkeypatch.setattr("zeroshard.optim.cpu.updates.load_kernels", lambda: None)
     first, second = RESTS[(number + 3 * native) % len(RESTS)], RESTS[(number + 3 * native + 2) % len(RESTS)]
     case = Case(
         optimizer=list(OPTIMIZERS)[number],

@@ -11,7 +11,7 @@ from offloaded import Case, assert_same, everything
 from plain import batches, net_loss
 
 import zeroshard
-from zeroshard.host.craft import ChunkUpdater
+from zeroshard.optim.cpu.apply import ChunkUpdater
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from offloaded import Case, assert_same, everything
 from plain import batches, net_loss
 
 import zeroshard
-from zeroshard.host.worker import UpdateJob, UpdateWorker
-from zeroshard.memory.disk import Disk, DiskError, Transfer
-from zeroshard.memory.ledger import MemoryTracker
-from zeroshard.memory.reader import ParamPrefetcher
-from zeroshard.memory.room import MIN_MMAP_BYTES, host_zeros
+from zeroshard.memory.buffers import MIN_MMAP_BYTES, host_zeros
+from zeroshard.memory.disk.disk import Disk, DiskError, Transfer
+from zeroshard.memory.disk.prefetch import ParamPrefetcher
+from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
 
 
 class Broken:

@@ -11,11 +11,10 @@ from offloaded import OPTIMIZERS, assert_same, everything
 from ranks import run_processes, seeded
 
 import zeroshard
-from zeroshard.host.granule import StateChunk
-from zeroshard.host.native import load_kernels
-from zeroshard.host.options import AdamHyperparams
-from zeroshard.host.recipe import make_update_spec
 from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.optim.cpu.apply import make_update_spec
+from zeroshard.optim.cpu.chunk import StateChunk
+from zeroshard.optim.cpu.kernels import AdamHyperparams, load_kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -21,10 +21,10 @@ from plain import batches, make_net, net_loss
 
 import zeroshard
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.host.craft import ChunkUpdater
-from zeroshard.host.granule import StateChunk
-from zeroshard.host.updates import CpuUpdates
-from zeroshard.host.worker import UpdateJob, UpdateWorker
+from zeroshard.optim.cpu.apply import ChunkUpdater
+from zeroshard.optim.cpu.chunk import StateChunk
+from zeroshard.optim.cpu.updates import CpuUpdates
+from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
 
 STEPS, DISTURBED = 6, 4  # an update ahead is possible from step 2 on, counting from 0
 NATIVE = {"optimizer": "Adam", "steps": STEPS}
@@ -156,7 +156,7 @@ def test_nothing_is_done_ahead_where_it_may_not_or_cannot_be(offload: Any, optim
 
 
 def test_without_the_native_update_nothing_is_done_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.host.updates.load_kernels", lambda: None)
+    monkeypatch.setattr("zeroshard.optim.cpu.updates.load_kernels", lambda: None)
     case = Case(steps=4, options={"stage": 2})
     ours, begun = run(case, "host")
     assert sum(begun) == 0

@@ -16,8 +16,8 @@ from plain import Block, batches, make_net
 from ranks import RanksFailed, run_processes, run_threads, seeded
 
 import zeroshard
-from zeroshard.agreement import RanksDisagreeError
-from zeroshard.memory.file import DiskError, OffloadFile
+from zeroshard.comm.consistency import RanksDisagreeError
+from zeroshard.memory.disk.file import DiskError, OffloadFile
 
 THERE = tempfile.gettempdir()
 RESTS: list[Any] = [

@@ -24,9 +24,9 @@ from ranks import run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.device import kernel, one_pass
-from zeroshard.device.strip import SliceTensors, fused_hyperparams_from_group
-from zeroshard.device.table import ROW_FIELDS, LaunchTable, make_tables
+from zeroshard.optim.fused_adam import fused_adam, triton_kernel
+from zeroshard.optim.fused_adam.kernel_inputs import SliceTensors, fused_hyperparams_from_group
+from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, make_tables
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NET = make_net(blocks=2)  # not in a rank: threads draw from one generator
@@ -381,13 +381,13 @@ def test_states_of_another_optimizer_are_not_touched() -> None:
 
 
 def test_without_triton_there_is_one_warning_and_torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "triton", None)
+    monkeypatch.setattr(triton_kernel, "triton", None)
     device = torch.device("cuda", 7)
     with pytest.warns(RuntimeWarning, match=r"torch's own slower one runs on cuda:7: ImportError"):
-        assert one_pass._load_kernel(device) is None
+        assert fused_adam._load_kernel(device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert one_pass._load_kernel(device) is None
+        assert fused_adam._load_kernel(device) is None
 
 
 def test_a_kernel_that_does_something_else_is_not_used() -> None:
@@ -396,9 +396,9 @@ def test_a_kernel_that_does_something_else_is_not_used() -> None:
             super().run(laid, steps, numbers, factors)
             laid[0].exp_avg_sq[3] *= 1.001
 
-    one_pass._self_test(TorchKernel(), torch.device("cpu"))
+    fused_adam._self_test(TorchKernel(), torch.device("cpu"))
     with pytest.raises(AssertionError, match="item \\[2\\]"):
-        one_pass._self_test(Wrong(), torch.device("cpu"))
+        fused_adam._self_test(Wrong(), torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------- tables

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from zeroshard import update
-from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.optim import step
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -91,7 +91,7 @@ CHOSEN = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_the_kernel_gives_every_bit_of_torchs(chosen: str, dtype: torch.dtype) -> None:
-    from zeroshard.device.kernel import TritonKernel
+    from zeroshard.optim.fused_adam.triton_kernel import TritonKernel
 
     kernel, told = TritonKernel(torch.device("cuda", torch.cuda.current_device())), ""
     numbers = CHOSEN[chosen]
@@ -136,7 +136,7 @@ def test_the_kernel_gives_every_bit_of_torchs(chosen: str, dtype: torch.dtype) -
 
 
 def test_the_kernel_writes_nothing_after_an_overflow() -> None:
-    from zeroshard.device.kernel import TritonKernel
+    from zeroshard.optim.fused_adam.triton_kernel import TritonKernel
 
     kernel = TritonKernel(torch.device("cuda", torch.cuda.current_device()))
     gradient, *states = lines(5000, 0, seed=0)
@@ -200,13 +200,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def torchs_way(on: bool) -> Iterator[None]:
-    kept = update.kernel_for
+    kept = step.kernel_for
     if on:
-        update.kernel_for = lambda *_: None
+        step.kernel_for = lambda *_: None
     try:
         yield
     finally:
-        update.kernel_for = kept
+        step.kernel_for = kept
 
 
 class Skips(nn.Module):

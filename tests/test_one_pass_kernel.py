@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.device import kernel
-from zeroshard.device.strip import FusedAdamHyperparams, GradScale, SliceTensors
-from zeroshard.device.table import ROW_FIELDS
-from zeroshard.host.options import AdamHyperparams
-from zeroshard.host.powers import _beta_power_table
+from zeroshard.optim.cpu.kernels import AdamHyperparams, _beta_power_table
+from zeroshard.optim.fused_adam import triton_kernel
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS
 
 triton = pytest.importorskip("triton")
 
@@ -73,7 +72,7 @@ def test_strips_are_updated_by_the_formulas_of_a_gpu(
     found = strips([64, 300, 33, 1, 128, 5], gradient, copy, offset)
     steps = [1, 7, 100]
     wanted = [host_update(native_kernels, strip, numbers, steps[strip.slice_index], factors) for strip in found]
-    ours = kernel.TritonKernel(torch.device("cpu"), block=64)
+    ours = triton_kernel.TritonKernel(torch.device("cpu"), block=64)
     ours.run(ours.prepare(found, 3), [torch.tensor(float(step)) for step in steps], numbers, GradScale(**factors))
     for number, (strip, states) in enumerate(zip(found, wanted, strict=True)):
         mine = [strip.master, strip.exp_avg, strip.exp_avg_sq]
@@ -87,7 +86,7 @@ def test_after_an_overflow_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (strip,) = strips([100], torch.float16, torch.float16)
     before = [tensor.clone() for tensor in (strip.master, strip.exp_avg, strip.exp_avg_sq, strip.compute_param)]
-    ours = kernel.TritonKernel(torch.device("cpu"), block=64)
+    ours = triton_kernel.TritonKernel(torch.device("cpu"), block=64)
     laid = ours.prepare([strip], 1)
     for overflow in (1.0, 0.0):
         ours.run(laid, [torch.tensor(1.0)], PLAIN, GradScale(overflow=torch.tensor(overflow)))
@@ -109,24 +108,24 @@ def compiled(**chosen: Any) -> str:
         "LR_ON_DEVICE": False,
         "DECAYS": True,
         "MAXIMIZE": False,
-        "BLOCK": kernel.BLOCK_NUMEL,
+        "BLOCK": triton_kernel.BLOCK_NUMEL,
         **chosen,
     }
-    function = triton.jit(kernel.fused_adam_kernel)
+    function = triton.jit(triton_kernel.fused_adam_kernel)
     pointers = {"blocks": "*i32", "table": "*i64", "powers": "*fp32"}
     pointers |= dict.fromkeys(("inverse", "coefficient", "overflow"), "*fp32")
     numbers = dict.fromkeys(("lr", "beta1", "beta2", "eps", "weight_decay"), "fp32")
     signature = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=function, signature=signature, constexprs=places)
-    options = {"num_warps": kernel.NUM_WARPS, **kernel.EXACT_FP_OPTIONS}
+    options = {"num_warps": triton_kernel.NUM_WARPS, **triton_kernel.EXACT_FP_OPTIONS}
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
 
 def test_the_compiled_kernel_rounds_as_is_written_and_moves_whole_vectors() -> None:
     code = compiled()
     found = Counter(re.findall(r"\b((?:ld|st)\.global\.\w+(?:\.\w+)?|(?:mul|add|sub|fma|div|sqrt)[\w.]*\.f32)\b", code))
-    each = kernel.BLOCK_NUMEL // (32 * kernel.NUM_WARPS)  # elements of a thread
+    each = triton_kernel.BLOCK_NUMEL // (32 * triton_kernel.NUM_WARPS)  # elements of a thread
     assert ".ftz" not in code and ".approx" not in code and "rcp" not in code
     arithmetic = {name for name in found if name.endswith(".f32")}
     assert arithmetic == {f"{name}.rn.f32" for name in ("mul", "add", "sub", "fma", "div", "sqrt")}

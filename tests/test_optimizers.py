@@ -13,7 +13,7 @@ from ranks import RanksFailed, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.optimizer_probe import check_elementwise
+from zeroshard.optim.elementwise_check import check_elementwise
 
 
 def make_model() -> nn.Module:
@@ -280,7 +280,7 @@ def test_a_group_that_is_added_later_is_tried_too() -> None:
 
 
 def test_torchs_own_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.optimizer_probe._compare", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("zeroshard.optim.elementwise_check._compare", lambda *_: pytest.fail("tried"))
     model = copy.deepcopy(MODEL)
     zeroshard.shard(model, torch.optim.AdamW(model.parameters()))
 

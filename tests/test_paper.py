@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.commands.simulate import main
+from zeroshard.cli.simulate import main
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.simulation import paper
-from zeroshard.planner.simulation.paper import PaperCell, PaperResult, mean_error
-from zeroshard.planner.simulation.paper_tables import FIGURE_2, FIGURE_6, FIGURE_7, TABLE_1, PaperRun
-from zeroshard.planner.simulation.table import paper_table
+from zeroshard.planner.scaling import paper
+from zeroshard.planner.scaling.paper import PaperCell, PaperResult, mean_error
+from zeroshard.planner.scaling.paper_tables import FIGURE_2, FIGURE_6, FIGURE_7, TABLE_1, PaperRun
+from zeroshard.planner.scaling.scaling_table import paper_table
 from zeroshard.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("traced_once")

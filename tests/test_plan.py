@@ -11,24 +11,24 @@ from ranks import run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.config import Config
+from zeroshard.config.config import Config
+from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.offload import Offload
-from zeroshard.planner import subject
-from zeroshard.planner.choice import Strategy
+from zeroshard.planner import traced_model
 from zeroshard.planner.footprint import footprint
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.memory import state_sizes
-from zeroshard.planner.pace import (
+from zeroshard.planner.plan import Plans, evaluate_strategy, plan
+from zeroshard.planner.state_sizes import state_sizes
+from zeroshard.planner.step_time import (
     ADAM_BYTES_PER_PARAM,
     MAX_SIMULATED_BACKWARDS,
     TRANSFER_BYTES_PER_PARAM,
     TraceCost,
     step_time,
 )
-from zeroshard.planner.plan import Plans, evaluate_strategy, plan
-from zeroshard.planner.subject import TracedModel
-from zeroshard.planner.traces.tracing import trace_model
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.tracing.trace_model import trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -46,7 +46,7 @@ def replayed(
 ) -> Any:
     model = model or gpt()
     work = TraceCost.from_trace(
-        subject.trace_model(model, micro_batch=2, precision="bf16", device_kind=machine.kind), machine
+        traced_model.trace_model(model, micro_batch=2, precision="bf16", device_kind=machine.kind), machine
     )
     held = state_sizes(model, Config(stage=stage, precision="bf16", **options), ranks=ranks)
     return step_time(work, held, machine, ranks=ranks, accumulate=accumulate)
@@ -227,13 +227,13 @@ def test_nothing_fits() -> None:
 
 
 def test_the_hosts_memory_and_the_disk_are_limits_too() -> None:
-    subject = TracedModel(gpt(width=512), precision="bf16")
+    traced_model = TracedModel(gpt(width=512), precision="bf16")
     small = replace(NODE, host_memory=10**6, disk=10**6)
     far = Strategy(stage=3, offload=Offload(optimizer="host"))
-    assert "of host memory" in evaluate_strategy(subject, far, 4, small).shortfall
+    assert "of host memory" in evaluate_strategy(traced_model, far, 4, small).shortfall
     disk = Strategy(stage=3, offload=Offload(optimizer="disk", directory="."))
-    assert "of disk" in evaluate_strategy(subject, disk, 4, replace(small, host_memory=10**12)).shortfall
-    assert evaluate_strategy(subject, far, 4, NODE).fits
+    assert "of disk" in evaluate_strategy(traced_model, disk, 4, replace(small, host_memory=10**12)).shortfall
+    assert evaluate_strategy(traced_model, far, 4, NODE).fits
 
 
 def test_what_is_given_is_kept_to() -> None:
@@ -286,7 +286,7 @@ def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.Monke
         depths.append(len(model.blocks))
         return real(model, *args, **given)
 
-    monkeypatch.setattr("zeroshard.planner.subject.trace_model", noted)
+    monkeypatch.setattr("zeroshard.planner.traced_model.trace_model", noted)
     deep = gpt(layers=12)
     found = plan(
         deep, devices=2, machine=NODE, batch=8, sequence=32, stage=3, checkpoint="none", offload=None, tensor=1

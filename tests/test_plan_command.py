@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import zeroshard
-from zeroshard.cli import main
-from zeroshard.commands.console import HTML_REQUIREMENTS
+from zeroshard.cli.common import HTML_REQUIREMENTS
+from zeroshard.cli.main import main
 from zeroshard.planner.calibration import calibrate as measuring
-from zeroshard.planner.choice import Strategy
 from zeroshard.planner.footprint import MemoryUsage
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.models import open_model
+from zeroshard.planner.open_model import open_model
 from zeroshard.planner.plan import Plans
-from zeroshard.planner.record import TIME_PARTS, best_per_strategy, plans_to_dict
-from zeroshard.planner.table import COLUMNS, fit_summary, format_table, sort_plans, summary_rows
-from zeroshard.planner.usage import python_calls, train_command
+from zeroshard.planner.plan_json import TIME_PARTS, best_per_strategy, plans_to_dict
+from zeroshard.planner.plan_table import COLUMNS, fit_summary, format_table, sort_plans, summary_rows
+from zeroshard.planner.render_flags import python_calls, train_command
+from zeroshard.planner.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -164,7 +164,8 @@ def plans() -> Plans:
 
 
 def test_help_is_told_without_torch() -> None:
-    code = "import sys, zeroshard.cli as cli\ntry: cli.main(['plan', '--help'])\nfinally: print('torch' in sys.modules)"
+    code = "import sys, zeroshard.cli.main as cli\n"
+    code += "try: cli.main(['plan', '--help'])\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("False\n")
     for flag in "--devices --machine --memory --batch --micro-batch --sequence --stage --tensor --checkpoint".split():
@@ -376,7 +377,7 @@ def fail(*_: Any, **__: Any) -> None:
 def test_targets_are_looked_at_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    monkeypatch.setattr("zeroshard.planner.models.open_model", fail)
+    monkeypatch.setattr("zeroshard.planner.open_model.open_model", fail)
     monkeypatch.setattr(measuring, "calibrate", fail)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # permissions do not stop every user
     (tmp_path / "old").touch()
@@ -395,9 +396,9 @@ def test_targets_are_looked_at_before_any_work(
 def test_what_a_page_needs_is_named_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: list[str]
 ) -> None:
-    monkeypatch.setattr("zeroshard.planner.models.open_model", fail)
+    monkeypatch.setattr("zeroshard.planner.open_model.open_model", fail)
     here = set(HTML_REQUIREMENTS) - set(missing)
-    monkeypatch.setattr("zeroshard.commands.console.find_spec", lambda name: object() if name in here else None)
+    monkeypatch.setattr("zeroshard.cli.common.find_spec", lambda name: object() if name in here else None)
     assert run("tiny", "--devices", "2", "--html", str(tmp_path / "plan.html")) == 2
     said = capsys.readouterr().err
     assert f"--html needs {' and '.join(missing)}, which " in said and "pip install 'zeroshard[train]'" in said
@@ -405,7 +406,7 @@ def test_what_a_page_needs_is_named_before_any_work(
 
 def test_a_reader_that_has_gone_is_no_failure() -> None:
     flags = "tiny --devices 2 --stage 3 --json -".split()
-    code = f"import sys; from zeroshard.cli import main; sys.exit(main({['plan', *flags, *QUICK]!r}))"
+    code = f"import sys; from zeroshard.cli.main import main; sys.exit(main({['plan', *flags, *QUICK]!r}))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

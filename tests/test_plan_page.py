@@ -19,14 +19,14 @@ pytest.importorskip("jinja2", reason="the page needs jinja2: pip install 'zerosh
 from test_train_page import HOSTILE, Dom, chromium, console_of, in_browser, listen
 
 import zeroshard
-from zeroshard.cli import main
+from zeroshard.cli.main import main
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.models import open_model
-from zeroshard.planner.page import charts
-from zeroshard.planner.page.page import write_page
+from zeroshard.planner.open_model import open_model
+from zeroshard.planner.page import plan_charts
+from zeroshard.planner.page.plan_page import write_page
 from zeroshard.planner.plan import Plan, Plans, evaluate_strategy
-from zeroshard.planner.subject import TracedModel
-from zeroshard.planner.table import best_or_smallest, summary_rows
+from zeroshard.planner.plan_table import best_or_smallest, summary_rows
+from zeroshard.planner.traced_model import TracedModel
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -113,9 +113,9 @@ def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom
     style = "".join(data for tag, data in dom.texts if tag == "style")
     named = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(dom.figures())))
     hues = {
-        *charts.KIND_COLORS.values(),
-        *(hue for _, hue in charts.TIME_LABELS.values()),
-        *(hue for _, hue in charts.CHECKPOINT_LINES.values()),
+        *plan_charts.KIND_COLORS.values(),
+        *(hue for _, hue in plan_charts.TIME_LABELS.values()),
+        *(hue for _, hue in plan_charts.CHECKPOINT_LINES.values()),
     }
     for name in named | {f"--{hue}" for hue in hues}:
         assert f"{name}: " in style, name
@@ -126,7 +126,7 @@ def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom
 
 def test_the_stages_add_up_to_what_a_device_needs(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
-    best, chart = chosen(plans), charts.stages_chart(subject, chosen(plans))
+    best, chart = chosen(plans), plan_charts.stages_chart(subject, chosen(plans))
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
     assert len(totals) == 4 and min(totals) == totals[3]
     same = {plan.strategy.stage: plan.memory for plan in plans.candidates if _as(plan, best)}
@@ -146,7 +146,7 @@ def _as(plan: Plan, other: Plan) -> bool:
 def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
     best = chosen(plans)
-    figure = charts.timeline_chart(subject, best).figure
+    figure = plan_charts.timeline_chart(subject, best).figure
     totals = [sum(parts) for parts in zip(*(area["y"] for area in figure["data"]), strict=True)]
     assert max(totals) == pytest.approx(best.footprint.peak.total)
     at = figure["data"][0]["x"]
@@ -160,7 +160,7 @@ def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, TracedMod
 def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
     far = next(plan for plan in plans.candidates if plan.strategy.offload_summary == "optimizer host, parameters host")
-    bars = {bar["name"]: bar["x"] for bar in charts.stages_chart(subject, far).figure["data"]}
+    bars = {bar["name"]: bar["x"] for bar in plan_charts.stages_chart(subject, far).figure["data"]}
     assert "optimizer states" not in bars or not any(bars["optimizer states"])
     assert bars["parameters"][0] > 0 and bars["parameters"][3] == 0
 
@@ -168,9 +168,9 @@ def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: tuple[Pl
 def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, TracedModel]) -> None:
     plans, subject = made
     best = chosen(plans)
-    chart = charts.micro_batch_chart(subject, best)
+    chart = plan_charts.micro_batch_chart(subject, best)
     lines = {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart.figure["data"]}
-    mine = lines[charts.CHECKPOINT_LINES[best.strategy.checkpoint][0]]
+    mine = lines[plan_charts.CHECKPOINT_LINES[best.strategy.checkpoint][0]]
     assert mine[best.strategy.micro_batch] == pytest.approx(best.memory)
     for points in lines.values():
         needs = list(points.values())
@@ -186,26 +186,26 @@ def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, Traced
 
 def test_times_add_up_to_a_step_or_a_sample(made: tuple[Plans, TracedModel]) -> None:
     plans = made[0]
-    chart = charts.step_time_chart(summary_rows(plans), chosen(plans))
+    chart = plan_charts.step_time_chart(summary_rows(plans), chosen(plans))
     assert chart is not None
     fitting = [plan for plan in summary_rows(plans) if plan.fits]
-    assert not charts.needs_time_per_sample(fitting)
+    assert not plan_charts.needs_time_per_sample(fitting)
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
-    assert totals == pytest.approx([plan.step_time.step for plan in fitting[: charts.MAX_BARS]], rel=0.01)
+    assert totals == pytest.approx([plan.step_time.step for plan in fitting[: plan_charts.MAX_BARS]], rel=0.01)
     mixed, _ = planned("1GB", batch=None)
     fitting = [plan for plan in mixed.candidates if plan.strategy.checkpoint == "none"]
-    assert charts.needs_time_per_sample(fitting)
-    chart = charts.step_time_chart(fitting, fitting[0])
+    assert plan_charts.needs_time_per_sample(fitting)
+    chart = plan_charts.step_time_chart(fitting, fitting[0])
     assert chart is not None and chart.label.startswith("Time of a sample")
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
-    assert totals == pytest.approx([1 / plan.samples_per_second for plan in fitting[: charts.MAX_BARS]], rel=0.005)
+    assert totals == pytest.approx([1 / plan.samples_per_second for plan in fitting[: plan_charts.MAX_BARS]], rel=0.005)
 
 
 def test_time_that_has_no_name_is_drawn_too(made: tuple[Plans, TracedModel]) -> None:
     best = chosen(made[0])
     slow = replace(best)
     vars(slow)["step_time"] = replace(best.step_time, step=2 * best.step_time.step)
-    chart = charts.step_time_chart([slow], slow)
+    chart = plan_charts.step_time_chart([slow], slow)
     assert chart is not None and chart.legend[-1][0] == "all else"
     assert sum(bar["x"][0] for bar in chart.figure["data"]) == pytest.approx(slow.step_time.step, rel=0.01)
 

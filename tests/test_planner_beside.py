@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import planner as beside
-from zeroshard.comm import Communicator
+from zeroshard.comm.collectives import Communicator
 
 GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}
 CASES = {

@@ -9,7 +9,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.memory import predict_memory
+from zeroshard.planner.state_sizes import predict_memory
 
 COUNTERS = 512  # bytes of step counts, one for each stretch of shards
 CONFIG = GPTConfig(vocab_size=500, context=8, layers=3, heads=2, width=32)

@@ -11,14 +11,14 @@ from one_pass import in_one_pass
 from torch import nn
 
 import zeroshard
-from zeroshard.config import Config
-from zeroshard.device.strip import is_supported
+from zeroshard.config.config import Config
+from zeroshard.optim.fused_adam.kernel_inputs import is_supported
+from zeroshard.optim.slices import max_slice_numel
 from zeroshard.planner.auto import JobTopology, choose_plan
-from zeroshard.planner.choice import Strategy
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.memory import StateSizes, state_sizes
-from zeroshard.planner.subject import TracedModel
-from zeroshard.runs import max_slice_numel
+from zeroshard.planner.state_sizes import StateSizes, state_sizes
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TracedModel
 
 MODEL = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
 PSI = 4 * 64 * 64

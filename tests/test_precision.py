@@ -13,7 +13,7 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard import precision as precision_module
+from zeroshard.sharding import precision as precision_module
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 import zeroshard
-from zeroshard.cli import main
-from zeroshard.placement import Placement
+from zeroshard.cli.main import main
 from zeroshard.presets import CONFIGURATIONS, PRESETS
+from zeroshard.sharding.placement import Placement
 
 # Table 3 of the paper: gradients partitioned, activation checkpoints partitioned, in host memory
 TABLE_3 = {

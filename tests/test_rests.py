@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.layout import ALIGN_ELEMENTS, Range
-from zeroshard.offload import Offload
-from zeroshard.rests import MAX_CHUNK_ELEMENTS, PAGE_BYTES, FlatSizes, TierPlacement, assign_tiers, split_chunks
+from zeroshard.config.offload import Offload
+from zeroshard.sharding.layout import ALIGN_ELEMENTS, Range
+from zeroshard.sharding.tier_placement import (
+    MAX_CHUNK_ELEMENTS,
+    PAGE_BYTES,
+    FlatSizes,
+    TierPlacement,
+    assign_tiers,
+    split_chunks,
+)
 
 DISTANCE = {"device": 0, "host": 1, "disk": 2}
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zeroshard.memory import arrangement
-from zeroshard.memory.arrangement import SegmentCandidate, SegmentSearch
-from zeroshard.memory.rehearsal import ROUND_LARGE_BYTES, AllocatorSimulator, AllocRequest
-from zeroshard.memory.segments import WARMUP_PASSES, SegmentPreallocator
+from zeroshard.memory.allocator import segment_search
+from zeroshard.memory.allocator.segment_preallocator import WARMUP_PASSES, SegmentPreallocator
+from zeroshard.memory.allocator.segment_search import SegmentCandidate, SegmentSearch
+from zeroshard.memory.allocator.simulator import ROUND_LARGE_BYTES, AllocatorSimulator, AllocRequest
 
 
 class Block:
@@ -200,7 +200,7 @@ def test_what_is_taken_from_a_pool_needs_no_segment(allocator: Allocator) -> Non
 def test_a_step_that_is_too_long_to_be_noted_is_left_alone(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zeroshard.memory.segments.MAX_TRACE_EVENTS", 5)
+    monkeypatch.setattr("zeroshard.memory.allocator.segment_preallocator.MAX_TRACE_EVENTS", 5)
     segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 8)
     assert allocator.reserved() > 1.3 * NEEDED
@@ -280,7 +280,7 @@ def test_sizes_are_changed_until_little_more_is_reserved_than_is_in_use(monkeypa
     in_use = 8172 * MB
     first = SegmentSearch(requests)
     assert min(first._evaluate(sizes) for sizes in first._initial_sizes()) > 1.12 * in_use
-    monkeypatch.setattr(arrangement, "TARGET_RATIO", 1.06)  # it ends there, so that no clock decides
+    monkeypatch.setattr(segment_search, "TARGET_RATIO", 1.06)  # it ends there, so that no clock decides
     found = SegmentSearch(requests).search(seconds=120)[0].sizes
     for grown in (1.0, 1.001):  # it does not fit to the byte
         rehearsal = AllocatorSimulator(found)
@@ -323,7 +323,7 @@ def requests_of_gathered_blocks(layers: int = 24) -> list[AllocRequest]:
 
 
 def test_what_is_small_and_stays_is_kept_apart_from_gathered_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrangement, "TARGET_RATIO", 1.11)
+    monkeypatch.setattr(segment_search, "TARGET_RATIO", 1.11)
     requests, in_use = requests_of_gathered_blocks(), (25 * 8 + 200 + 196 + 2 * 393) * MB
     best = SegmentSearch(requests).search(seconds=120)[0]
     assert (
@@ -341,7 +341,7 @@ def test_a_guess_needs_what_it_promises_however_short_the_time(seconds: float) -
             for _ in range(2):
                 rehearsal.replay(
                     [
-                        (tensor, nbytes + grown * nbytes // arrangement.REQUEST_GROWTH_DIVISOR)
+                        (tensor, nbytes + grown * nbytes // segment_search.REQUEST_GROWTH_DIVISOR)
                         for tensor, nbytes in requests
                     ]
                 )

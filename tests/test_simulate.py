@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.commands.simulate import main
-from zeroshard.config import Config
+from zeroshard.cli.simulate import main
+from zeroshard.config.config import Config
+from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.offload import Offload
-from zeroshard.planner.choice import Strategy
-from zeroshard.planner.deepened import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
+from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.memory import state_sizes
 from zeroshard.planner.plan import evaluate_strategy
-from zeroshard.planner.simulation import largest as searching
-from zeroshard.planner.simulation.family import DepthExtrapolatedModel, find_family, gpt_family
-from zeroshard.planner.simulation.largest import LargestModel, find_deepest_member, find_largest_model
-from zeroshard.planner.simulation.simulate import ScalingPoint, ScalingSimulation, simulate
-from zeroshard.planner.simulation.table import simulation_table
-from zeroshard.planner.subject import TracedModel
-from zeroshard.planner.traces.tracing import trace_model
+from zeroshard.planner.scaling import largest_model as searching
+from zeroshard.planner.scaling.largest_model import LargestModel, find_deepest_member, find_largest_model
+from zeroshard.planner.scaling.model_family import DepthExtrapolatedModel, find_family, gpt_family
+from zeroshard.planner.scaling.scaling_table import simulation_table
+from zeroshard.planner.scaling.simulate import ScalingPoint, ScalingSimulation, simulate
+from zeroshard.planner.state_sizes import state_sizes
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.tracing.trace_model import trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -423,7 +423,7 @@ def test_the_command_refuses_numbers_that_are_none(devices: str, capsys: pytest.
 
 
 def test_help_needs_no_torch() -> None:
-    look = "import sys; from zeroshard.cli import main; code = main(['simulate', '--help'])"
+    look = "import sys; from zeroshard.cli.main import main; code = main(['simulate', '--help'])"
     after = "print('torch' in sys.modules)"
     code = f"import sys\ntry:\n    exec({look!r})\nexcept SystemExit:\n    {after}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

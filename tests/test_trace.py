@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.traces.trace import EngineEvent, Trace, split_spans
-from zeroshard.planner.traces.tracing import UntraceableError, trace_model
+from zeroshard.planner.tracing.trace import EngineEvent, Trace, split_spans
+from zeroshard.planner.tracing.trace_model import UntraceableError, trace_model
 
 SMALL = GPTConfig(vocab_size=64, context=16, layers=3, heads=4, width=32)
 

@@ -15,20 +15,20 @@ from live import allocated_bytes
 from ranks import run_processes, run_threads
 
 from zeroshard.activations.checkpoint import CheckpointedForward
-from zeroshard.commands.train import main
-from zeroshard.planner import subject
+from zeroshard.cli.train import main
+from zeroshard.planner import traced_model
 from zeroshard.planner.auto import NothingFitsError
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import plan
-from zeroshard.train.check import resolve_batching
+from zeroshard.train.auto_options import resolve_auto
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.job import _shard_model, prepare_training, sequence_length
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
+from zeroshard.train.option_checks import resolve_batching
 from zeroshard.train.options import TrainOptions
-from zeroshard.train.settled import resolve_auto
+from zeroshard.train.rank_info import RankInfo
 from zeroshard.train.summary import header_lines
-from zeroshard.train.world import RankInfo
+from zeroshard.train.training_setup import _shard_model, prepare_training, sequence_length
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -160,7 +160,7 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     options, known = read_options([*flags, "--auto", "--machine", machine_file(Path(directory), "1GB")]), {}
-    tracing = subject.trace_model
+    tracing = traced_model.trace_model
 
     def remembered(model: Any, inputs: Any, **more: Any) -> Any:
         key = (more["checkpoint"], more["micro_batch"])
@@ -168,7 +168,7 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "trace_model", remembered)
+        patch.setattr(traced_model, "trace_model", remembered)
         module = open_language_model(options.model, options.data).module
         machine = Machine.resolve(options.sharding.machine or "cpu")
         every = plan(

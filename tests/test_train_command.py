@@ -28,16 +28,16 @@ from ranks import RanksFailed, run_processes
 from safetensors.torch import load_file
 from test_train_page import CHARTS, Dom, chromium, console_of, in_browser
 
-from zeroshard import cli
-from zeroshard.checkpoint.contents import CheckpointReader
-from zeroshard.train.checkpoint import checkpoint_step, complete_checkpoints
+from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
+from zeroshard.cli.main import main
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
-from zeroshard.train.job import prepare_training
+from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.run_checkpoints import checkpoint_step, complete_checkpoints
 from zeroshard.train.trainer import Trainer
-from zeroshard.train.world import RankInfo
+from zeroshard.train.training_setup import prepare_training
 
 STEPS = 40
 SMALL = (
@@ -68,7 +68,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     """The exit status, output and errors of a command without ranks, called here: a program would import torch anew."""
     exit_message = ""
     try:
-        status = cli.main([str(argument) for argument in arguments])
+        status = main.main([str(argument) for argument in arguments])
     except SystemExit as end:  # the interpreter prints what is not a number, and ends with 1
         status, exit_message = (end.code, "") if isinstance(end.code, int) else (1, str(end.code))
     output, errors = capsys.readouterr()
@@ -560,7 +560,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
 
 
 def test_help_is_quick_because_torch_is_not_imported() -> None:
-    code = "import sys; from zeroshard.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    code = "import sys; from zeroshard.cli.main import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from zeroshard.train.data import corpus as corpus_module
 from zeroshard.train.data.corpus import encode_corpus, open_corpus, read_text, read_texts, shakespeare, text_files
-from zeroshard.train.data.loader import TokenLoader, sample_windows, shuffled_indices
+from zeroshard.train.data.token_file import TokenFile, write_token_chunks, write_tokens
+from zeroshard.train.data.token_loader import TokenLoader, sample_windows, shuffled_indices
 from zeroshard.train.data.tokenizer import (
     END_OF_TEXT,
     encode_texts,
@@ -24,7 +25,6 @@ from zeroshard.train.data.tokenizer import (
     tokenizer_vocab_size,
     train_tokenizer,
 )
-from zeroshard.train.data.tokens import TokenFile, write_token_chunks, write_tokens
 
 settings.register_profile("no timing", deadline=None)  # a slow machine is no failure
 settings.load_profile("no timing")

@@ -18,7 +18,12 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import SAFETENSORS_INDEX_FILE, SafetensorsWeights, TensorInfo, write_safetensors
+from zeroshard.checkpoint.safetensors_files import (
+    SAFETENSORS_INDEX_FILE,
+    SafetensorsWeights,
+    TensorInfo,
+    write_safetensors,
+)
 from zeroshard.train.models import huggingface
 from zeroshard.train.models.huggingface import (
     HuggingFaceModel,

@@ -22,9 +22,9 @@ import pytest
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'zeroshard[train]'")
 pytest.importorskip("jinja2", reason="the report needs jinja2: pip install 'zeroshard[train]'")
 
-from zeroshard.train.page import charts
-from zeroshard.train.page.page import read_metrics, write_html_report
-from zeroshard.train.page.series import MAX_POINTS, downsample
+from zeroshard.train.report import run_charts
+from zeroshard.train.report.html_report import read_metrics, write_html_report
+from zeroshard.train.report.series import MAX_POINTS, downsample
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -189,8 +189,8 @@ def test_every_colour_of_a_figure_is_one_of_the_stylesheet(full: Dom) -> None:
     named = set(re.findall(r"var\((--[a-z-]+)\)", json.dumps(full.figures())))
     assert {"--parameters", "--gathered", "--all-gather", "--held"} <= named
     kinds = {
-        charts.color_variable(kind)[4:-1]
-        for kind in (*charts.STATE_KINDS, *charts.BUFFER_KINDS, *charts.COLLECTIVE_KINDS)
+        run_charts.color_variable(kind)[4:-1]
+        for kind in (*run_charts.STATE_KINDS, *run_charts.BUFFER_KINDS, *run_charts.COLLECTIVE_KINDS)
     }
     for name in named | kinds | {"--other"}:
         assert f"{name}: " in style, name

@@ -19,16 +19,16 @@ from ranks import run_processes
 
 from zeroshard.presets import PRESETS
 from zeroshard.train.batching import Batching
-from zeroshard.train.directory import RunDirectory, create_run_directory, newest_run
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
+from zeroshard.train.generation import generate_tokens
 from zeroshard.train.launch import ERROR_DIR_ENV, STOP_SIGNALS, describe_first_failure, launch, report_failure
 from zeroshard.train.options import DataOptions, ModelOptions, StepOptions, TrainOptions
-from zeroshard.train.pulse import StepStatsReducer
-from zeroshard.train.record import paper_traffic
-from zeroshard.train.sample import generate_tokens
-from zeroshard.train.schedule import learning_rate
-from zeroshard.train.world import first_slurm_host, launcher_environment
+from zeroshard.train.rank_info import first_slurm_host, launcher_environment
+from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_run
+from zeroshard.train.run_record import paper_traffic
+from zeroshard.train.step_stats import StepStatsReducer
+from zeroshard.train.trainer import learning_rate
 
 # ------------------------------------------------------------------------------------------------ batches and rates
 

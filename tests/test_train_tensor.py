@@ -23,26 +23,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zeroshard
-from zeroshard.commands.train import main
+from zeroshard.cli.train import main
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.models.gpt import Block
-from zeroshard.planner.memory import predict_memory
+from zeroshard.planner.state_sizes import predict_memory
 from zeroshard.presets import CONFIGURATIONS
-from zeroshard.tensor.plans import tensor_plan_for
+from zeroshard.tensor_parallel.plans import tensor_plan_for
 from zeroshard.train.batching import Batching
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
-from zeroshard.train.directory import RunDirectory
 from zeroshard.train.dry_run import dry_run
 from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
 from zeroshard.train.flops import count_matmul_params
-from zeroshard.train.job import prepare_training
 from zeroshard.train.models.huggingface import HuggingFaceModel
 from zeroshard.train.models.language_model import open_language_model
 from zeroshard.train.options import ConfigurationName, DataOptions, ModelOptions
-from zeroshard.train.record import paper_traffic
-from zeroshard.train.world import RankInfo
+from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.run_directory import RunDirectory
+from zeroshard.train.run_record import paper_traffic
+from zeroshard.train.training_setup import prepare_training
 
 SHORT = "--steps 6 --eval-every 3 --checkpoint-every 3 --log-every 3".split()
 VOCABULARY = 301  # which two ranks cannot divide evenly

@@ -11,9 +11,9 @@ from ranks import run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.engine.units import plan_units
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.models.gpt import Block
+from zeroshard.sharding.units import plan_units
 
 DEEP = GPTConfig(vocab_size=64, context=8, layers=33, heads=2, width=8)
 

@@ -9,7 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zeroshard.checkpoint.weights import SafetensorsWeights, TensorInfo, write_safetensors, write_safetensors_directory
+from zeroshard.checkpoint.safetensors_files import (
+    SafetensorsWeights,
+    TensorInfo,
+    write_safetensors,
+    write_safetensors_directory,
+)
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard.activations.checkpoint import checkpoint_activations
-    from zeroshard.agreement import RanksDisagreeError
     from zeroshard.api import (
         full_gradient,
         full_parameter,
@@ -19,15 +18,16 @@ if TYPE_CHECKING:
         shard,
         unshard,
     )
+    from zeroshard.checkpoint.async_save import Save
     from zeroshard.checkpoint.errors import CheckpointError
     from zeroshard.checkpoint.load import Loaded, load
-    from zeroshard.checkpoint.pending import Save
     from zeroshard.checkpoint.save import save
-    from zeroshard.config import Config
+    from zeroshard.comm.consistency import RanksDisagreeError
+    from zeroshard.config.config import Config
+    from zeroshard.config.offload import Offload
     from zeroshard.memory.profile import Profile
     from zeroshard.memory.report import Report
-    from zeroshard.offload import Offload
-    from zeroshard.optimizer import ShardedOptimizer
+    from zeroshard.optim.sharded_optimizer import ShardedOptimizer
     from zeroshard.planner.plan import plan
 
 __version__ = "0.1.0"
@@ -61,14 +61,14 @@ __all__ = [
 
 _MODULE_OF = {
     "CheckpointError": "checkpoint.errors",
-    "Config": "config",
+    "Config": "config.config",
     "Loaded": "checkpoint.load",
-    "Offload": "offload",
+    "Offload": "config.offload",
     "Profile": "memory.profile",
-    "RanksDisagreeError": "agreement",
+    "RanksDisagreeError": "comm.consistency",
     "Report": "memory.report",
-    "Save": "checkpoint.pending",
-    "ShardedOptimizer": "optimizer",
+    "Save": "checkpoint.async_save",
+    "ShardedOptimizer": "optim.sharded_optimizer",
     "checkpoint_activations": "activations.checkpoint",
     "load": "checkpoint.load",
     "plan": "planner.plan",

@@ -2,7 +2,7 @@
 
 import sys
 
-from zeroshard.cli import main
+from zeroshard.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

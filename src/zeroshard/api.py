@@ -15,33 +15,38 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zeroshard.activations.traffic import count_traffic
-from zeroshard.comm import Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
-from zeroshard.config import Config
-from zeroshard.engine import whole
-from zeroshard.engine.alike import open_consistency_checker, open_tiers, verify_same_model, verify_same_tensor_plan
-from zeroshard.engine.away import OffloadedStates
-from zeroshard.engine.buffers import BufferBroadcaster
+from zeroshard.activations.tp_traffic import count_traffic
+from zeroshard.comm.collective_order import CollectiveOrder
+from zeroshard.comm.collectives import Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
+from zeroshard.config.config import Config
+from zeroshard.engine import full_tensors
 from zeroshard.engine.build import UnitBuilder, check_model
-from zeroshard.engine.checks import check_max_norm
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install_hooks
-from zeroshard.engine.order import CollectiveOrder
+from zeroshard.engine.model_checks import check_max_norm
+from zeroshard.engine.module_buffers import BufferBroadcaster
+from zeroshard.engine.offload_states import OffloadedStates
 from zeroshard.engine.parameter import local_data, param_info
+from zeroshard.engine.rank_checks import (
+    open_consistency_checker,
+    open_tiers,
+    verify_same_model,
+    verify_same_tensor_plan,
+)
 from zeroshard.engine.unit import Unit
-from zeroshard.engine.units import plan_units
-from zeroshard.memory.ledger import MemoryTracker, NowAndPeak
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.profile import Profile, ProfileMoment
 from zeroshard.memory.report import Report
-from zeroshard.memory.tiers import TierAllocator
-from zeroshard.optimizer import ShardedOptimizer, check_shardable_states, describe_full_states
-from zeroshard.optimizer_probe import check_elementwise
-from zeroshard.placement import Placement
-from zeroshard.precision import LossScale, Precision
-from zeroshard.runs import state_bytes_per_element
-from zeroshard.tensor.division import TensorParallelState, parallelize
+from zeroshard.memory.tier_allocator import TierAllocator
+from zeroshard.memory.tracker import MemoryTracker, NowAndPeak
+from zeroshard.optim.elementwise_check import check_elementwise
+from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_shardable_states, describe_full_states
+from zeroshard.optim.slices import state_bytes_per_element
+from zeroshard.sharding.placement import Placement
+from zeroshard.sharding.precision import LossScale, Precision
+from zeroshard.sharding.units import plan_units
+from zeroshard.tensor_parallel.parallelize import TensorParallelState, parallelize
 
 
 class ShardedModel:
@@ -391,7 +396,7 @@ def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
     """
     engine: Engine = _sharded_model(model).engine
     with torch.no_grad():
-        return whole.full_parameter(engine, name)
+        return full_tensors.full_parameter(engine, name)
 
 
 def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
@@ -405,7 +410,7 @@ def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
     """
     engine: Engine = _sharded_model(model).engine
     with torch.no_grad():
-        return whole.full_gradient(engine, name)
+        return full_tensors.full_gradient(engine, name)
 
 
 def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
@@ -468,7 +473,7 @@ def _restore_original_params(engine: Engine, tp_state: TensorParallelState) -> N
             for index, (name, parameter) in enumerate(flat.named_parameters):
                 if name in tp_state.original_params:
                     part = local_data(parameter)
-                    tp_state.original_params[name].data = whole.gather_tp_shards(engine.comm, part, flat, index)
+                    tp_state.original_params[name].data = full_tensors.gather_tp_shards(engine.comm, part, flat, index)
     tp_state.restore()
 
 

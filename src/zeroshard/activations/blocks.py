@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.engine.units import find_repeated_blocks
-from zeroshard.precision import matches
+from zeroshard.sharding.precision import matches
+from zeroshard.sharding.units import find_repeated_blocks
 
 BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 

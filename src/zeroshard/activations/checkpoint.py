@@ -2,9 +2,9 @@
 
 [Note: the wrapped forward]
 A block's ``forward`` is replaced on the instance, so that names, ``state_dict``, classes and hooks stay. It keeps the
-inputs (``call.py``) and has autograd save nothing else ([Note: lean recomputation] in ``rerun.py``). The block's module
-hooks, the engine's among them, are outside, so they run once, in forward; hooks of modules inside run again in
-backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.py``).
+inputs (``block_inputs.py``) and has autograd save nothing else ([Note: lean recomputation] in ``recompute.py``). The
+block's module hooks, the engine's among them, are outside, so they run once, in forward; hooks of modules inside run
+again in backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.py``).
 
 Under a policy torch's own checkpointing does it, without reentrance. So it does for a block inside another: what it
 saves is dropped by the outer checkpoint until that has been recomputed, which is the point of nesting them.
@@ -33,14 +33,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from zeroshard.activations.block_inputs import BlockCall, RecomputeContext
 from zeroshard.activations.blocks import BlockSelector, select_blocks
-from zeroshard.activations.call import BlockCall
-from zeroshard.activations.keeper import RecomputeContext
-from zeroshard.activations.rerun import BlockRecomputation
-from zeroshard.comm import MeshAxis
+from zeroshard.activations.recompute import BlockRecomputation
+from zeroshard.comm.collectives import MeshAxis
 from zeroshard.engine.hooks import tensors_in
 from zeroshard.engine.parameter import param_versions
-from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.tracker import MemoryTracker
 
 RecomputePolicy = Callable[..., Any] | list[Any]
 

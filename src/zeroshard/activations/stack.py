@@ -24,9 +24,9 @@ from collections.abc import Callable
 
 import torch
 
-from zeroshard.layout import round_up
-from zeroshard.memory.ledger import MemoryTracker
-from zeroshard.memory.room import PoolBuffer
+from zeroshard.memory.buffers import PoolBuffer
+from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.sharding.layout import round_up
 
 ALIGN_BYTES = 16  # bytes: what copies and collectives like to begin at
 

@@ -4,9 +4,9 @@
 Without offload all stays near, on the device. With it all goes far, into host memory, while its block runs, and the
 device has only the call at work and the one before it: in forward the last two calls, so that backward begins without
 waiting; in backward the call that runs again and the one that comes next, which is on its way. So the device holds the
-activations of two calls, however many blocks there are. Copies run on a lane: see
-[Note: streams without record_stream] in ``memory/lane.py``. What a lane reads or writes is a slot, and a slot is used
-again only when the compute stream has waited for the lane.
+activations of two calls, however many blocks there are. Copies run on a lane: see [Note: streams without record_stream]
+in ``memory/streams.py``. What a lane reads or writes is a slot, and a slot is used again only when the compute stream
+has waited for the lane.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from functools import partial
 import torch
 
 from zeroshard.activations.stack import ActivationStack, OptionalEvent, StackSlot
-from zeroshard.memory.lane import SideStream
-from zeroshard.memory.ledger import MemoryTracker
-from zeroshard.memory.room import PinnedBuffer, PoolBuffer
-from zeroshard.stopwatch import WaitTimer
+from zeroshard.comm.wait_timer import WaitTimer
+from zeroshard.memory.buffers import PinnedBuffer, PoolBuffer
+from zeroshard.memory.streams import SideStream
+from zeroshard.memory.tracker import MemoryTracker
 
 
 class SavedActivation:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.contents import CheckpointReader
+from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.weights import TensorInfo, write_safetensors_directory
-from zeroshard.checkpoint.whole import fsync_directory, read_json
+from zeroshard.checkpoint.safetensors_files import TensorInfo, write_safetensors_directory
+from zeroshard.utils.atomic_file import fsync_directory, read_json
 
 CONFIG_FILE = "config.json"
 # what belongs to a model beside its config and weights, in the libraries' patterns of names

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.blocks import FileRecord
+from zeroshard.checkpoint.block_files import FileRecord
+from zeroshard.checkpoint.element_order import ElementOrder
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.order import ElementOrder
+from zeroshard.checkpoint.safetensors_files import DTYPE_NAMES
 from zeroshard.checkpoint.schema import DTYPE_BY_NAME, SchemaError, check_file_header, check_index
-from zeroshard.checkpoint.weights import DTYPE_NAMES
-from zeroshard.checkpoint.whole import write_atomic
+from zeroshard.utils.atomic_file import write_atomic
 
 INDEX_FILE = "index.json"
 FORMAT = "zeroshard checkpoint"

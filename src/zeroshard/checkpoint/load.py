@@ -13,16 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
-from zeroshard.checkpoint.chunks import FlatShards
+from zeroshard.checkpoint.async_save import wait_for_pending_save
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.generators import check_rng_states, set_rng_states
-from zeroshard.checkpoint.match import LoadMapping, map_states
-from zeroshard.checkpoint.meeting import CheckpointGroup
-from zeroshard.checkpoint.pending import wait_for_pending_save
-from zeroshard.checkpoint.plain import load_into
+from zeroshard.checkpoint.flat_shards import FlatShards
+from zeroshard.checkpoint.group import CheckpointGroup
+from zeroshard.checkpoint.json_codec import load_into
+from zeroshard.checkpoint.mapping import LoadMapping, LoadSource, find_source, map_states
 from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
-from zeroshard.checkpoint.source import LoadSource, find_source
-from zeroshard.checkpoint.states import engine_of, unwrap_compiled
+from zeroshard.checkpoint.rng_state import check_rng_states, set_rng_states
+from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 
 
 @dataclass

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zeroshard.checkpoint.blocks import BLOCK_BYTES, BlockReader, CheckpointWorkers
-from zeroshard.checkpoint.chunks import FlatShards, ReorderedTensor
+from zeroshard.checkpoint.block_files import BLOCK_BYTES, BlockReader, CheckpointWorkers
+from zeroshard.checkpoint.flat_shards import FlatShards, ReorderedTensor
 from zeroshard.checkpoint.index import CheckpointIndex, TensorEntry
 
 

@@ -16,16 +16,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
 import zeroshard
-from zeroshard.checkpoint.blocks import CheckpointWorkers, FileRecord
-from zeroshard.checkpoint.chunks import FlatShards
-from zeroshard.checkpoint.contribution import RankPayload, collect_payload
+from zeroshard.checkpoint.async_save import Save, pending_saves, wait_for_pending_save
+from zeroshard.checkpoint.block_files import CheckpointWorkers, FileRecord
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.history import prune, remove_stale_files, update_latest
+from zeroshard.checkpoint.flat_shards import FlatShards
+from zeroshard.checkpoint.group import CheckpointGroup
 from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry, data_file_names
-from zeroshard.checkpoint.meeting import CheckpointGroup
-from zeroshard.checkpoint.pending import Save, pending_saves, wait_for_pending_save
+from zeroshard.checkpoint.payload import RankPayload, collect_payload
+from zeroshard.checkpoint.retention import prune, remove_stale_files, update_latest
 from zeroshard.checkpoint.snapshot import HostStaging, Snapshot
-from zeroshard.checkpoint.states import engine_of, unwrap_compiled
+from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 from zeroshard.checkpoint.writer import SafetensorsSavePlanner, SafetensorsStorageWriter
 from zeroshard.engine.engine import Engine
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.blocks import BLOCK_BYTES, FileRecord
+from zeroshard.checkpoint.block_files import BLOCK_BYTES, FileRecord
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.generators import RNG_STATE_SPECS
-from zeroshard.checkpoint.plain import decode, truncated_repr
-from zeroshard.checkpoint.weights import DTYPE_NAMES
-from zeroshard.checkpoint.whole import is_file_name
+from zeroshard.checkpoint.json_codec import decode, truncated_repr
+from zeroshard.checkpoint.rng_state import RNG_STATE_SPECS
+from zeroshard.checkpoint.safetensors_files import DTYPE_NAMES
+from zeroshard.utils.atomic_file import is_file_name
 
 TENSOR_KINDS = ("model", "optimizer", "other")
 MAX_ELEMENTS = 2**62

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
-from zeroshard.checkpoint.blocks import CheckpointWorkers
-from zeroshard.checkpoint.states import LocalTensor
-from zeroshard.layout import round_up
+from zeroshard.checkpoint.block_files import CheckpointWorkers
+from zeroshard.checkpoint.train_state import LocalTensor
+from zeroshard.sharding.layout import round_up
 
 _ALIGNMENT_BYTES = 64  # bytes
 _MAX_GAP_BYTES = 4096  # bytes that are copied for nothing rather than to make another copy

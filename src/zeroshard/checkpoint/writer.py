@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zeroshard.checkpoint.blocks import BlockWriter, CheckpointWorkers, FileRecord
-from zeroshard.checkpoint.history import SaveLock
+from zeroshard.checkpoint.block_files import BlockWriter, CheckpointWorkers, FileRecord
 from zeroshard.checkpoint.index import ShardEntry
-from zeroshard.checkpoint.weights import TensorInfo, build_header
+from zeroshard.checkpoint.retention import SaveLock
+from zeroshard.checkpoint.safetensors_files import TensorInfo, build_header
 
 CommitCallback = Callable[[list[FileRecord], dict[str, list[ShardEntry]], list[Any]], None]
 

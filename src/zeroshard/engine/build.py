@@ -9,23 +9,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm import Communicator
-from zeroshard.config import Config
-from zeroshard.engine.checks import check_modules, check_parameters
-from zeroshard.engine.flat import FlatParam, round_alloc_bytes
+from zeroshard.comm.collectives import Communicator
+from zeroshard.config.config import Config
+from zeroshard.engine.flat_param import FlatParam, round_alloc_bytes
+from zeroshard.engine.model_checks import check_modules, check_parameters
 from zeroshard.engine.unit import Unit, set_data_and_dtype
-from zeroshard.engine.units import UnitSpec
-from zeroshard.layout import FlatLayout, Range
 from zeroshard.memory.arena import Arena
-from zeroshard.memory.lane import SideStream
-from zeroshard.memory.ledger import MemoryTracker
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.spread import TieredTensor, TierSegment
-from zeroshard.memory.tiers import TierAllocator
-from zeroshard.placement import Placement
-from zeroshard.precision import Precision
-from zeroshard.rests import MAX_CHUNK_ELEMENTS, FlatSizes, assign_tiers, split_chunks
-from zeroshard.tensor.division import TensorParallelState
+from zeroshard.memory.streams import SideStream
+from zeroshard.memory.tier_allocator import TierAllocator
+from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
+from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.sharding.layout import FlatLayout, Range
+from zeroshard.sharding.placement import Placement
+from zeroshard.sharding.precision import Precision
+from zeroshard.sharding.tier_placement import MAX_CHUNK_ELEMENTS, FlatSizes, assign_tiers, split_chunks
+from zeroshard.sharding.units import UnitSpec
+from zeroshard.tensor_parallel.parallelize import TensorParallelState
 
 
 def check_model(model: nn.Module, has_tensor_axis: bool) -> None:

@@ -51,32 +51,32 @@ from typing import NoReturn
 
 import torch
 
-from zeroshard.agreement import RanksDisagreeError
-from zeroshard.comm import Communicator
-from zeroshard.config import Config
-from zeroshard.engine.buffers import BufferBroadcaster
-from zeroshard.engine.frames import (
+from zeroshard.comm.collective_order import CollectiveOrder
+from zeroshard.comm.collectives import Communicator
+from zeroshard.comm.consistency import RanksDisagreeError
+from zeroshard.config.config import Config
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.module_buffers import BufferBroadcaster
+from zeroshard.engine.parameter import PICKLE_ERROR, is_functorch_wrapped
+from zeroshard.engine.schedule import (
     BackwardEndCallback,
     ForwardRecord,
     ModuleCall,
     PreBackwardHook,
+    RetainedUnits,
     outside_functorch,
     prepend_hook,
 )
-from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.order import CollectiveOrder
-from zeroshard.engine.parameter import PICKLE_ERROR, is_functorch_wrapped
-from zeroshard.engine.pins import RetainedUnits
-from zeroshard.engine.states import StateGuard
+from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
-from zeroshard.memory.file import DiskError
-from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.allocator.cublas_workspace import CublasWorkspace
+from zeroshard.memory.allocator.segment_preallocator import SegmentPreallocator
+from zeroshard.memory.disk.file import DiskError
+from zeroshard.memory.disk.prefetch import PREFETCH_SHARDS
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.reader import PREFETCH_SHARDS
-from zeroshard.memory.segments import SegmentPreallocator
-from zeroshard.memory.workspace import CublasWorkspace
-from zeroshard.placement import Placement
-from zeroshard.precision import Precision, current_inverse_scale
+from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.sharding.placement import Placement
+from zeroshard.sharding.precision import Precision, current_inverse_scale
 
 
 def is_in_backward() -> bool:

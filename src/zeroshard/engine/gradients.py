@@ -11,21 +11,21 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import CollectiveWork, Communicator
-from zeroshard.config import Config
-from zeroshard.engine.buckets import ReduceBuffers
-from zeroshard.engine.flat import FlatParam
-from zeroshard.engine.flat_gradient import FlatGrad, compute_norms
-from zeroshard.engine.gradient_memory import GradMemory
-from zeroshard.engine.order import CollectiveOrder
+from zeroshard.comm.collective_order import CollectiveOrder
+from zeroshard.comm.collectives import CollectiveWork, Communicator
+from zeroshard.config.config import Config
+from zeroshard.engine.flat_grad import FlatGrad, compute_norms
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.grad_memory import GradMemory
 from zeroshard.engine.parameter import zero_autograd_grads
+from zeroshard.engine.reduce import ReduceBuffers
 from zeroshard.engine.unit import Unit
-from zeroshard.memory.lane import SideStream
-from zeroshard.memory.ledger import MemoryTracker
+from zeroshard.memory.bucket_ring import BucketSlot
 from zeroshard.memory.pool import Pool
-from zeroshard.memory.ring import BucketSlot
-from zeroshard.memory.tiers import TierAllocator
-from zeroshard.placement import Placement
+from zeroshard.memory.streams import SideStream
+from zeroshard.memory.tier_allocator import TierAllocator
+from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.sharding.placement import Placement
 
 
 class Gradients:

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
-    from zeroshard.engine.flat import FlatParam
+    from zeroshard.engine.flat_param import FlatParam
     from zeroshard.engine.unit import Unit
 
 PICKLE_ERROR = (

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zeroshard.comm import Communicator
-from zeroshard.engine.flat_gradient import FlatGrad, compute_norms
+from zeroshard.comm.collective_order import CollectiveOrder
+from zeroshard.comm.collectives import Communicator
+from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.order import CollectiveOrder
 
 if TYPE_CHECKING:
-    from zeroshard.engine.states import StateGuard
+    from zeroshard.engine.state_guard import StateGuard
 
 # They change each element by itself: of the operands, each rank needs what lies at its elements.
 ELEMENTWISE_OPS = set(
@@ -88,7 +88,7 @@ class ParamGradHandle:
 
     def full(self) -> torch.Tensor:
         """The whole gradient, put together."""
-        from zeroshard.engine.whole import assemble_full_grad  # late: it knows the engine, which knows this
+        from zeroshard.engine.full_tensors import assemble_full_grad  # late: it knows the engine, which knows this
 
         self.finish_reduction("read a gradient")
         self.order.check(f"read the gradient of {self.name!r}")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm import CollectiveWork, Communicator
-from zeroshard.engine.flat import FlatParam
+from zeroshard.comm.collectives import CollectiveWork, Communicator
+from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.parameter import (
     GatheredBlock,
     ParamClasses,
@@ -24,10 +24,10 @@ from zeroshard.engine.parameter import (
     set_data,
     set_data_all,
 )
-from zeroshard.layout import Range
-from zeroshard.memory.lane import SideStream
-from zeroshard.memory.ledger import MemoryTracker
-from zeroshard.tensor.division import TPParam
+from zeroshard.memory.streams import SideStream
+from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.sharding.layout import Range
+from zeroshard.tensor_parallel.parallelize import TPParam
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine

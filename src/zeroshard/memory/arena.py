@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroshard.memory.ledger import MemoryTracker
 from zeroshard.memory.pool import Pool
+from zeroshard.memory.tracker import MemoryTracker
 
 
 class Arena:

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.layout import round_up
-from zeroshard.memory.rehearsal import LARGE_BUFFER_BYTES, SMALL_SIZE_BYTES
+from zeroshard.memory.allocator.simulator import LARGE_BUFFER_BYTES, SMALL_SIZE_BYTES
+from zeroshard.sharding.layout import round_up
 
 MIN_LARGE_ALLOC_BYTES = LARGE_BUFFER_BYTES // 2  # bytes: the least that has a segment of its size
 MIN_BLOCK_BYTES = 512  # bytes: tensors are rounded up to these

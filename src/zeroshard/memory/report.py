@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeroshard.comm import Traffic
-from zeroshard.memory.ledger import MODEL_STATE_KINDS, NowAndPeak
+from zeroshard.comm.collectives import Traffic
+from zeroshard.memory.tracker import MODEL_STATE_KINDS, NowAndPeak
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from zeroshard.activations.checkpoint import checkpoint_activations
-from zeroshard.agreement import ConsistencyChecker
-from zeroshard.device.strip import is_supported
-from zeroshard.engine.alike import open_consistency_checker
+from zeroshard.comm.consistency import ConsistencyChecker
+from zeroshard.config.offload import Offload, parse_bytes
 from zeroshard.engine.hooks import tensors_in
+from zeroshard.engine.rank_checks import open_consistency_checker
 from zeroshard.memory.report import format_bytes
-from zeroshard.offload import Offload, parse_bytes
-from zeroshard.placement import Placement
-from zeroshard.planner.choice import Strategy
+from zeroshard.optim.fused_adam.kernel_inputs import is_supported
+from zeroshard.optim.slices import state_bytes_per_element
+from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import Plan, Plans, plan
-from zeroshard.planner.space import FreeMemory, machine_from_free_memory
-from zeroshard.planner.traces.inputs import Inputs, LossFn, compute_loss
-from zeroshard.planner.traces.recomputed import strip_checkpointing
-from zeroshard.planner.traces.tracing import CHECKPOINT_MODES, UntraceableError
-from zeroshard.runs import state_bytes_per_element
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.tracing.checkpointing import strip_checkpointing
+from zeroshard.planner.tracing.inputs import Inputs, LossFn, compute_loss
+from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, UntraceableError
+from zeroshard.sharding.placement import Placement
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)

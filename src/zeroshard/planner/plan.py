@@ -9,17 +9,16 @@ from typing import Any
 
 from torch import nn
 
+from zeroshard.config.offload import parse_bytes
 from zeroshard.memory.report import format_bytes
-from zeroshard.offload import parse_bytes
-from zeroshard.planner.choice import Strategy
-from zeroshard.planner.footprint import Footprint
-from zeroshard.planner.fullness import device_bytes_needed, memory_shortfall
+from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.pace import StepTime
 from zeroshard.planner.search import candidate_strategies
-from zeroshard.planner.subject import TracedModel
-from zeroshard.planner.traces.inputs import Inputs, LossFn
-from zeroshard.planner.traces.tracing import CHECKPOINT_MODES, CheckpointMode
+from zeroshard.planner.step_time import StepTime
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.tracing.inputs import Inputs, LossFn
+from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
 
 SPEED_TOLERANCE = 0.01  # of the pace: plans that differ by less count as equally fast, and the smaller is better
 OFFLOAD_SCORE_FACTOR = 0.95  # of its pace is what a plan that offloads is credited with: its host may have other work

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeroshard.offload import Offload
-from zeroshard.placement import Placement
-from zeroshard.planner.choice import Strategy
-from zeroshard.planner.fullness import device_bytes_needed
+from zeroshard.config.offload import Offload
+from zeroshard.planner.footprint import device_bytes_needed
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.subject import TracedModel
-from zeroshard.planner.traces.tracing import CHECKPOINT_MODES, CheckpointMode
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
+from zeroshard.sharding.placement import Placement
 
 OFFLOAD_FRACTIONS = (0.5, 1.0)  # of the optimizer's states, that are tried on the host
 MAX_MICRO_BATCH = 4096  # micro-batch that is tried

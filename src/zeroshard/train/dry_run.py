@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from zeroshard.config.offload import TIERS
 from zeroshard.memory.report import format_bytes
-from zeroshard.offload import TIERS
-from zeroshard.planner.memory import PredictedMemory, predict_memory
 from zeroshard.planner.plan import default_precision
-from zeroshard.train.check import resolve_batching
-from zeroshard.train.job import check_tensor_parallel, resolve_precision, sequence_length
+from zeroshard.planner.state_sizes import PredictedMemory, predict_memory
+from zeroshard.train.auto_options import resolve_auto, target_machine
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
+from zeroshard.train.option_checks import resolve_batching
 from zeroshard.train.options import ShardOptions, TrainOptions
-from zeroshard.train.settled import resolve_auto, target_machine
 from zeroshard.train.summary import describe_sharding, describe_tensor_groups
+from zeroshard.train.training_setup import check_tensor_parallel, resolve_precision, sequence_length
 
 STAGES = (0, 1, 2, 3)
 

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import tyro
 
-from zeroshard.train.directory import RunDirectory, newest_run
 from zeroshard.train.options import AutoOption, ConfigurationName, TrainOptions
+from zeroshard.train.run_directory import RunDirectory, newest_run
 
 AUTO_OPTIONS: tuple[AutoOption, ...] = get_args(AutoOption)
 EXPLICIT_FLAGS: dict[AutoOption, set[str]] = {  # what --auto can choose → flags that say it already

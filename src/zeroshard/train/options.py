@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from zeroshard.offload import Offload, parse_bytes
+from zeroshard.config.offload import Offload, parse_bytes
 from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 Stage = Literal[0, 1, 2, 3]

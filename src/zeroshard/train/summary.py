@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 from zeroshard.memory.report import format_bytes
-from zeroshard.train.job import TrainingSetup
 from zeroshard.train.options import TrainOptions
-from zeroshard.train.record import max_state_bytes
+from zeroshard.train.run_record import max_state_bytes
+from zeroshard.train.training_setup import TrainingSetup
 
 
 def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]:

@@ -13,27 +13,65 @@ import torch.distributed as dist
 
 import zeroshard
 from zeroshard.memory.profile import Profile
-from zeroshard.train.checkpoint import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
+from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.errors import AllRanksError, TrainingError
-from zeroshard.train.evaluation import evaluate
 from zeroshard.train.flops import count_matmul_params, flops_per_token, peak_flops
-from zeroshard.train.job import TrainingSetup
+from zeroshard.train.generation import generate_sample
 from zeroshard.train.launch import StopRequest
 from zeroshard.train.metrics import MetricsFile, StepMetrics
 from zeroshard.train.models.language_model import copy_tokenizer
-from zeroshard.train.page.page import write_html_report
-from zeroshard.train.pulse import StepStats, StepStatsReducer
-from zeroshard.train.record import (
+from zeroshard.train.options import StepOptions
+from zeroshard.train.report.html_report import write_html_report
+from zeroshard.train.run_checkpoints import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
+from zeroshard.train.run_record import (
     max_state_bytes,
     memory_by_kind,
     memory_timeline,
     tensor_parallel_traffic,
     traffic_by_collective,
 )
-from zeroshard.train.sample import generate_sample
-from zeroshard.train.schedule import learning_rate
+from zeroshard.train.step_stats import StepStats, StepStatsReducer
 from zeroshard.train.summary import footer_lines, header_lines, resume_command
+from zeroshard.train.training_setup import TrainingSetup
 from zeroshard.train.view.view import RunView, open_view
+
+
+def learning_rate(step: int, options: StepOptions) -> float:
+    """The rate of a step, counted from 0: a linear rise, then half a cosine down to the lowest.
+
+    >>> options = StepOptions(steps=100, warmup=10, lr=1.0, min_lr=0.1)
+    >>> [round(learning_rate(step, options), 3) for step in (0, 9, 10, 55, 99)]
+    [0.1, 1.0, 1.0, 0.55, 0.1]
+    """
+    lowest = options.lr / 10 if options.min_lr is None else options.min_lr
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    done = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    return lowest + (options.lr - lowest) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+
+
+@torch.no_grad()
+def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
+    """The mean loss over the first windows of the held-out text. Nothing that training depends on changes.
+
+    All ranks call it together, each with as many windows as the others: where there are too few, some count twice.
+    Ranks that divide a layer have the same windows.
+    """
+    world = setup.rank_info
+    count = max(min(setup.options.run.eval_sequences, loader.num_windows) // world.dp_size, 1)
+    places = [(index * world.dp_size + world.dp_rank) % loader.num_windows for index in range(count)]
+    total = torch.zeros((), device=world.device)
+    setup.model.eval()
+    try:
+        for first in range(0, count, setup.batching.micro):
+            pairs = [loader.sequential_batch(place, 1) for place in places[first : first + setup.batching.micro]]
+            tokens, targets = (torch.cat(part).to(world.device) for part in zip(*pairs, strict=True))
+            total += setup.language_model.loss(setup.model, tokens, targets) * len(tokens)
+    finally:
+        setup.model.train()
+    dist.all_reduce(total)
+    return float(total) / (count * world.world_size)
+
 
 STEADY_AFTER_STEPS = (
     2  # steps after which a step takes what it will always take: the optimizer has its states, units their order

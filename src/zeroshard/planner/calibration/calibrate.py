@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.memory.disk import DiskError
-from zeroshard.memory.workspace import allocate_cublas_workspace, clear_cublas_workspaces
+from zeroshard.memory.allocator.cublas_workspace import allocate_cublas_workspace, clear_cublas_workspaces
+from zeroshard.memory.disk.disk import DiskError
 from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,
@@ -36,9 +36,9 @@ from zeroshard.planner.calibration.device_rates import (
 )
 from zeroshard.planner.calibration.link_rates import CalibrationRanks, measure_links
 from zeroshard.planner.calibration.node_rates import disk_rates, host_memory, update_rate
-from zeroshard.planner.calibration.sustained import sustained_fraction
-from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import EfficiencyCurve
+from zeroshard.planner.calibration.sustained_fraction import sustained_fraction
+from zeroshard.planner.machines import cache
+from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import PRECISIONS, Machine
 from zeroshard.planner.machines.presets import preset_of_gpu
 
@@ -89,7 +89,7 @@ def calibrate(
         rates["sustained"] = sustained_fraction(
             Machine.resolve(base, **rates), chosen, TIME_SHARES["training"] * seconds
         )
-    name = kept.local_machine_name(chosen.type)
+    name = cache.local_machine_name(chosen.type)
     machine = Machine.resolve(base, name=name, **{key: _round_measurement(value) for key, value in rates.items()})
     machine = Machine.from_json(ranks.broadcast_text(machine.to_json()))
     if ranks.is_first_local:
@@ -99,10 +99,10 @@ def calibrate(
 
 def _save_machine(machine: Machine) -> None:
     try:
-        kept.write_machine(machine.name, machine.to_json())
+        cache.write_machine(machine.name, machine.to_json())
     except OSError as error:  # what was measured is still good for this process
         warnings.warn(
-            f"the rates could not be kept in {kept.cache_dir()}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
+            f"the rates could not be kept in {cache.cache_dir()}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
             "directory that can be written",
             RuntimeWarning,
             stacklevel=3,

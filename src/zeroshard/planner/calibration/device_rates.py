@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.calibration.timing import device_seconds, host_seconds
-from zeroshard.planner.traces.work import iter_tensors, op_kind
+from zeroshard.planner.tracing.op_cost import iter_tensors, op_kind
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MATMUL_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}  # of square matrices

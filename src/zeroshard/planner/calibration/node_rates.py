@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.host.native import load_kernels
-from zeroshard.host.options import AdamHyperparams
-from zeroshard.host.updates import default_threads
-from zeroshard.memory.disk import Disk, DiskError, aligned_buffer
-from zeroshard.memory.host import CGROUP_MEMORY_FILES, available_host_memory
+from zeroshard.memory.disk.disk import Disk, DiskError, aligned_buffer
+from zeroshard.memory.host_info import CGROUP_MEMORY_FILES, available_host_memory
+from zeroshard.optim.cpu.kernels import AdamHyperparams, load_kernels
+from zeroshard.optim.cpu.updates import default_threads
 from zeroshard.planner.calibration.timing import host_seconds
 
 UPDATE_NUMEL = 25_000_000  # that an update is timed with: 28 bytes each, far more than caches hold

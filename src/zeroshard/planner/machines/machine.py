@@ -15,9 +15,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.offload import parse_bytes
-from zeroshard.planner.machines import kept
-from zeroshard.planner.machines.curve import EfficiencyCurve
+from zeroshard.config.offload import parse_bytes
+from zeroshard.planner.machines import cache
+from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
 from zeroshard.planner.machines.presets import PRESETS
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -202,7 +202,7 @@ class Machine:
         >>> Machine.resolve("cpu", devices=1, name="elsewhere").shared_by(2).devices
         1
         """
-        if self.kind != "cpu" or self.name != kept.local_machine_name("cpu") or ranks <= self.devices:
+        if self.kind != "cpu" or self.name != cache.local_machine_name("cpu") or ranks <= self.devices:
             return self
         share = self.devices / ranks
         return replace(
@@ -246,13 +246,13 @@ class Machine:
 
 
 def _load_local_machine() -> Machine:
-    path = kept.local_machine_path()
+    path = cache.local_machine_path()
     if path is None:
         raise ValueError(
-            f"this machine was not measured yet: run {kept.CALIBRATE_COMMAND}, or name one of "
+            f"this machine was not measured yet: run {cache.CALIBRATE_COMMAND}, or name one of "
             f"{', '.join(PRESETS)} instead"
         )
-    return _load_machine_file(path, f"run {kept.CALIBRATE_COMMAND} again")
+    return _load_machine_file(path, f"run {cache.CALIBRATE_COMMAND} again")
 
 
 def _load_machine_file(path: Path, advice: str) -> Machine:

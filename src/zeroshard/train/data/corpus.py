@@ -23,6 +23,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.train.data.token_file import TokenFile, is_token_file, smallest_dtype, write_token_chunks
 from zeroshard.train.data.tokenizer import (
     disable_parallelism,
     encode_texts,
@@ -30,7 +31,6 @@ from zeroshard.train.data.tokenizer import (
     tokenizer_vocab_size,
     train_tokenizer,
 )
-from zeroshard.train.data.tokens import TokenFile, is_token_file, smallest_dtype, write_token_chunks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

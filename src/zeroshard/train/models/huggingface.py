@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import (
+from zeroshard.checkpoint.safetensors_files import (
     SAFETENSORS_FILE,
     SAFETENSORS_INDEX_FILE,
     SafetensorsWeights,
     TensorInfo,
     write_safetensors_directory,
 )
-from zeroshard.train.models.conversion import WeightConversion, save_conversions
-from zeroshard.train.models.filling import WeightInitializer
+from zeroshard.train.models.weight_conversion import WeightConversion, save_conversions
+from zeroshard.train.models.weight_initializer import WeightInitializer
 
 if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA

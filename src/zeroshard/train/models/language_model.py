@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.weights import SafetensorsWeights, TensorInfo, write_safetensors_directory
-from zeroshard.checkpoint.whole import read_json
+from zeroshard.checkpoint.safetensors_files import SafetensorsWeights, TensorInfo, write_safetensors_directory
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.models.gpt import Block
 from zeroshard.presets import PRESETS
-from zeroshard.train.directory import write_json
 from zeroshard.train.options import DataOptions, ModelOptions
+from zeroshard.train.run_directory import write_json
+from zeroshard.utils.atomic_file import read_json
 
 GPT_MODEL_TYPE = "zeroshard-gpt"  # in config.json, under the key that Hugging Face's models have theirs
 

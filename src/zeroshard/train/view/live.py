@@ -16,9 +16,9 @@ from rich.text import Text
 
 from zeroshard.train.metrics import StepMetrics
 from zeroshard.train.view.panel import render_panel
-from zeroshard.train.view.state import RunProgress
+from zeroshard.train.view.progress import RunProgress
 from zeroshard.train.view.view import RunView
-from zeroshard.train.view.words import align_labels, escape_control_chars
+from zeroshard.utils.format import align_labels, escape_control_chars
 
 REFRESHES_PER_SECOND = 4  # redraws a second; one takes some 3 ms of the interpreter
 

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from zeroshard.memory.report import format_bytes
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.train.view.state import RunProgress
-from zeroshard.train.view.words import format_clock, format_compact_count, format_metric, format_percent, memory_rows
+from zeroshard.train.view.progress import RunProgress
+from zeroshard.utils.format import format_clock, format_compact_count, format_metric, format_percent, memory_rows
 
 WIDE_LAYOUT_COLUMNS = 116  # columns from which on memory stands beside the figures
 

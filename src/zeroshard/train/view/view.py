@@ -16,8 +16,8 @@ from typing import Self, TextIO
 
 from zeroshard.memory.report import format_bytes
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.train.view.state import RunProgress
-from zeroshard.train.view.words import (
+from zeroshard.train.view.progress import RunProgress
+from zeroshard.utils.format import (
     align_labels,
     escape_control_chars,
     format_clock,

@@ -1,0 +1,211 @@
+"""Weights: tensors by name in safetensors files, written one by one and read where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.utils.atomic_file import is_file_name, read_json
+
+# safetensors' names of dtypes
+DTYPE_NAMES = {
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.bool: "BOOL",
+}
+SAFETENSORS_INDEX_FILE = "model.safetensors.index.json"
+SAFETENSORS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+FetchTensor = Callable[[str], torch.Tensor]
+
+
+def write_safetensors(
+    path: Path | None, entries: Sequence[TensorInfo], fetch: FetchTensor, metadata: Mapping[str, str]
+) -> None:
+    """Write one safetensors file with never more than one tensor in memory.
+
+    ``fetch`` is asked for each tensor in turn, those of the largest elements first, so that all are aligned; where it
+    is a collective, all ranks call this together, and those that do not write give no path. The file appears whole or
+    not at all.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.safetensors"
+    >>> write_safetensors(path, [TensorInfo("w", torch.float32, (2,))], lambda name: torch.ones(2), {})
+    >>> with SafetensorsWeights(path) as weights:
+    ...     weights["w"]
+    tensor([1., 1.])
+    """
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    if path is None:
+        for entry in entries:
+            fetch(entry.name)
+        return
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as file:
+        file.write(build_header(entries, metadata))
+        for entry in entries:
+            tensor = fetch(entry.name).detach().to(device="cpu", dtype=entry.dtype).contiguous()
+            if tuple(tensor.shape) != entry.shape:
+                raise ValueError(f"{entry.name!r} has shape {tuple(tensor.shape)}, announced as {entry.shape}")
+            file.write(as_memoryview(tensor))
+            del tensor  # before the next is fetched
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def write_safetensors_directory(
+    directory: Path | None,
+    entries: Sequence[TensorInfo],
+    fetch: FetchTensor,
+    metadata: Mapping[str, str],
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write tensors as Hugging Face does: one file, or several of at most ``limit`` bytes and an index."""
+    files: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for entry in entries:
+        if files[-1] and filled + entry.nbytes > max_shard_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(entry)
+        filled += entry.nbytes
+    if len(files) == 1:
+        write_safetensors(directory and directory / SAFETENSORS_FILE, entries, fetch, metadata)
+        return
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for name, members in zip(names, files, strict=True):
+        write_safetensors(directory and directory / name, members, fetch, metadata)
+    if directory is not None:
+        homes = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": homes}
+        (directory / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def build_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """The format's beginning: the length of a JSON text, and the text, which says where each tensor lies."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for entry in entries:
+        if entry.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{entry.name!r} is {entry.dtype}, which safetensors files cannot hold: cast it")
+        if entry.name in table:
+            raise ValueError(f"{entry.name!r} is written twice: give each tensor a name of its own")
+        place = [at, at + entry.nbytes]
+        table[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        at += entry.nbytes
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def as_memoryview(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which has to outlive the result.
+
+    >>> tensor = torch.ones(2, dtype=torch.uint8)
+    >>> as_memoryview(tensor).tobytes()
+    b'\\x01\\x01'
+    """
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class SafetensorsWeights(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, or of a directory of them with an index.
+
+    A tensor is a view of the file, read from disk where it is touched: holding all of them takes no memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._files: dict[Path, Any] = {}
+        self._file_by_tensor: dict[str, Path] = {}
+        if path.is_dir() and (path / SAFETENSORS_INDEX_FILE).is_file():
+            self._file_by_tensor = {
+                name: path / file for name, file in _weight_map(path / SAFETENSORS_INDEX_FILE).items()
+            }
+        else:
+            file = path / SAFETENSORS_FILE if path.is_dir() else path
+            self._file_by_tensor = dict.fromkeys(self._open_file(file).keys(), file)
+
+    def _open_file(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                from safetensors import SafetensorError, safe_open
+            except ImportError as error:
+                raise ImportError("reading weights needs safetensors: pip install safetensors") from error
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{path} is missing: give a safetensors file or directory") from error
+            except SafetensorError as error:
+                raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or write it anew") from error
+        return self._files[path]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path = self._file_by_tensor[name]
+        file = self._open_file(path)
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except Exception as error:  # SafetensorError, and what torch says of dtypes it has not
+            raise ValueError(f"{path} has no tensor {name!r} that torch can read ({error}): fetch it again") from error
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_by_tensor)
+
+    def __len__(self) -> int:
+        return len(self._file_by_tensor)
+
+    def __enter__(self) -> SafetensorsWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.clear()
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The files of an index's tensors, by name; refuses names that lead out of its directory."""
+    homes = read_json(path).get("weight_map")
+    if not isinstance(homes, dict):
+        raise ValueError(f"{path} has no table 'weight_map' of tensors and files: fetch or write it again")
+    for name, file in homes.items():
+        if not is_file_name(file):
+            raise ValueError(
+                f"{path} has {name!r} in {file!r}, expected the name of a file in {path.parent}: put the file there "
+                "and write its name alone"
+            )
+    return homes

@@ -1,0 +1,64 @@
+"""The command `zeroshard`: finds the command that was asked for. Torch is imported late, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "plan": (
+        "zeroshard.cli.plan",
+        "tell what training a model takes, what fits, and what to set, without running it",
+    ),
+    "simulate": ("zeroshard.cli.simulate", "tell how training scales to thousands of devices, on paper"),
+    "train": ("zeroshard.cli.train", "train a language model with ZeRO; without options, one that takes a minute"),
+    "generate": ("zeroshard.cli.generate", "let a trained model go on with a text"),
+    "report": ("zeroshard.cli.report", "make the HTML report of a run anew"),
+    "export": ("zeroshard.cli.export", "write a checkpoint's weights as Hugging Face does: safetensors"),
+    "inspect": ("zeroshard.cli.inspect", "tell what is in a checkpoint, and whether it is whole"),
+    "presets": ("zeroshard.cli.presets", "list the models that have a name"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    >>> main(["--version"])  # doctest: +ELLIPSIS
+    zeroshard 0...
+    0
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if command == "--version":
+        from zeroshard import __version__
+
+        print(f"zeroshard {__version__}")
+        return 0
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        print(f"zeroshard: unknown command {command!r}: {hint}", file=sys.stderr)
+        return 2
+    try:
+        module = import_module(COMMANDS[command][0])
+        status: int = module.main(arguments[1:])
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("zeroshard"):
+            raise
+        print(f"zeroshard {command} needs {error.name}: pip install 'zeroshard[train]'", file=sys.stderr)
+        return 1
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: zeroshard COMMAND [OPTIONS]", "", *lines, "", "zeroshard COMMAND --help tells a command's options."]
+    )

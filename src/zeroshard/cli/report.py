@@ -1,0 +1,32 @@
+"""The command `zeroshard report`: the HTML report of a run, made anew from what the run wrote."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Make the HTML report of a run, also while it goes on."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """directory of the run"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and return the exit status."""
+    options = tyro.cli(ReportOptions, args=list(argv), prog="zeroshard report")
+    from zeroshard.train.report.html_report import write_html_report
+
+    try:
+        print(write_html_report(options.run))
+    except (OSError, ValueError, ImportError) as error:
+        print(f"zeroshard report: {error}", file=sys.stderr)
+        return 1
+    return 0

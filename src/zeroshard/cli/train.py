@@ -1,0 +1,66 @@
+"""The command `zeroshard train`: a rank of a job, or what starts the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from zeroshard.train.flags import read_options
+from zeroshard.train.options import TrainOptions
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it and return the exit status."""
+    options = read_options(argv)
+    from zeroshard.train.errors import TrainingError
+    from zeroshard.train.launch import default_ranks, launch
+    from zeroshard.train.rank_info import launcher_environment
+
+    try:
+        place = launcher_environment(os.environ)
+        if place is not None and not options.run.dry_run:
+            run_rank(options, int(place["RANK"]))
+        ranks = options.sharding.ranks or default_ranks(options.sharding.device)
+        if options.run.dry_run:
+            from zeroshard.train.dry_run import dry_run
+
+            if place is None or place["RANK"] == "0":
+                print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
+            return 0
+        from zeroshard.train.option_checks import check_options
+
+        check_options(options, ranks)
+        return launch(ranks, argv)
+    except (TrainingError, ValueError, OSError, ImportError) as error:
+        print(f"zeroshard train: {error}", file=sys.stderr)
+        return 1
+
+
+def run_rank(options: TrainOptions, rank: int) -> None:
+    """Be one rank of the job, and end the process: with 128 + the signal where one has stopped it.
+
+    A rank that fails leaves at once: the others wait for nobody.
+    """
+    import torch.distributed as dist
+
+    from zeroshard.train.launch import StopRequest, report_failure
+    from zeroshard.train.rank_info import RankInfo
+    from zeroshard.train.trainer import Trainer
+    from zeroshard.train.training_setup import prepare_training
+
+    stop = StopRequest()
+    try:
+        world = RankInfo.init(options.sharding.device, options.sharding.timeout)
+        trainer = Trainer(prepare_training(options, world), stop)
+        trainer.run()
+        trainer.setup.directory.unlock()
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        report_failure(error, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(0 if trainer.is_finished else 128 + (stop.signal or signal.SIGTERM))

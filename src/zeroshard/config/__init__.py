@@ -1,0 +1,1 @@
+"""Everything a user may set: ``Config`` and ``Offload``, validated when they are made."""

@@ -1,0 +1,101 @@
+"""Away: all states of a model in host memory for a while, and back where they were, byte for byte."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroshard.engine.engine import Engine
+from zeroshard.memory.tier_allocator import TierAllocator
+from zeroshard.memory.tracker import MODEL_STATE_KINDS
+
+
+class OffloadedStates:
+    """The states that rested on a device. Their storages are emptied, and filled again by :meth:`back`.
+
+    Tensors that view a storage go on doing so: nobody who holds one has to be told.
+    """
+
+    def __init__(self, engine: Engine, tiers: TierAllocator) -> None:
+        self._engine, self._tiers = engine, tiers
+        self._host_copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        _check_resizable(_device_tensors(engine))  # before anything changes
+        engine.state_guard.wait_readers()
+        engine.state_guard.invalidate_speculation()  # first: a speculative update reads gradients that are about to go
+        engine.state_guard.wait_updates()
+        engine.gradients.wait_reductions()
+        engine.release_retained()
+        tensors = _device_tensors(engine)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().size()}
+        try:
+            for storage in storages.values():
+                kept = tiers.alloc_temp(storage.nbytes())
+                self._host_copies.append((storage, kept))
+                kept.copy_(_as_bytes(storage), non_blocking=True)
+        except BaseException:
+            self._free_host_copies()
+            raise
+        self._synchronize()
+        for storage in storages.values():
+            storage.resize_(0)
+        kinds = {kind: engine.tracker.by_kind.get((kind, "device")) for kind in MODEL_STATE_KINDS}
+        self._tracked_bytes = {kind: held.now for kind, held in kinds.items() if held is not None}
+        for kind, nbytes in self._tracked_bytes.items():
+            engine.tracker.add(kind, -nbytes)
+        for unit in engine.state_guard.replicated_units:
+            unit.release_to_host()
+        engine.pool.reset()
+
+    def reload(self) -> None:
+        """Bring everything back."""
+        self._engine.pool.reserve(kept.nbytes for _, kept in self._host_copies)
+        with self._engine.pool:
+            for storage, kept in self._host_copies:
+                storage.resize_(kept.nbytes)
+                _as_bytes(storage).copy_(kept, non_blocking=True)
+        self._synchronize()
+        self._free_host_copies()
+        for kind, nbytes in self._tracked_bytes.items():
+            self._engine.tracker.add(kind, nbytes)
+        for unit in self._engine.state_guard.replicated_units:
+            unit.restore_from_host()
+
+    def _free_host_copies(self) -> None:
+        for _, kept in self._host_copies:
+            self._tiers.free_temp(kept)
+        self._host_copies = []
+
+    def _synchronize(self) -> None:
+        if self._engine.comm.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.comm.device)
+
+
+def _device_tensors(engine: Engine) -> list[torch.Tensor]:
+    """Every tensor of a model's states that rests on the device."""
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    tensors = [flat.full for flat in flats if not flat.is_partitioned]
+    tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.is_offloaded]
+    for flat in flats:
+        tensors += [s.tensor for s in (flat.master.segments if flat.master is not None else ()) if not s.is_offloaded]
+    for gradient in engine.gradients.flat_grads.values():
+        near = [gradient.local_sum, gradient.carried_over, None if gradient.is_offloaded else gradient.shard]
+        tensors += [tensor for tensor in near if tensor is not None]
+    states = engine.state_guard.device_states()
+    return tensors + (states() if states is not None else [])
+
+
+def _check_resizable(tensors: list[torch.Tensor]) -> None:
+    """Raise where a storage cannot be emptied, because others outside torch hold its memory."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        is_shared = storage.device.type == "cpu" and storage.is_shared()
+        if is_shared or not storage.resizable():
+            who = "is shared with other processes" if is_shared else "is held by an array of NumPy or another library"
+            raise RuntimeError(
+                f"the states cannot be moved: the memory of {tensor.numel()} elements of them {who}. Share or convert "
+                "a copy instead, such as parameter.detach().clone(), and shard the model again"
+            )
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

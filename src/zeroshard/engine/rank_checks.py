@@ -1,0 +1,123 @@
+"""Alike: what all ranks have to be given alike, compared before anything is built of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm.collectives import group_timeout_seconds
+from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError
+from zeroshard.config.config import Config
+from zeroshard.memory.disk.disk import DiskError
+from zeroshard.memory.tier_allocator import TierAllocator
+from zeroshard.tensor_parallel.parallelize import TensorParallelState
+
+
+def open_consistency_checker(
+    mesh: DeviceMesh | None,
+    timeout: float | None,
+    heartbeat_timeout: float = 8.0,
+    device: torch.device | None = None,
+) -> ConsistencyChecker:
+    """Open the side channel of the mesh's ranks: see [Note: agreement]. ``timeout`` None: that of their group."""
+    if timeout is None:
+        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups() if dist.is_initialized() else []
+        timeout = max((group_timeout_seconds(group, device or torch.device("cpu")) for group in groups), default=1.0)
+    if not (dist.is_available() and dist.is_initialized()) or "fake" in dist.get_backend_config():
+        return ConsistencyChecker(None, "", 0, 1, timeout)
+    ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    if len(ranks) == 1:
+        return ConsistencyChecker(None, "", 0, 1, timeout)
+    rank = dist.get_rank()
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} called shard() with a mesh of ranks {ranks}, which it is not part of")
+    store = dist.distributed_c10d._get_default_store()
+    place = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
+    number = store.add(f"{place}/calls of {rank}", 1)  # the how-many-eth shard() of these ranks this is
+    return ConsistencyChecker(
+        store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout, ranks, heartbeat_timeout
+    )
+
+
+def verify_same_model(
+    model: nn.Module, optimizer_entries: dict[str, str], config: Config, consistency: ConsistencyChecker
+) -> None:
+    """Raise on every rank when the ranks were given different models, optimizers or options.
+
+    ``updated`` says, by name of the parameter, where it is in the optimizer.
+    """
+    described: list[list[str]] = []
+    for name, p in model.named_parameters():
+        grad = "requires grad" if p.requires_grad else "frozen"
+        described.append(
+            [name, f"{tuple(p.shape)} {p.dtype}, {grad}, {optimizer_entries.get(name, 'in no optimizer')}"]
+        )
+    described += [["buffer " + name, f"{tuple(b.shape)} {b.dtype}"] for name, b in model.named_buffers()]
+    decisive = (
+        "stage",
+        "precision",
+        "reduce_dtype",
+        "keep_fp32",
+        "cast_on_gather",
+        "bucket_size",
+        "units",
+        "prefetch",
+        "elementwise",
+    )
+    options = {name: str(getattr(config, name)) for name in decisive}
+    options["offload"] = config.offload.summary if config.offload is not None else "None"
+    theirs = consistency.broadcast_text("model", json.dumps([described, options]))
+    complaint = ""
+    if theirs is not None:
+        first, first_options = json.loads(theirs)
+        unlike = [name for name in options if options[name] != first_options[name]]
+        complaint = _first_difference(described, first) or ", ".join(
+            f"{name} is {options[name]} here and {first_options[name]} on rank 0" for name in unlike
+        )
+    complaints = consistency.gather_text("model", complaint)
+    if complaints:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
+        raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {told}")
+
+
+def open_tiers(tiers: TierAllocator, consistency: ConsistencyChecker) -> None:
+    """Make this rank's file for what rests on disk; raise on every rank where one has none."""
+    complaint = ""
+    try:
+        tiers.open_disk()
+    except DiskError as error:
+        if not consistency.is_distributed:
+            raise
+        complaint = str(error)
+    complaints = consistency.gather_text("disk", complaint)
+    if complaints:
+        raise DiskError("; ".join(f"rank {rank}: {text}" for rank, text in complaints.items()))
+
+
+def verify_same_tensor_plan(tp_state: TensorParallelState | None, consistency: ConsistencyChecker) -> None:
+    """Raise on every rank when the ranks divide the model's parameters differently along the tensor axis."""
+    parameters = tp_state.tp_params if tp_state is not None else {}
+    described = [[name, f"{d.placement}, {d.num_fused} fused"] for name, d in parameters.items()]
+    theirs = consistency.broadcast_text("tensor plan", json.dumps(described))
+    complaint = _first_difference(described, json.loads(theirs)) if theirs is not None else ""
+    complaints = consistency.gather_text("tensor plan", complaint)
+    if complaints:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
+        raise RanksDisagreeError(f"ranks were given different tensor plans. {told}")
+
+
+def _first_difference(ours: list[list[str]], first: list[list[str]]) -> str:
+    for mine, other in zip(ours, first, strict=False):
+        if mine[0] != other[0]:
+            return f"has {mine[0]!r} where rank 0 has {other[0]!r}"
+        if mine != other:
+            return f"{mine[0]!r} is {mine[1]} here and {other[1]} on rank 0"
+    if len(ours) != len(first):
+        longer = ours if len(ours) > len(first) else first
+        return f"{longer[min(len(ours), len(first))][0]!r} is only on {'this rank' if longer is ours else 'rank 0'}"
+    return ""

@@ -1,0 +1,221 @@
+"""Guards: calls on a sharded model that torch would let pass, and that would leave it wrong."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_not
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import stateless
+
+from zeroshard.engine.model_checks import POST_HOOK_ERROR
+from zeroshard.engine.parameter import param_info
+
+_SECOND_REDUCTION_ERROR = (
+    "would reduce the gradients of a model that zeroshard has sharded a second time: use the model as it is "
+    "(stage 0 is plain data parallelism). Accelerator.prepare, Trainer and Lightning wrap the model by themselves: run "
+    "them without a distributed strategy of their own"
+)
+
+
+class AttributeOverride:
+    """An attribute of an object while its model is sharded; :meth:`remove` gives the earlier one back."""
+
+    def __init__(self, owner: Any, name: str, value: Any) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+        self._previous = vars(owner).get(name, self)
+        vars(owner)[name] = value
+
+    def remove(self) -> None:
+        """Undo it."""
+        owner = self._owner()
+        if owner is not None and self._previous is not self:
+            vars(owner)[self._name] = self._previous
+        elif owner is not None:
+            vars(owner).pop(self._name, None)
+
+
+def block_unsupported_calls(model: nn.Module) -> Iterator[AttributeOverride]:
+    """Put all guards on a model whose parameters are managed."""
+    yield AttributeOverride(model, "_ddp_params_and_buffers_to_ignore", _DDPBlocker())
+    yield AttributeOverride(model, "join_hook", raise_on_join)
+    for module in model.modules():
+        if module is model or next(module.parameters(recurse=False), None) is not None:
+            yield AttributeOverride(module, "_apply", _ApplyOverride(module))
+    for name, parameter in model.named_parameters():
+        yield AttributeOverride(parameter, "register_post_accumulate_grad_hook", _PostAccumulateHookBlocker(name))
+        yield AttributeOverride(parameter, "share_memory_", _ShareMemoryBlocker(name))
+
+
+class _DDPBlocker:
+    """What DistributedDataParallel's constructor asks a module for first: which parameters it is to ignore."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(f"DistributedDataParallel {_SECOND_REDUCTION_ERROR}")
+
+
+def raise_on_join(**_: object) -> NoReturn:
+    """Stand for ``join_hook`` of torch's Joinable."""
+    raise RuntimeError(
+        "torch's Join cannot be used with zeroshard, whose ranks take every step together: give all ranks the same "
+        "number of batches (drop_last=True), or an empty loss such as model(x).sum() * 0 to those that have fewer"
+    )
+
+
+class _PostAccumulateHookBlocker:
+    """Stands for a parameter's ``register_post_accumulate_grad_hook``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, hook: object) -> NoReturn:
+        raise RuntimeError(f"a post-accumulate-grad hook cannot be registered on {self._name!r}. {POST_HOOK_ERROR}")
+
+
+class _ShareMemoryBlocker:
+    """Stands for a parameter's ``share_memory_``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self) -> NoReturn:
+        raise RuntimeError(
+            f"{self._name!r} is sharded: its memory is zeroshard's own and cannot be shared with other processes. "
+            "Share the model before zeroshard.shard(), or a state_dict() taken inside `with zeroshard.gathered(model):`"
+        )
+
+
+class _ApplyOverride:
+    """Stands for a module's ``_apply``, which all of ``to``, ``cuda``, ``half``, ``share_memory``, … go through.
+
+    What would change no parameter is done to the buffers alone, so that it needs no values. All else is refused.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of a module has its own class's method again."""
+        copied = memo.get(id(self._module()))
+        return types.MethodType(type(copied)._apply, copied) if copied is not None else self
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module is gone")
+        _check_keeps_params(module, fn, recurse)
+        parameters, module._parameters = module._parameters, {}
+        try:  # an RNN's own method only looks for its parameters again, which are the same
+            kind = nn.Module if isinstance(module, nn.RNNBase) else type(module)
+            kind._apply(module, fn, recurse) if not recurse else kind._apply(module, fn)  # type: ignore[no-untyped-call]
+        finally:
+            module._parameters = parameters
+        return module
+
+
+def _check_keeps_params(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
+    """Try a function on small tensors like the parameters; raise where it changes one."""
+    seen: set[Any] = set()
+    for name, parameter in module.named_parameters(recurse=recurse):
+        kind = (parameter.dtype, parameter.device, parameter.dim(), parameter.stride())
+        if kind in seen or parameter.is_meta:
+            continue
+        seen.add(kind)
+        probe = _small_like(parameter)
+        with torch.no_grad():
+            result = fn(probe)
+        card = param_info(parameter)
+        full_name = card.name if card is not None else name
+        if result.untyped_storage().is_shared() and result.device.type == "cpu":
+            _ShareMemoryBlocker(full_name)()
+        if result is not probe:
+            raise RuntimeError(
+                f"{full_name!r} is sharded as {_describe(probe)}, and this call would replace it by a new tensor, "
+                f"{_describe(result)}, which its partition, master copy and optimizer states would not follow. Do it "
+                "before zeroshard.shard(), or after zeroshard.unshard(); for 16-bit computation give shard() "
+                'precision="bf16"'
+            )
+
+
+def _small_like(parameter: nn.Parameter) -> torch.Tensor:
+    """A tensor of few elements with the parameter's dtype, device and order of dimensions."""
+    strides, shape = parameter.stride(), [min(size, 2) for size in parameter.shape]
+    order = sorted(range(len(shape)), key=lambda dim: strides[dim], reverse=True)
+    dense = torch.empty([shape[dim] for dim in order], dtype=parameter.dtype, device=parameter.device)
+    return dense.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    return text if tensor.is_contiguous() else f"{text} with strides {tensor.stride()}"
+
+
+class ReplacedParamDetector:
+    """Notices that a model's parameters are not those it was sharded with.
+
+    Looking costs some 0.2 µs a module, so it is done once a forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._param_ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._record(model)
+
+    def _record(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._module_dicts: list[dict[str, Any]] = [m._parameters for m in modules] + [m._modules for m in modules]
+        self._nonempty_dicts = [table for table in self._module_dicts if table]
+        self._recorded_values = list(chain.from_iterable(map(dict.values, self._nonempty_dicts)))
+
+    def check(self, model: nn.Module) -> None:
+        """Raise where a parameter was replaced, or another one was added that nobody trains."""
+        values = chain.from_iterable(map(dict.values, self._nonempty_dicts))
+        if sum(map(len, self._module_dicts)) != len(self._recorded_values) or any(
+            map(is_not, values, self._recorded_values)
+        ):
+            self._check_each_param(model)
+
+    def _check_each_param(self, model: nn.Module) -> None:
+        if _is_functional_call():  # with the caller's own tensors, for one call
+            return
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            is_other = self._param_ids.get(name, id(parameter)) != id(parameter)
+            if not is_other and (param_info(parameter) is not None or not parameter.requires_grad):
+                continue
+            raise RuntimeError(
+                f"{name!r} is another nn.Parameter than the one that was sharded, so nobody would train it: something "
+                "replaced or added it after zeroshard.shard() (an assignment, load_state_dict(assign=True), "
+                "resize_token_embeddings, an adapter, FSDP). Do it before shard(), or call zeroshard.unshard() first "
+                "and shard the changed model; to change values only, write into the parameter inside "
+                "`with zeroshard.gathered(model, write_rank=0):`"
+            )
+        self._record(model)
+
+
+def _is_functional_call() -> bool:
+    """Whether torch.func.functional_call is running: it puts other tensors into a model for one call."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise where a forward runs inside a wrapper that would reduce the model's gradients, too, or copies it."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
+        raise RuntimeError(f"DistributedDataParallel {_SECOND_REDUCTION_ERROR}")
+    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
+        raise RuntimeError(f"torch.distributed's replicate() {_SECOND_REDUCTION_ERROR}")
+    if "_is_replica" in vars(model):
+        raise RuntimeError(
+            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
+            "one process a GPU (torchrun), and use the model without DataParallel"
+        )

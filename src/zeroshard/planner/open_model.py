@@ -1,0 +1,206 @@
+"""Models: opening what is to be planned, by a name, from a Hugging Face config or a function, without its memory."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.tracing.inputs import Inputs, model_arguments
+from zeroshard.presets import PRESETS
+
+CONFIG_FILE = "config.json"
+_PRESET_OVERRIDES = {
+    "layers": "layers",
+    "heads": "heads",
+    "width": "width",
+    "sequence": "context",
+    "vocabulary": "vocab_size",
+}
+_ACCEPTED_MODELS = (
+    f"a preset ({', '.join(list(PRESETS)[:4])}, …: see `zeroshard presets`), a Hugging Face model's directory or its "
+    f"{CONFIG_FILE}, or module:callable for a model of your own"
+)
+
+OpenedModel = tuple[nn.Module, Inputs, str]
+
+
+def open_model(name: str, **changes: int | None) -> OpenedModel:
+    """A model on the meta device, what it is called with where that comes with it, and one line on what it is.
+
+    ``name`` is a preset, a Hugging Face model's directory or config.json (nothing is downloaded), or
+    "module:callable", a function of no arguments that returns a model, or a model and its inputs as
+    :func:`zeroshard.plan` takes them. ``changes`` (layers, heads, width, sequence, vocabulary) are of a preset's shape.
+
+    >>> model, inputs, description = open_model("gpt2", layers=2)
+    >>> description, inputs, next(model.parameters()).is_meta
+    ('GPT, 2 layers, 12 heads, width 768', None, True)
+    """
+    wanted = {key: value for key, value in changes.items() if value is not None}
+    for key in wanted:
+        if key not in _PRESET_OVERRIDES:
+            raise ValueError(f"a preset has no {key!r} to change: it has {', '.join(_PRESET_OVERRIDES)}")
+    if name in PRESETS:
+        return _open_preset(name, wanted)
+    wanted.pop("sequence", None)  # of any language model: what it is called with, and no part of its shape
+    if wanted:
+        raise ValueError(f"{', '.join(wanted)} change a preset, and {name!r} is none: change the model itself")
+    path = Path(name).expanduser()
+    if path.exists():
+        return _open_hugging_face(path)
+    if ":" in name:
+        return _open_callable(name)
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]!r}? Wanted is" if near else "wanted is"
+    raise ValueError(f"{name!r} is no model that is known, and no file or directory here: {hint} {_ACCEPTED_MODELS}")
+
+
+def open_inputs(name: str) -> Inputs:
+    """What a model is called with, from "module:callable": a function of the batch."""
+    found = import_attribute(name)
+    if callable(found) or isinstance(found, torch.Tensor | tuple | Mapping):
+        return cast("Inputs", found)
+    raise ValueError(
+        f"{name} is of type {type(found).__name__}: wanted is a function of the batch such as "
+        "lambda batch: torch.empty(batch, 3, 224, 224, device='meta'), or an example batch"
+    )
+
+
+def tokens_per_sample(model: nn.Module, inputs: Inputs, sequence: int | None = None) -> int | None:
+    """Tokens of a sample, of a language model that is known; None for all others.
+
+    >>> model, inputs, _ = open_model("gpt2")
+    >>> tokens_per_sample(model, inputs), tokens_per_sample(nn.Linear(2, 2), torch.empty(1, 2))
+    (1024, None)
+    """
+    if inputs is not None:
+        return None
+    args, kwargs = model_arguments(model, None, 1, sequence)
+    tokens: torch.Tensor = kwargs["input_ids"] if kwargs else args[0]
+    return int(tokens.shape[1])
+
+
+def import_attribute(name: str) -> Any:
+    """What "module:attribute" names; modules are also looked for in the current directory.
+
+    >>> import_attribute("torch:nn.Linear") is nn.Linear
+    True
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"{name!r} is not of the form module:callable, as in models:build for build() in models.py")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.split(".")[0] and error.name != module:
+            raise ValueError(f"importing {module} failed: {error}: install what it needs, or mend it") from error
+        raise ValueError(
+            f"no module is called {module!r}, in {here} or installed: run this where {module.split('.')[0]}.py lies, "
+            "or set PYTHONPATH"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"importing {module} failed with {type(error).__name__}: {error}: mend it first") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            public = [known for known in vars(found) if not known.startswith("_") and callable(getattr(found, known))]
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(public[:8]) or 'nothing to call'}"
+            raise ValueError(f"{module} has no {part!r}: {hint}")
+        found = getattr(found, part)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- three kinds
+
+
+def _open_preset(name: str, changes: dict[str, int]) -> OpenedModel:
+    preset = PRESETS[name]
+    config = GPTConfig(
+        vocab_size=preset.vocabulary,
+        context=preset.context,
+        layers=preset.layers,
+        heads=preset.heads,
+        width=preset.width,
+    )
+    shape: dict[str, Any] = {_PRESET_OVERRIDES[key]: value for key, value in changes.items()}
+    config = replace(config, **shape)
+    with torch.device("meta"):
+        model = GPT(config)
+    return model, None, f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
+
+
+def _open_hugging_face(path: Path) -> OpenedModel:
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"{path} holds no {CONFIG_FILE}: give the directory of a Hugging Face model, or its {CONFIG_FILE}"
+        )
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of which what is no UTF-8 is one
+        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from None
+    if not isinstance(told, dict) or "model_type" not in told:
+        raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            f"{file} is of a Hugging Face model, which needs transformers ({error}): "
+            "run pip install 'zeroshard[huggingface]'"
+        ) from error
+    try:
+        config = library.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # of many classes
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{file}: transformers {library.__version__} makes no causal language model of it: {reason}\n"
+            "For another kind of model, write a function that makes it, and give it as module:callable"
+        ) from error
+    text = config.get_text_config()
+    layers, width = getattr(text, "num_hidden_layers", "?"), getattr(text, "hidden_size", "?")
+    return model, None, f"{type(model).__name__}, {layers} layers, width {width}"
+
+
+def _open_callable(name: str) -> OpenedModel:
+    make = import_attribute(name)
+    if isinstance(make, nn.Module):
+        return _split_model_and_inputs(name, make)
+    if not callable(make):
+        raise ValueError(f"{name} is of type {type(make).__name__}: wanted is a function that returns a model")
+    try:
+        with torch.device("meta"):
+            made = make()
+    except Exception as error:
+        raise ValueError(
+            f"{name}() failed with {type(error).__name__}: {error}\nIt is called without arguments, under "
+            "torch.device('meta'): tensors have shapes and no values there. Read no values while building, and leave "
+            "loading weights out"
+        ) from error
+    return _split_model_and_inputs(name, made)
+
+
+def _split_model_and_inputs(name: str, made: Any) -> OpenedModel:
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        got = type(made).__name__ if model is made else f"a tuple that begins with {type(model).__name__}"
+        raise ValueError(
+            f"{name} gave {got}: wanted is an nn.Module, or a pair of one and what it is called with (a function of "
+            "the batch, or an example batch)"
+        )
+    return model, inputs, f"{type(model).__name__} of {name}"

@@ -1,0 +1,150 @@
+"""The page of a plan: one HTML file, which opens offline and loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zeroshard.memory.report import format_bytes
+from zeroshard.page.format import format_count
+from zeroshard.page.render import render_page
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.page import plan_charts
+from zeroshard.planner.plan import Plan, Plans
+from zeroshard.planner.plan_json import best_per_strategy, versions
+from zeroshard.planner.plan_table import (
+    STATES_COLUMN,
+    TableColumn,
+    best_or_smallest,
+    format_rate,
+    format_seconds,
+    short_label,
+    sort_plans,
+    summary_rows,
+    table_cells,
+)
+
+
+class HeadlineFigure(NamedTuple):
+    """One of the numbers at the head of the page."""
+
+    name: str
+    value: str
+    note: str
+
+
+def write_page(
+    path: Path,
+    plans: Plans,
+    *,
+    model: str | None = None,
+    tokens: int | None = None,
+    usage: Sequence[tuple[str, str]] = (),
+) -> Path:
+    """Write plans as a page with pictures, and return its path.
+
+    ``model`` describes what was planned, ``tokens`` are those of a sample, and ``how`` is what to type for the chosen
+    plan, with its labels. Some pictures show what was not among the plans.
+
+    >>> import tempfile, torch, zeroshard
+    >>> with torch.device("meta"):
+    ...     layer = torch.nn.Linear(64, 64)
+    >>> plans = zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4)
+    >>> write_page(Path(tempfile.mkdtemp()) / "plan.html", plans).name
+    'plan.html'
+    """
+    content = _template_context(plans, plans.model if model is None else model, tokens, usage)
+    path.write_bytes(render_page("zeroshard.planner.page", "page.html.j2", "the page of a plan", **content))
+    return path
+
+
+def _template_context(plans: Plans, model: str, tokens: int | None, usage: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    subject, chosen, rows = plans.traced_model, best_or_smallest(plans), sort_plans(summary_rows(plans))
+    drawn = (
+        plan_charts.stages_chart(subject, chosen),
+        plan_charts.timeline_chart(subject, chosen),
+        plan_charts.micro_batch_chart(subject, chosen),
+        plan_charts.step_time_chart(rows, chosen),
+    )
+    machine = plans.machine
+    return {
+        "model": model,
+        "fits": plans.best is not None,
+        "why": plans.reason,
+        "facts": _facts(plans, tokens),
+        "headline": _headline(chosen, tokens, plans.precision),
+        "charts": {chart.name: chart for chart in drawn if chart is not None},
+        "chosen": chosen.strategy.description,
+        "per_sample": plan_charts.needs_time_per_sample(rows),
+        "how": usage,
+        "table": _html_table(plans, rows, tokens),
+        "whole": _html_table(plans, best_per_strategy(plans), tokens),
+        "machine": _describe_machine(machine),
+        "versions": versions(),
+        "version": versions()["zeroshard"],
+    }
+
+
+def _facts(plans: Plans, tokens: int | None) -> list[str]:
+    machine, nodes = plans.machine, -(-plans.devices // plans.machine.devices)
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    facts = [f"{format_count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{where}"]
+    facts += [f"{format_bytes(machine.memory)} a device", str(plans.precision)]
+    return [*facts, f"{tokens:,} tokens a sample"] if tokens is not None else facts
+
+
+def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[HeadlineFigure]:
+    choice, machine = plan.strategy, plan.machine
+    batch = choice.micro_batch * choice.accumulate * (plan.devices // choice.tensor)
+    speed = plan.samples_per_second * (1 if tokens is None else tokens)
+    peak = machine.flops.get(precision or "fp32", max(machine.flops.values()))
+    return [
+        HeadlineFigure(
+            "Memory a device",
+            format_bytes(plan.memory),
+            f"{plan.memory / machine.memory:.0%} of {format_bytes(machine.memory)}",
+        ),
+        HeadlineFigure("A step", format_seconds(plan.step_time.step), f"{batch:,} samples on all devices"),
+        HeadlineFigure(
+            "Tokens a second" if tokens is not None else "Samples a second", format_rate(speed), "on all devices"
+        ),
+        HeadlineFigure(
+            "TFLOPS a device",
+            f"{plan.flops_per_second / 1e12:.3g}",
+            f"{plan.flops_per_second / peak:.0%} of its peak, recomputation not counted",
+        ),
+    ]
+
+
+def _html_table(plans: Plans, rows: Sequence[Plan], tokens: int | None) -> dict[str, Any]:
+    """The terminal's table for a narrower place: the choice in one cell, then whether it fits and how fast it is."""
+    columns, cells = table_cells(plans, rows, tokens)
+    figures = next(at for at, column in enumerate(columns) if column is STATES_COLUMN)
+    *rest, step, speed, flops, fits = range(figures, len(columns))
+    order = [fits, step, speed, flops, *rest]
+    return {
+        "columns": ["", *(_column_title(columns[at]) for at in order)],
+        "rows": [
+            [short_label(plan.strategy), *(row[at] for at in order)]
+            for plan, row in zip(sort_plans(rows), cells, strict=True)
+        ],
+    }
+
+
+def _column_title(column: TableColumn) -> str:
+    first, second = column.header
+    return first.removesuffix("-") + second if first.endswith("-") else f"{first} {second}".strip()
+
+
+def _describe_machine(machine: Machine) -> dict[str, str]:
+    told = {}
+    for name, value in asdict(machine).items():
+        if isinstance(value, dict):
+            told[name] = ", ".join(f"{key} {number:.3g}" for key, number in value.items())
+        else:
+            told[name] = (
+                f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+            )
+    return told

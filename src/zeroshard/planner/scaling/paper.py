@@ -1,0 +1,301 @@
+"""Paper: the ZeRO paper's tables and figures, computed anew.
+
+[Note: the paper on paper]
+Table 1, Table 2 and Figure 1 follow from what is partitioned (``placement.py``). The other figures come from the
+planner, as for any user: the GPTs of the paper's own tables in fp16 with sequences of 1024, every block recomputed,
+ZeRO as stage 2 with P_a (configuration C4; 170B as C5, which alone holds it), the baseline as stage 0, on the machine
+"dgx2" with its published rates. One thing is fitted, once for all figures: the curve that says how much of the peak a
+matrix product reached with the software of 2019, :data:`CURVE`, chosen from a grid as the one of least mean error over
+the 33 bars of Figures 2, 3 and 4. So the errors of these are those of a fit, of two numbers; Figures 6 and 7 have none.
+Its second number is large, about a millisecond lost with every product, and stands for more than products: links
+between nodes at a quarter of their published rate, with a usual curve, meet the bars as well. The bars do not tell the
+two apart.
+
+TFLOPS are counted as was usual then, from shapes: 96·B·s·l·h²·(1 + s/6h + V/16lh) FLOPs a step for B sequences of s
+tokens, l layers of width h and a vocabulary of V. Recomputation counts, and so does the half of attention that a mask
+makes vain, because both were computed.
+
+In all of these the logits are divided over the tensor axis and so is their loss, as Megatron-LM does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+from functools import cache
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.scaling.largest_model import find_deepest_member
+from zeroshard.planner.scaling.model_family import SHALLOW_LAYERS, DepthExtrapolatedModel, ModelFamily, gpt_family
+from zeroshard.planner.scaling.paper_tables import (
+    FIGURE_1,
+    FIGURE_2,
+    FIGURE_3,
+    FIGURE_4,
+    FIGURE_6,
+    FIGURE_7,
+    TABLE_1,
+    TABLE_2,
+    PaperModelFit,
+    PaperRun,
+)
+from zeroshard.planner.step_time import StepTime
+from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.tracing.trace_model import CheckpointMode
+from zeroshard.presets import CONFIGURATIONS
+from zeroshard.sharding.placement import Placement
+
+PAPER_CURVE: Final = EfficiencyCurve(share=0.34, half=4e10)  # least mean error over Figures 2, 3 and 4 together
+NUM_GPUS, TENSOR_DEGREE, GPU_MEMORY = 400, 16, "32GB"  # of Figures 6 and 7
+SEQUENCE_TOKENS, VOCAB_SIZE = 1024, 50304
+STATE_BYTES_PER_PARAM = {"parameters": 2, "gradients": 2, "optimizer": 12}  # an element, of fp16 with Adam
+
+
+@dataclass(frozen=True)
+class PaperCell:
+    """One number of the paper's beside ours."""
+
+    row: str
+    column: str
+    paper: str | float
+    ours: str | float
+
+    @property
+    def error(self) -> float | None:
+        """Of ours, as a part of the paper's; None where both are printed words."""
+        if isinstance(self.paper, str) or isinstance(self.ours, str):
+            return None
+        return self.ours / self.paper - 1
+
+
+@dataclass(frozen=True)
+class PaperResult:
+    """A table or a figure."""
+
+    name: str
+    about: str
+    cells: tuple[PaperCell, ...]
+
+    @property
+    def num_exact(self) -> int:
+        """How many cells are as printed."""
+        return sum(cell.paper == cell.ours for cell in self.cells)
+
+    @property
+    def mean_error(self) -> float | None:
+        """The mean of all errors without their signs; None of a table that is compared as printed."""
+        return mean_error(self.cells)
+
+
+def mean_error(cells: Sequence[PaperCell]) -> float | None:
+    """The mean of errors without their signs."""
+    errors = [abs(cell.error) for cell in cells if cell.error is not None]
+    return sum(errors) / len(errors) if errors else None
+
+
+def paper_results() -> Iterator[PaperResult]:
+    """All of them, one after the other, as they are computed."""
+    yield figure_1()
+    yield table_1()
+    yield table_2()
+    yield figure_2()
+    yield figure_3()
+    yield figure_4()
+    yield figure_6()
+    yield figure_7()
+
+
+# ------------------------------------------------------------------------------------------- states, as printed
+
+
+def bytes_per_parameter(stage: int, devices: int) -> Decimal:
+    """Of model states on each of so many devices.
+
+    >>> bytes_per_parameter(2, 64)  # 2Ψ + 14Ψ/64
+    Decimal('2.21875')
+    """
+    placement = Placement.from_stage(stage, devices)
+    partitioned = {kind: getattr(placement, kind) for kind in STATE_BYTES_PER_PARAM}
+    return sum(
+        (Decimal(n) / (devices if partitioned[kind] else 1) for kind, n in STATE_BYTES_PER_PARAM.items()), Decimal(0)
+    )
+
+
+def figure_1() -> PaperResult:
+    """Memory of states by stage."""
+    names = {0: "baseline", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
+    cells = [
+        PaperCell(
+            "7.5B on 64",
+            names[stage],
+            printed,
+            _format_decimal(Decimal("7.5") * bytes_per_parameter(stage, 64), 1, half_up=True),
+        )
+        for stage, printed in FIGURE_1.items()
+    ]
+    return PaperResult("Figure 1", "GB of model states a device", tuple(cells))
+
+
+def table_1() -> PaperResult:
+    """Memory of states by model, devices and stage.
+
+    As printed: the 7.5B column is rounded, to three figures or so; the others are cut, to whole numbers from 100 up.
+    """
+    cells = []
+    for billions, rows in TABLE_1.items():
+        for devices, printed in rows.items():
+            for stage, text in enumerate(printed, 1):
+                gigabytes = Decimal(str(billions)) * bytes_per_parameter(stage, devices)
+                if billions < 100:
+                    ours = _format_decimal(gigabytes, 1 if gigabytes >= 10 else 2, half_up=True)
+                else:
+                    ours = _format_decimal(gigabytes, 0 if gigabytes >= 100 else 1)
+                cells.append(PaperCell(f"{_format_model_size(billions)}, N_d {devices}", f"stage {stage}", text, ours))
+    return PaperResult("Table 1", "GB of model states a device", tuple(cells))
+
+
+def table_2() -> PaperResult:
+    """The largest model in 32 GB on 64 data-parallel devices. As printed: the value without model parallelism, cut to
+    one place, times that parallelism."""
+    cells = []
+    for tensor, printed in TABLE_2.items():
+        for stage, text in enumerate(printed):
+            alone = (32 / bytes_per_parameter(stage, 64)).quantize(Decimal("0.1"), ROUND_DOWN)
+            cells.append(
+                PaperCell(
+                    f"MP {tensor}, {64 * tensor} GPUs", f"stage {stage}", text, _format_model_size(alone * tensor)
+                )
+            )
+    return PaperResult("Table 2", "the largest model in 32 GB, by states alone", tuple(cells))
+
+
+def _format_decimal(value: Decimal, places: int, half_up: bool = False) -> str:
+    rounded = value.quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP if half_up else ROUND_DOWN)
+    return f"{rounded:f}".rstrip("0").rstrip(".") if places else f"{rounded:f}"
+
+
+def _format_model_size(billions: Decimal | float) -> str:
+    exact = Decimal(str(billions))
+    return f"{_format_decimal(exact / 1000, 1)}T" if exact >= 500 else f"{_format_decimal(exact, 1)}B"
+
+
+# --------------------------------------------------------------------------------------------- the planner's
+
+
+class VocabParallelGPT(GPT):
+    """The reference GPT with logits that stay divided over the tensor axis, as on one rank of Megatron-LM's."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the loss of this rank's part of the vocabulary."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.head.weight)  # past the module, whose hooks would gather them
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def paper_machine() -> Machine:
+    """The paper's: published rates, and the one curve."""
+    return Machine.resolve("dgx2", efficiency=PAPER_CURVE)
+
+
+def paper_step_time(run: PaperRun) -> StepTime:
+    """How long a step of one of the paper's runs takes, as the planner has it."""
+    ours = run.system == "ZeRO"
+    checkpoint: CheckpointMode = "host" if ours and run.label == "170B" else "recompute"
+    choice = Strategy(stage=2 if ours else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
+    return _paper_model(run.width, run.heads, True).with_layers(run.layers).step_time(choice, run.gpus, paper_machine())
+
+
+def paper_flops(run: PaperRun) -> float:
+    """Of a step on one GPU, as they were counted: see [Note: the paper on paper]."""
+    s, h, layers = SEQUENCE_TOKENS, run.width, run.layers
+    return 96.0 * run.batch * s * layers * h * h * (1 + s / (6 * h) + VOCAB_SIZE / (16 * layers * h)) / run.tensor
+
+
+@cache
+def _paper_family(width: int, heads: int) -> ModelFamily:
+    return gpt_family(
+        GPTConfig(vocab_size=VOCAB_SIZE, context=SEQUENCE_TOKENS, heads=heads, width=width), VocabParallelGPT
+    )
+
+
+@cache
+def _paper_model(width: int, heads: int, partition: bool) -> DepthExtrapolatedModel:
+    return DepthExtrapolatedModel(
+        _paper_family(width, heads), SHALLOW_LAYERS + 1, partition=partition, precision="fp16"
+    )
+
+
+def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> PaperResult:
+    cells = []
+    for run in runs:
+        tflops = paper_flops(run) / paper_step_time(run).step / 1e12
+        row = f"{run.label}, {run.gpus} GPUs, MP {run.tensor}, batch {run.batch}"
+        cells.append(PaperCell(row, run.system, run.tflops, tflops))
+    return PaperResult(name, about, tuple(cells))
+
+
+def figure_2() -> PaperResult:
+    """Throughput of ZeRO and of Megatron-LM."""
+    return _throughput_result("Figure 2", "TFLOPS a GPU, ZeRO and Megatron-LM", FIGURE_2)
+
+
+def figure_3() -> PaperResult:
+    """Throughput by number of devices."""
+    return _throughput_result("Figure 3", "TFLOPS a GPU, 60B on more and more GPUs", FIGURE_3)
+
+
+def figure_4() -> PaperResult:
+    """Throughput without model parallelism."""
+    return _throughput_result("Figure 4", "TFLOPS a GPU without model parallelism, ZeRO and DDP", FIGURE_4)
+
+
+def _paper_strategy(fit: PaperModelFit) -> tuple[Strategy, bool]:
+    """A configuration as the planner has it, and whether it has P_a."""
+    given = CONFIGURATIONS[fit.configuration]
+    checkpoint: CheckpointMode = "host" if given.offload_activations else "recompute"
+    choice = Strategy(stage=given.stage, tensor=TENSOR_DEGREE, checkpoint=checkpoint, micro_batch=fit.batch)
+    return choice, given.partition_activations
+
+
+def figure_6() -> PaperResult:
+    """The largest model by configuration."""
+    return PaperResult(
+        "Figure 6", "the largest model in 32 GB, B of parameters", tuple(_largest_cell(fit) for fit in FIGURE_6)
+    )
+
+
+def _largest_cell(fit: PaperModelFit) -> PaperCell:
+    choice, partition = _paper_strategy(fit)
+    found = find_deepest_member(
+        _paper_model(fit.width, fit.heads, partition),
+        choice,
+        NUM_GPUS,
+        Machine.resolve(paper_machine(), memory=GPU_MEMORY),
+    )
+    row = f"{fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
+    return PaperCell(row, f"{found.layers} layers", fit.value, found.parameters / 1e9)
+
+
+def figure_7() -> PaperResult:
+    """Memory cached by configuration."""
+    cells = []
+    for fit in FIGURE_7:
+        choice, partition = _paper_strategy(fit)
+        held = (
+            _paper_model(fit.width, fit.heads, partition)
+            .with_layers(fit.layers)
+            .footprint(choice, NUM_GPUS, paper_machine())
+        )
+        row = f"{fit.label}, {fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
+        cells.append(PaperCell(row, "GB", fit.value, held.reserved / 1e9))
+    return PaperResult("Figure 7", "GB cached by the allocator at the most", tuple(cells))

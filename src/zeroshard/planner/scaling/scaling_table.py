@@ -1,0 +1,130 @@
+"""Simulation tables: sweeps, largest models and the paper, as a terminal shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroshard.memory.report import format_bytes
+from zeroshard.planner.scaling.largest_model import LargestModel
+from zeroshard.planner.scaling.paper import PaperResult, mean_error
+from zeroshard.planner.scaling.simulate import WAIT_KINDS, ScalingPoint, ScalingSimulation, StageScaling
+
+TABLE_HEADERS = ("devices", "micro-batch", "memory", "samples/s", "TFLOPS", "compute", *WAIT_KINDS, "step", "")
+
+
+def align_columns(rows: Sequence[Sequence[str]], left_aligned: Sequence[int] = ()) -> str:
+    """Rows of text in columns: figures to the right, the columns of ``words`` to the left.
+
+    >>> print(align_columns([("a", "n"), ("bc", "10")], left_aligned=(0,)))
+    a    n
+    bc  10
+    """
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            f"{cell:<{width}}" if at in left_aligned else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def simulation_table(found: ScalingSimulation) -> str:
+    """A sweep: for each stage its rows, and then where each stops to scale."""
+    said = []
+    for stage in found.stages:
+        rows = [TABLE_HEADERS, *(_point_row(point) for point in found.points_of_stage(stage))]
+        shown = [
+            at
+            for at, head in enumerate(TABLE_HEADERS)
+            if head not in WAIT_KINDS or any(row[at] != "-" for row in rows[1:])
+        ]
+        said.append(
+            f"stage {stage}\n"
+            + align_columns([[row[at] for at in shown] for row in rows], left_aligned=(len(shown) - 1,))
+        )
+    return "\n\n".join([*said, "\n".join(scaling_line(one) for one in found.scaling)])
+
+
+def _point_row(point: ScalingPoint) -> list[str]:
+    choice, parts = point.plan.strategy, point.time_fractions
+    micro = f"{choice.micro_batch}" + (f" × {choice.accumulate}" if choice.accumulate > 1 else "")
+    waits = [f"{parts[name]:.1%}" if parts[name] >= 0.0005 else "-" for name in WAIT_KINDS]
+    return [
+        f"{point.devices:,}",
+        micro,
+        format_bytes(int(point.plan.memory)),
+        f"{point.samples_per_second_per_device:.4g}",
+        f"{point.tflops_per_device:.1f}",
+        f"{parts['compute']:.1%}",
+        *waits,
+        f"{point.plan.step_time.step:.3g} s",
+        "" if point.fits else "does not fit",
+    ]
+
+
+def scaling_line(one: StageScaling) -> str:
+    """Where a stage stops to scale, in words.
+
+    >>> scaling_line(StageScaling(0, None, None, None, None, None))
+    'stage 0: fits none of these'
+    """
+    if one.best is None:
+        return f"stage {one.stage}: fits none of these"
+    most = f"each device does most on {one.best.devices:,} ({one.best.samples_per_second_per_device:.4g} samples/s)"
+    words = [f"stage {one.stage}: fits from {one.fits_from:,} on; {most}"]
+    if one.under_90_percent is not None:
+        words.append(f"under 90 % of it from {one.under_90_percent:,} on")
+        words.append(
+            "never under 50 %" if one.under_50_percent is None else f"under 50 % from {one.under_50_percent:,} on"
+        )
+    elif one.good_until != one.best.devices:
+        words.append(f"and over 90 % of it up to {one.good_until:,}")
+    return ", ".join(words)
+
+
+def largest_table(found: dict[tuple[int, int], LargestModel]) -> str:
+    """The largest models, by (devices, stage)."""
+    stages = sorted({stage for _, stage in found})
+    rows = [["devices", *(f"stage {stage}" for stage in stages)]]
+    for devices in sorted({devices for devices, _ in found}):
+        rows.append([f"{devices:,}", *(_largest_text(found.get((devices, stage))) for stage in stages)])
+    return align_columns(rows)
+
+
+def _largest_text(one: LargestModel | None) -> str:
+    if one is None:
+        return "-"
+    if not one.layers:
+        return "nothing fits"
+    billions = one.parameters / 1e9
+    said = f"{billions / 1000:.3g}T" if billions >= 1000 else f"{billions:.3g}B"
+    full = "" if one.limit == "device" else f", {one.limit} full"
+    return f"{'' if one.confirmed else '≈ '}{said} ({one.layers:,} layers{full})"
+
+
+def paper_table(exhibit: PaperResult) -> str:
+    """One of the paper's tables or figures: the paper's numbers beside ours."""
+    error = exhibit.mean_error
+    if error is None:
+        verdict = f"{exhibit.num_exact} of {len(exhibit.cells)} as printed"
+        return f"{exhibit.name}: {exhibit.about}\n{_printed_table(exhibit)}\n{verdict}"
+    rows = [["", "", "paper", "ours", "error"]]
+    rows += [[c.row, c.column, f"{c.paper:g}", f"{c.ours:.1f}", f"{c.error:+.0%}"] for c in exhibit.cells]
+    means = [f"mean error {error:.0%}"]
+    kinds = list(dict.fromkeys(cell.column for cell in exhibit.cells))
+    if set(kinds) == {"ZeRO", "baseline"}:
+        means += [f"{kind} {mean_error([c for c in exhibit.cells if c.column == kind]):.0%}" for kind in kinds]
+    return f"{exhibit.name}: {exhibit.about}\n{align_columns(rows, left_aligned=(0, 1))}\n{', '.join(means)}"
+
+
+def _printed_table(exhibit: PaperResult) -> str:
+    """A table as the paper prints it; a cell that is not as printed shows both."""
+    heads = list(dict.fromkeys(cell.column for cell in exhibit.cells))
+    rows = [["", *heads]]
+    for name in dict.fromkeys(cell.row for cell in exhibit.cells):
+        cells = {cell.column: cell for cell in exhibit.cells if cell.row == name}
+        shown = [cells[head] for head in heads]
+        rows.append([name, *(str(c.ours) if c.ours == c.paper else f"{c.ours}, printed {c.paper}" for c in shown)])
+    return align_columns(rows, left_aligned=(0,))

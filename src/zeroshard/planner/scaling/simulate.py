@@ -1,0 +1,230 @@
+"""Simulate: how training a model scales, from one device to many thousands, on paper.
+
+[Note: scaling on paper]
+One trace of the model is replayed for every stage and every number of devices: what changes with the number is what a
+rank holds, how long collectives take on a machine's links (``machines/links.py``), and how much of them computation
+hides. Each device has the same work in all of them (weak scaling) unless ``batch`` fixes the work of all
+together (strong scaling). A stage *stops scaling* at the first number of devices where each device does less than so
+much of what it does at that stage's best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeroshard.config.offload import Offload, parse_bytes
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.plan import Plan, default_precision, evaluate_strategy
+from zeroshard.planner.scaling.model_family import DepthExtrapolatedModel, find_family
+from zeroshard.planner.search import candidate_strategies
+from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.tracing.inputs import Inputs, LossFn
+from zeroshard.planner.tracing.trace_model import CheckpointMode
+
+DEVICE_COUNTS = tuple(2**power for power in range(15))  # 1 to 16,384
+STAGES = (0, 1, 2, 3)
+WAIT_KINDS = ("tensor", "gather", "reduce", "update", "launch")
+GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput a device
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One stage on so many devices."""
+
+    plan: Plan
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.plan.devices
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's."""
+        return self.plan.strategy.stage
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs without running out of memory."""
+        return self.plan.fits
+
+    @property
+    def samples_per_second_per_device(self) -> float:
+        """Samples a second and device."""
+        return self.plan.samples_per_second / self.devices
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Useful operations a second and device, in 10^12: what is computed again does not count."""
+        return self.plan.flops_per_second / 1e12
+
+    @property
+    def time_fractions(self) -> dict[str, float]:
+        """What a step's time goes to: "compute", "tensor", "gather", "reduce", "update", "launch", in parts of it.
+
+        Communication counts as far as computation does not hide it; what is none of the others is computation.
+        """
+        pace = self.plan.step_time
+        waits = {name: max(0.0, getattr(pace, name)) / pace.step for name in WAIT_KINDS}
+        return {"compute": 1 - sum(waits.values()), **waits}
+
+
+@dataclass(frozen=True)
+class StageScaling:
+    """How far one stage scales."""
+
+    stage: int
+    fits_from: int | None
+    """The fewest devices, of those looked at, that the model fits; None: it fits none."""
+    best: ScalingPoint | None
+    """Where each device does most, of what fits."""
+    good_until: int | None
+    """The most devices up to which each does at least 90 % of the best."""
+    under_90_percent: int | None
+    """The first number of devices beyond the best where each does less than 90 % of it; None: no such was seen."""
+    under_50_percent: int | None
+    """The same for 50 %."""
+
+
+@dataclass(frozen=True)
+class ScalingSimulation:
+    """A sweep over devices and stages."""
+
+    model: str
+    parameters: int
+    machine: Machine
+    precision: str
+    points: tuple[ScalingPoint, ...]
+    """By stage, then by devices."""
+
+    def points_of_stage(self, stage: int) -> list[ScalingPoint]:
+        """The points of one stage, by devices."""
+        return [point for point in self.points if point.stage == stage]
+
+    @property
+    def stages(self) -> list[int]:
+        """Those that were looked at."""
+        return sorted({point.stage for point in self.points})
+
+    @property
+    def scaling(self) -> list[StageScaling]:
+        """Where each stage stops to scale: see [Note: scaling on paper]."""
+        return [_stage_scaling(stage, self.points_of_stage(stage)) for stage in self.stages]
+
+
+def _stage_scaling(stage: int, points: Sequence[ScalingPoint]) -> StageScaling:
+    fitting = [point for point in points if point.fits]
+    if not fitting:
+        return StageScaling(stage, None, None, None, None, None)
+    best = max(fitting, key=lambda point: point.samples_per_second_per_device)
+    beyond = [point for point in fitting if point.devices > best.devices]
+
+    def under(share: float) -> int | None:
+        return next(
+            (
+                point.devices
+                for point in beyond
+                if point.samples_per_second_per_device < share * best.samples_per_second_per_device
+            ),
+            None,
+        )
+
+    good = [
+        point.devices for point in beyond if under(GOOD_FRACTION) is None or point.devices < (under(GOOD_FRACTION) or 0)
+    ]
+    return StageScaling(
+        stage, fitting[0].devices, best, max(good, default=best.devices), under(GOOD_FRACTION), under(HALF_FRACTION)
+    )
+
+
+def simulate(
+    model: nn.Module,
+    inputs: Inputs = None,
+    *,
+    devices: Iterable[int] = DEVICE_COUNTS,
+    machine: str | Machine = "h100",
+    memory: str | int | None = None,
+    batch: int | None = None,
+    micro_batch: int | None = None,
+    sequence: int | None = None,
+    loss: LossFn = None,
+    stages: Iterable[int] = STAGES,
+    tensor: int = 1,
+    checkpoint: CheckpointMode = "none",
+    offload: Any = None,
+    clip: bool = True,
+    **options: Any,
+) -> ScalingSimulation:
+    """Work out how training a model scales with the number of devices: see [Note: scaling on paper].
+
+    ``model``, ``inputs``, ``loss``, ``sequence``, ``machine``, ``memory``, ``offload`` and ``options`` are as
+    :func:`zeroshard.plan` takes them. ``micro_batch`` are the samples of each data-parallel rank and backward; without
+    it, what is fastest of the powers of two that fit. ``batch`` is that of all devices together, the same for every
+    number of them: those that do not divide it are left out. So are numbers that are no multiple of ``tensor``.
+
+    >>> import torch
+    >>> from zeroshard.models import GPT, GPTConfig
+    >>> with torch.device("meta"):
+    ...     model = GPT(GPTConfig(layers=24, heads=16, width=2048))
+    >>> found = simulate(model, devices=(8, 1024), machine="dgx2", batch=1024, stages=(3,), checkpoint="recompute")
+    >>> [point.plan.strategy.micro_batch for point in found.points], found.scaling[0].under_90_percent
+    ([32, 1], 1024)
+    """
+    counts = _sorted_counts("devices", devices, 1)
+    wanted = _sorted_counts("stages", stages, 0)
+    machine = (
+        Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
+    )
+    precision = options.setdefault("precision", default_precision(machine))
+    machine.peak_flops(precision)  # refuses one that the machine does not compute in
+    if tensor < 1:
+        raise ValueError(f"tensor is a whole number from 1 up, got {tensor}")
+    possible = [count for count in counts if count % tensor == 0]
+    if not possible:
+        raise ValueError(f"no number of devices is a multiple of the {tensor} that divide each layer: got {counts}")
+    if micro_batch is not None and micro_batch < 1:
+        raise ValueError(f"micro_batch is a whole number from 1 up, got {micro_batch}")
+    subject = _open_traced_model(model, inputs, loss=loss, sequence=sequence, clipped=clip, **options)
+    points = []
+    for stage in wanted:
+        for count in possible:
+            found = candidate_strategies(
+                subject,
+                count,
+                machine,
+                batch=batch,
+                micro_batches=None if micro_batch is None else (micro_batch,),
+                stages=(stage,),
+                tensors=(tensor,),
+                checkpoints=(checkpoint,),
+                offloads=[Offload.from_option(offload)],
+            )
+            plans = [evaluate_strategy(subject, choice, count, machine) for choice in found]
+            if plans:
+                points.append(
+                    ScalingPoint(max(plans, key=lambda p: (p.fits, p.samples_per_second if p.fits else -p.memory)))
+                )
+    if not points:
+        raise ValueError(f"batch {batch} cannot be divided evenly over any of {possible} devices: change one of them")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return ScalingSimulation(type(model).__name__, parameters, machine, precision, tuple(points))
+
+
+def _open_traced_model(model: nn.Module, inputs: Inputs, **given: Any) -> TracedModel:
+    """The model as the subject of plans; of one whose family is known, what it holds comes from shallow ones too."""
+    known = find_family(model)
+    return TracedModel(model, inputs, **given) if known is None else DepthExtrapolatedModel(*known, inputs, **given)
+
+
+def _sorted_counts(name: str, given: Iterable[int], least: int) -> list[int]:
+    found = sorted(set(given))
+    if not found:
+        raise ValueError(f"{name} is empty: give at least one number")
+    for number in found:
+        if type(number) is not int or number < least:
+            raise ValueError(f"{name} are whole numbers from {least} up, got {number!r}")
+    return found

@@ -1,0 +1,139 @@
+"""Inputs: what a model is called with, at any batch, and what of its output is the loss. No values, only shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroshard.engine.hooks import tensors_in
+from zeroshard.models.gpt import GPT
+from zeroshard.sharding.precision import tree_map_tensors
+
+DEFAULT_SEQUENCE_TOKENS = 1024  # tokens of a sample, where nobody says and the model allows it
+
+Inputs = Callable[[int], Any] | torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | None
+LossFn = Callable[[Any], torch.Tensor] | None
+
+
+class LossError(ValueError):
+    """No loss can be made of what a model returns."""
+
+
+ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def model_arguments(model: nn.Module, inputs: Inputs, batch: int, sequence: int | None = None) -> ModelArguments:
+    """What the model is called with for ``batch`` samples: positional and keyword arguments.
+
+    ``inputs`` is a function of the batch that returns a tensor, a tuple or a dictionary of keywords; or an example of
+    these, whose tensors' first dimension is the batch. None will do for language models that are known: zeroshard's
+    GPT and those of Hugging Face, with ``sequence`` tokens a sample.
+
+    >>> args, kwargs = model_arguments(nn.Linear(8, 2), torch.empty(4, 8), batch=32)
+    >>> args[0].shape, args[0].is_meta
+    (torch.Size([32, 8]), True)
+    """
+    if inputs is None:
+        given = _default_inputs(model, batch, sequence)
+    elif callable(inputs):
+        given = inputs(batch)
+    else:
+        given = _resize_batch(inputs, batch)
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given), {}) if isinstance(given, (tuple, list)) else ((given,), {})
+
+
+def _resize_batch(example: Any, batch: int) -> Any:
+    """The example with another first dimension."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()}
+    if len(lengths) != 1:
+        found = sorted(lengths) or "no tensor"
+        raise ValueError(
+            f"the first dimension of all tensors in inputs is the batch, got {found}: give a function of the batch "
+            "instead, inputs=lambda batch: (…)"
+        )
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        if tensor.is_meta or tensor.is_floating_point() or not tensor.shape[0]:
+            return tensor.new_empty(batch, *tensor.shape[1:], device="meta")
+        return tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]  # models may look at it
+
+    return tree_map_tensors(example, widen)
+
+
+def _default_inputs(model: nn.Module, batch: int, sequence: int | None) -> Any:
+    if isinstance(model, GPT):
+        tokens = _zero_tokens(batch, _sequence_length(sequence, model.config.context, model.config.context))
+        return tokens, tokens.clone()
+    config: Any = getattr(model, "config", None)
+    heads = getattr(model, "get_output_embeddings", lambda: None)()  # of a model that foretells tokens
+    if getattr(config, "vocab_size", None) and heads is not None:
+        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        tokens = _zero_tokens(
+            batch, _sequence_length(sequence, min(most or DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCE_TOKENS), most)
+        )
+        return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
+    raise ValueError(
+        f"it is not known what a {type(model).__name__} is called with: give inputs=, a function of the batch such as "
+        "lambda batch: torch.empty(batch, 3, 224, 224), or an example batch"
+    )
+
+
+def _sequence_length(sequence: int | None, default: int, max_tokens: int | None) -> int:
+    """Tokens of a sample."""
+    if sequence is None:
+        return default
+    if type(sequence) is not int or sequence < 1:
+        raise ValueError(f"sequence is a whole number of tokens from 1 up, got {sequence!r}")
+    if max_tokens is not None and sequence > max_tokens:
+        raise ValueError(
+            f"sequences of {sequence} tokens do not fit the model's context of {max_tokens}: shorten them, or "
+            "build the model "
+            "with a longer one"
+        )
+    return sequence
+
+
+def _zero_tokens(batch: int, sequence: int) -> torch.Tensor:
+    return torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+
+
+def compute_loss(output: Any, loss: LossFn) -> torch.Tensor:
+    """The one number that backward begins with: what ``loss`` makes of the output, or the output's own loss.
+
+    An output that has none is summed: the same backward, but for that of the real loss itself.
+    """
+    if loss is not None:
+        return _check_scalar(_call_loss(loss, output))
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return _check_scalar(own)
+    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not found:
+        raise LossError("the model's output depends on no parameter that is trained: there is no backward to plan")
+    if len(found) == 1 and found[0].numel() == 1:
+        return found[0]
+    return torch.stack([tensor.float().sum() for tensor in found]).sum()
+
+
+def _call_loss(loss: Callable[[Any], torch.Tensor], output: Any) -> Any:
+    try:
+        return loss(output)
+    except Exception as error:
+        raise LossError(
+            f"loss raised {type(error).__name__}: {error}\nWhile planning, the model's output is on the meta device: "
+            "make the targets there too, as in torch.zeros(len(output), dtype=torch.int64, device=output.device)"
+        ) from error
+
+
+def _check_scalar(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        got = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise LossError(f"loss returns one number, got {got}")
+    return value

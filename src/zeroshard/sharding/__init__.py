@@ -1,0 +1,1 @@
+"""Decisions without storage: which states a stage shards, units, layouts, tiers and dtypes."""

@@ -1,0 +1,186 @@
+"""Which dtype each parameter computes, reduces and is updated in, and the loss scale of fp16."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from zeroshard.config.config import Config
+
+GROWTH_INTERVAL = 2000  # steps without overflow after which the loss scale doubles
+
+# Backwards under way, by autograd's number → inverse of the scale that their loss was multiplied by, None: of none.
+# One table for all models: a loss may reach several of them.
+_running_backwards: dict[int, torch.Tensor | None] = {}
+
+
+def current_inverse_scale() -> torch.Tensor | None:
+    """The inverse of the loss scale that the backward under way carries; None where its loss was not scaled.
+
+    From here on it counts as decided: a loss that turns out to be scaled later in the same backward is an error.
+    """
+    number = torch._C._current_graph_task_id()
+    if number not in _running_backwards:
+        _record_backward(number, None)
+    return _running_backwards[number]
+
+
+def _record_backward(number: int, inverse: torch.Tensor | None) -> None:
+    _running_backwards[number] = inverse
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_remove_backward, number))
+
+
+def _remove_backward(number: int) -> None:
+    _running_backwards.pop(number, None)
+
+
+def _on_scaled_loss(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
+    """A backward comes to a loss that was multiplied by the loss scale."""
+    number = torch._C._current_graph_task_id()
+    if number not in _running_backwards:
+        _record_backward(number, inverse)
+        return
+    known = _running_backwards[number]
+    if known is None or (known is not inverse and bool(known != inverse)):
+        other = "is not scaled" if known is None else "has another scale"
+        raise RuntimeError(
+            f"one loss of this backward was multiplied by optimizer.scale(loss), and another one {other}: their "
+            "gradients cannot be told apart. Add the losses first, and call optimizer.scale() on the sum"
+        )
+
+
+def matches(name: str, module: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> bool:
+    """Whether a module is meant by one of the patterns: its class, or a shell pattern of its name.
+
+    >>> matches("layers.3", nn.Linear(1, 1), ("layers.*",)), matches("head", nn.Linear(1, 1), (nn.LayerNorm,))
+    (True, False)
+    """
+    return any(fnmatchcase(name, p) if isinstance(p, str) else isinstance(module, p) for p in patterns)
+
+
+class Precision:
+    """The dtypes of one model's parameters.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    >>> precision = Precision(model, Config(precision="bf16", keep_fp32=(nn.LayerNorm,)))
+    >>> precision.compute_dtype("0.weight", model[0].weight), precision.compute_dtype("1.weight", model[1].weight)
+    (torch.bfloat16, torch.float32)
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self._config = config
+        kept = (*config.keep_fp32, _BatchNorm) if config.has_master else ()
+        self.fp32_modules = [name for name, module in model.named_modules() if matches(name, module, kept)]
+        self._fp32_param_names = {
+            f"{name}.{key}" if name else key
+            for name in self.fp32_modules
+            for key, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
+        }
+        self._fp32_patterns = [p for p in kept if isinstance(p, str)]
+
+    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype of the parameter in forward and backward."""
+        wanted = self._config.compute_dtype
+        if wanted is None or not parameter.is_floating_point():
+            return parameter.dtype
+        kept = name in self._fp32_param_names or any(fnmatchcase(name, pattern) for pattern in self._fp32_patterns)
+        return torch.float32 if kept else wanted
+
+    def has_master(self, dtype: torch.dtype) -> bool:
+        """Whether parameters computed in ``dtype`` are updated in an fp32 copy."""
+        return self._config.has_master and dtype in (torch.bfloat16, torch.float16)
+
+    def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that gradients of parameters computed in ``dtype`` are summed and kept in."""
+        chosen = self._config.reduce_dtype
+        return chosen if isinstance(chosen, torch.dtype) else dtype
+
+
+class LossScale:
+    """fp16's dynamic loss scale. It stays on the device: no host sync to read it or to change it."""
+
+    def __init__(self, initial: float, device: torch.device) -> None:
+        self.scale = torch.full((), initial, device=device)  # fp32
+        self.inverse_scale = 1 / self.scale  # fp32
+        self.found_inf = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the scale, and have its backward know that."""
+        scaled = loss.float() * self.scale
+        if scaled.requires_grad:
+            scaled.register_hook(partial(_on_scaled_loss, self.inverse_scale))  # type: ignore[no-untyped-call]
+        return scaled
+
+    def check_overflow(self, gradients: list[torch.Tensor], max_abs_values: Sequence[torch.Tensor] = ()) -> None:
+        """Note values that are not finite, or would not be in fp32. Reads only, and makes no copy.
+
+        ``magnitudes`` are the largest ones of gradients that are not at hand.
+        """
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            if gradient.numel():
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        norms = [torch.stack(torch._foreach_norm(group, math.inf)).float() for group in by_dtype.values()]
+        norms += [torch.stack(list(max_abs_values))] if max_abs_values else []
+        if norms:  # the norm of what holds a NaN is NaN, which is not less than anything
+            torch.logical_not((torch.cat(norms) < math.inf).all(), out=self.found_inf)
+
+    def state(self) -> list[float]:
+        """The scale and the length of the present streak without overflow, as plain numbers."""
+        return [float(self.scale), float(self._growth_tracker)]
+
+    def load(self, state: list[float]) -> None:
+        """Go on from :meth:`state`."""
+        self.scale.fill_(state[0])
+        self._growth_tracker.fill_(int(state[1]))
+        self.inverse_scale = 1 / self.scale
+
+    def update(self) -> None:
+        """Halve the scale after an overflow, double it after a long streak without, and clear the note."""
+        torch._amp_update_scale_(self.scale, self._growth_tracker, self.found_inf, 2.0, 0.5, GROWTH_INTERVAL)
+        self.inverse_scale = 1 / self.scale
+        self.clear_overflow()
+
+    def clear_overflow(self) -> None:
+        """Clear the note of an overflow."""
+        self.found_inf.zero_()
+
+
+def tree_map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply ``change`` to every tensor in nested containers and dataclasses; the value itself where none changes.
+
+    >>> tree_map_tensors({"a": [torch.ones(1)], "b": 2}, lambda t: t + 1)
+    {'a': [tensor([2.])], 'b': 2}
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):  # also Hugging Face's ModelOutput, which is both a dict and a dataclass
+        changed = {key: tree_map_tensors(item, change) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (list, tuple)):
+        items = [tree_map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = {f.name: tree_map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
+        if all(new[key] is getattr(value, key) for key in new):
+            return value
+        return dataclasses.replace(value, **new)
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in nested containers."""
+    return tree_map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

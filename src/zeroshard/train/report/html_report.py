@@ -1,0 +1,247 @@
+"""The report of a training run as one HTML file, which opens offline and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from zeroshard.memory.report import format_bytes
+from zeroshard.page.format import format_count, format_duration
+from zeroshard.page.render import render_page
+from zeroshard.train.report import run_charts
+from zeroshard.train.report.series import JsonObject, extract_series, finite_or_none
+from zeroshard.utils.atomic_file import read_json
+
+
+class RunMetrics(NamedTuple):
+    """What metrics.jsonl holds, in the order of the steps."""
+
+    steps: list[JsonObject]
+    evaluations: list[tuple[int, float]]  # step and held-out loss
+
+
+class ReportFigure(NamedTuple):
+    """One of the numbers at the head of the page."""
+
+    name: str
+    value: str
+    note: str
+
+
+def write_html_report(run: Path) -> Path:
+    """Write `report.html` into the directory of a run, from its `run.json` and `metrics.jsonl`, and return its path.
+
+    The run may still be going on or have ended early: where something was not recorded, the page says so.
+
+    >>> import json, tempfile
+    >>> run = Path(tempfile.mkdtemp())
+    >>> _ = (run / "run.json").write_text(json.dumps({"name": "tiny", "outcome": "interrupted"}))
+    >>> _ = (run / "metrics.jsonl").write_text('{"step": 1, "loss": 6.97}')
+    >>> write_html_report(run).name
+    'report.html'
+    """
+    run = Path(run)
+    record, metrics = _read_record(run / "run.json"), read_metrics(run / "metrics.jsonl")
+    text = render_page(
+        "zeroshard.train.report", "page.html.j2", "the report of a run", **_template_context(record, metrics)
+    )
+    page = run / "report.html"
+    page.write_bytes(text)
+    return page
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _read_record(path: Path) -> JsonObject:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there: give the directory of a run, as `zeroshard train` made it")
+    return read_json(path)
+
+
+def read_metrics(path: Path) -> RunMetrics:
+    """Read `metrics.jsonl`. Where the file goes back to an earlier step, the run was resumed there: what it held from
+    that step on is forgotten. A line cut short is left out. A file that is not there is a run without steps."""
+    steps: dict[int, JsonObject] = {}
+    evaluations: dict[int, float] = {}
+    last = -math.inf
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        entry = _parse_line(line)
+        if entry is None:
+            continue
+        step, loss = entry["step"], finite_or_none(entry.get("validation_loss"))
+        if "validation_loss" in entry:
+            if loss is not None:
+                evaluations[step] = loss
+            continue
+        if step <= last:
+            steps = {at: kept for at, kept in steps.items() if at < step}
+            evaluations = {at: kept for at, kept in evaluations.items() if at < step}
+        steps[step], last = entry, step
+    return RunMetrics([steps[at] for at in sorted(steps)], sorted(evaluations.items()))
+
+
+def _parse_line(line: str) -> JsonObject | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+# ------------------------------------------------------------------------------------------------ content
+
+
+def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
+    """Gather what the template shows."""
+    steps, memory, traffic = metrics.steps, record.get("memory") or [], record.get("traffic")
+    drawn = (
+        run_charts.loss_chart(steps, metrics.evaluations),
+        run_charts.metric_chart(steps, "lr", "Learning rate", tick_format="~g"),
+        run_charts.metric_chart(steps, "grad_norm", "Gradient norm", smoothed=True),
+        run_charts.metric_chart(steps, "tokens_per_s", "Tokens per second", smoothed=True, tick_format="~s"),
+        run_charts.metric_chart(steps, "communication", "Time spent waiting", smoothed=True, tick_format=".0%"),
+        run_charts.states_chart(memory, record.get("plain")),
+        run_charts.buffers_chart(memory),
+        run_charts.timeline_chart(record.get("timeline")),
+        run_charts.communication_chart(traffic or {}, record.get("paper_traffic")),
+    )
+    by_name = {chart.name: chart for chart in drawn if chart is not None}
+    model = record.get("model") or {}
+    return {
+        "name": str(record.get("name") or "run"),
+        "outcome": str(record.get("outcome") or "unknown"),
+        "message": str(record.get("message") or ""),
+        "facts": _facts(record, model),
+        "stage": record.get("stage"),
+        "ranks": record.get("ranks"),
+        "headline": _headline(record, metrics),
+        "charts": by_name,
+        "lost": len(steps) - len(extract_series(steps, "loss")[0]),
+        "fullest": _format_peak(memory),
+        "traffic": traffic,
+        "volume": _traffic_vs_paper(traffic, record.get("paper_traffic")),
+        "tensor": record.get("tensor") or 1,
+        "sums": _activation_vs_tensor_traffic(record.get("tensor_traffic")),
+        "samples": [_sample_context(sample) for sample in record.get("samples") or []],
+        "settings": {name: _format_setting(value) for name, value in (record.get("settings") or {}).items()},
+        "versions": {name: str(value) for name, value in (record.get("versions") or {}).items()},
+        "checkpoints": record.get("checkpoints") or [],
+        "version": str((record.get("versions") or {}).get("zeroshard", "")),
+    }
+
+
+def _facts(record: JsonObject, model: JsonObject) -> list[str]:
+    """Say in a few phrases what was trained, how and when."""
+    facts = [str(model["description"])] if model.get("description") else []
+    if finite_or_none(model.get("parameters")) is not None:
+        facts.append(f"{format_count(model['parameters'])} parameters")
+    if record.get("stage") is not None:
+        facts.append(f"ZeRO stage {record['stage']}")
+    if record.get("ranks"):
+        facts.append(f"{record['ranks']} rank{'s' if record['ranks'] != 1 else ''}")
+    if (record.get("tensor") or 1) > 1:
+        facts.append(f"each layer divided over {record['tensor']}")
+    device = (record.get("versions") or {}).get("device")
+    facts += [str(fact) for fact in (device, record.get("backend"), record.get("precision")) if fact]
+    if record.get("started"):
+        began = datetime.fromisoformat(record["started"])
+        facts.append(f"{began.day} {began:%B %Y, %H:%M %Z}".strip())
+    return facts
+
+
+def _headline(record: JsonObject, metrics: RunMetrics) -> list[ReportFigure]:
+    """Choose the numbers at the head of the page: those that were recorded."""
+    figures = []
+    at, losses = extract_series(metrics.steps, "loss")
+    if losses:
+        note = f"at step {at[-1]:,}" + (f", from {losses[0]:.2f} at step {at[0]:,}" if len(at) > 1 else "")
+        figures.append(ReportFigure("Training loss", f"{losses[-1]:.2f}", note))
+    if metrics.evaluations:
+        first, (best_at, best) = metrics.evaluations[0][1], min(metrics.evaluations, key=lambda pair: pair[1])
+        value = f"{first:.2f} → {best:.2f}" if len(metrics.evaluations) > 1 else f"{best:.2f}"
+        note = f"best at step {best_at:,}, a perplexity of {math.exp(min(best, 700)):,.2f}"
+        figures.append(ReportFigure("Held-out loss", value, note))
+    speeds = extract_series(metrics.steps, "tokens_per_s")[1]
+    if speeds:
+        figures.append(ReportFigure("Tokens per second", format_count(median(speeds)), _throughput_note(metrics.steps)))
+    memory, plain = record.get("memory") or [], record.get("plain")
+    if memory:
+        most = max(sum(run_charts.state_bytes(rank).values()) for rank in memory)
+        figures.append(
+            ReportFigure(
+                "Memory per rank", format_bytes(most), _memory_note(most, sum(plain.values()) if plain else None)
+            )
+        )
+    seconds = finite_or_none(record.get("seconds"))
+    if seconds is not None:
+        tokens = extract_series(metrics.steps, "tokens")[1][-1:]  # so far, on all ranks
+        note = ", ".join([f"{len(metrics.steps):,} steps", *(f"{format_count(sum)} tokens" for sum in tokens)])
+        figures.append(ReportFigure("Time", format_duration(seconds), note))
+    return figures
+
+
+def _throughput_note(steps: Sequence[JsonObject]) -> str:
+    """Say what goes with the throughput: how far the device was used, where that is known."""
+    notes = ["median of all steps"]
+    tflops, used = (extract_series(steps, key)[1] for key in ("tflops", "mfu"))
+    if tflops:
+        notes.append(f"{median(tflops):.3g} TFLOP/s")
+    if used:
+        notes.append(f"{median(used):.1%} of the device's peak")
+    return ", ".join(notes)
+
+
+def _memory_note(most: float, plain: float | None) -> str:
+    """Compare a rank's model states with those of plain data parallelism."""
+    if not plain or not most:
+        return "of model states"
+    ratio = plain / most
+    if ratio < 1.05:
+        return "of model states, as much as plain data parallelism"
+    return f"of model states, {ratio:.1f} × less than plain data parallelism"
+
+
+def _format_peak(memory: Sequence[JsonObject]) -> str:
+    peaks = [rank["total"]["peak"] for rank in memory if rank.get("total")]
+    return format_bytes(max(peaks)) if peaks else ""
+
+
+def _traffic_vs_paper(traffic: JsonObject | None, paper: JsonObject | None) -> JsonObject | None:
+    """Compare the bytes of one step with the paper's."""
+    ours = sum(kind["bytes"] for kind in (traffic or {}).values())
+    if not ours:
+        return None
+    volume = {"ours": format_bytes(ours), "formula": "", "paper": "", "ratio": ""}
+    if paper and paper.get("bytes"):
+        volume |= {"formula": str(paper["formula"]), "paper": format_bytes(paper["bytes"])}
+        volume["ratio"] = f"{ours / paper['bytes']:.2f}"
+    return volume
+
+
+def _activation_vs_tensor_traffic(traffic: JsonObject | None) -> JsonObject | None:
+    """Compare the bytes that P_a gathers in one step with those of tensor parallelism itself."""
+    if not traffic or not traffic["layers"]["bytes"]:
+        return None
+    ours, gathered = traffic["layers"]["bytes"], traffic["activations"]["bytes"]
+    return {
+        "ours": format_bytes(ours),
+        "gathered": format_bytes(gathered),
+        "share": f"1/{ours / gathered:.1f}" if gathered else "",
+    }
+
+
+def _sample_context(sample: JsonObject) -> JsonObject:
+    prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
+    return {"step": sample.get("step"), "prompt": prompt, "text": text.removeprefix(prompt)}
+
+
+def _format_setting(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)

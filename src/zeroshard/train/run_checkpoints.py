@@ -1,0 +1,62 @@
+"""A run's checkpoints: where they are, which are good, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.index import CheckpointIndex, is_checkpoint
+from zeroshard.checkpoint.retention import update_latest
+
+DIVERGED_DIR = "diverged"  # below the checkpoints: those whose weights gave a loss that was not finite
+
+
+class RunCheckpoint:
+    """A checkpoint to go on from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        extra = CheckpointIndex.read(path).extra
+        step, seconds = extra.get("step"), extra.get("seconds")
+        if type(step) is not int or step < 0 or type(seconds) not in (int, float):
+            raise CheckpointError(
+                f"{path} is no checkpoint of a run: its extra has step {step!r} and seconds {seconds!r}, expected two "
+                "numbers. Go on from another checkpoint"
+            )
+        self.step: int = step
+        """How many steps were done."""
+        self.seconds: float = seconds
+        """How long they took."""
+
+
+def checkpoint_path(parent: Path, step: int) -> Path:
+    """Where the checkpoint of a step is.
+
+    >>> checkpoint_path(Path("checkpoints"), 200).as_posix()
+    'checkpoints/step-000200'
+    """
+    return parent / f"step-{step:06d}"
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step of a checkpoint by its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def complete_checkpoints(parent: Path) -> list[Path]:
+    """The checkpoints of a run, the newest last."""
+    named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and is_checkpoint(path)]
+    return sorted(named, key=checkpoint_step)
+
+
+def quarantine(path: Path) -> None:
+    """Make a checkpoint none that a run goes on from, without deleting it."""
+    aside = path.parent / DIVERGED_DIR
+    aside.mkdir(exist_ok=True)
+    target, number = aside / path.name, 1
+    while target.exists():  # the same step diverged before
+        target, number = aside / f"{path.name}.{number}", number + 1
+    path.rename(target)
+    for good in complete_checkpoints(path.parent)[-1:]:
+        update_latest(good)

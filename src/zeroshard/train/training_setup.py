@@ -1,0 +1,236 @@
+"""Job: everything a run needs, made from its options: directory, data, model, optimizer, and where it begins."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from zeroshard.presets import PRESETS
+from zeroshard.tensor_parallel.plans import tensor_plan_for
+from zeroshard.train.auto_options import resolve_auto
+from zeroshard.train.batching import Batching
+from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
+from zeroshard.train.data.token_file import TokenFile, is_token_file
+from zeroshard.train.data.token_loader import TokenLoader
+from zeroshard.train.errors import TrainingError
+from zeroshard.train.generation import encode_prompt
+from zeroshard.train.models.language_model import LanguageModel, open_language_model
+from zeroshard.train.option_checks import check_output_directory, resolve_batching
+from zeroshard.train.options import TrainOptions
+from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.run_checkpoints import RunCheckpoint, complete_checkpoints
+from zeroshard.train.run_directory import RunDirectory, create_run_directory
+from zeroshard.train.run_record import RunRecord, new_run_record
+
+UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
+PLANNING_OPTIONS = ("auto", "memory", "machine")  # options whose outcome is kept
+
+
+@dataclass
+class TrainingSetup:
+    """What the loop runs on."""
+
+    options: TrainOptions
+    rank_info: RankInfo
+    directory: RunDirectory
+    language_model: LanguageModel
+    model: nn.Module
+    optimizer: zeroshard.ShardedOptimizer
+    corpus: Corpus
+    batching: Batching
+    train_loader: TokenLoader
+    validation_loader: TokenLoader | None
+    precision: str
+    record: RunRecord
+    resume_checkpoint: RunCheckpoint | None
+    """Where the run goes on from."""
+    plan_reason: str = ""
+    """What a plan has chosen, and why, where something was left to it."""
+
+
+def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
+    """Make everything. What is wrong with the options, files or sizes is told before anything is trained."""
+    try:
+        return _prepare_training(options, rank_info)
+    except (ValueError, OSError, ImportError, zeroshard.CheckpointError) as error:
+        raise TrainingError(str(error)) from error
+
+
+def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
+    """Refuse a number of ranks that cannot divide the model's layers."""
+    tensor = options.sharding.tensor
+    if tensor == 1:
+        return
+    plan = tensor_plan_for(module)
+    if plan is None:
+        what = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
+        raise ValueError(
+            f"--tensor {tensor}: how to divide the layers of {what} is not known, only those of the presets and of "
+            "Hugging Face's Llama and GPT-2: leave --tensor out"
+        )
+    for what, count in plan.divisible_sizes.items():
+        if count % tensor:
+            raise ValueError(f"--tensor {tensor} does not divide the model's {count} {what}: give a number that does")
+
+
+def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
+    batching = resolve_batching(options, rank_info.world_size)
+    language_model = open_language_model(options.model, options.data)
+    check_tensor_parallel(options, language_model.module)
+    rank_info = replace(rank_info, tp_size=options.sharding.tensor)
+    sequence = sequence_length(options, language_model)
+    precision = resolve_precision(options, rank_info.device.type)
+    options, why = resolve_auto(options, batching, language_model, sequence, precision, rank_info)
+    batching = resolve_batching(options, rank_info.world_size)
+    directory = _open_directory(options, rank_info)
+    found = complete_checkpoints(directory.checkpoints_dir) if options.run.resume else []
+    checkpoint = RunCheckpoint(found[-1]) if found else None
+    corpus = _open_corpus(options, rank_info, directory, language_model)
+
+    def loader(tokens: TokenFile, rows: int) -> TokenLoader:
+        seed, vocabulary = options.training.seed, language_model.vocab_size
+        return TokenLoader(tokens, sequence=sequence, batch=rows, seed=seed, vocab_size=vocabulary)
+
+    held_out = loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
+    training = loader(corpus.train, batching.batch)
+    record = new_run_record(options, rank_info, language_model, precision, batching, sequence)
+    if checkpoint is not None:
+        record.resume_from(directory.read_record(), checkpoint.seconds)
+    model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
+    if rank_info.is_rank_zero:  # last: what was refused before leaves no run behind, and one that was there as it was
+        directory.write_config(_config_to_save(options))
+    return TrainingSetup(
+        options=options,
+        rank_info=rank_info,
+        directory=directory,
+        language_model=language_model,
+        model=model,
+        optimizer=optimizer,
+        corpus=corpus,
+        batching=batching,
+        train_loader=training,
+        validation_loader=held_out,
+        precision=precision,
+        record=record,
+        resume_checkpoint=checkpoint,
+        plan_reason=why,
+    )
+
+
+def sequence_length(options: TrainOptions, language_model: LanguageModel) -> int:
+    """Tokens a sequence: what was asked for, else the model's context, at most 1024."""
+    context = language_model.context
+    wanted = options.model.sequence or min(context or 1024, 1024)
+    if context is not None and wanted > context:
+        raise ValueError(f"sequences of {wanted} tokens do not fit the model's context of {context}: shorten them")
+    return wanted
+
+
+def resolve_precision(options: TrainOptions, device: str) -> str:
+    """The precision that "auto" stands for on a device."""
+    if options.sharding.precision != "auto":
+        return options.sharding.precision
+    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def _config_to_save(options: TrainOptions) -> dict[str, Any]:
+    """What a run's config.json holds: all that says what the run is, with paths that are right from anywhere."""
+    kept = {
+        name: value for name, value in options.to_flat_dict().items() if name not in UNSAVED_OPTIONS + PLANNING_OPTIONS
+    }
+    for name in ("model", "tokenizer", "data", "validation"):
+        value = kept[name]
+        if isinstance(value, tuple):
+            kept[name] = [os.path.abspath(path) for path in value]
+        elif value is not None and value not in PRESETS:
+            kept[name] = os.path.abspath(value)
+    return kept
+
+
+def _open_directory(options: TrainOptions, rank_info: RankInfo) -> RunDirectory:
+    """Choose and make the run's directory on the first rank, and tell the others."""
+    chosen: list[Any] = [None]
+    if rank_info.is_rank_zero:
+        out = Path(options.run.out) if options.run.out is not None else create_run_directory(Path("runs"), options.name)
+        check_output_directory(options, out)
+        out.mkdir(parents=True, exist_ok=True)
+        directory = RunDirectory(out)
+        directory.lock()
+        chosen = [os.fspath(out)]
+    dist.broadcast_object_list(chosen, src=0)
+    return directory if rank_info.is_rank_zero else RunDirectory(Path(chosen[0]))
+
+
+def _open_corpus(
+    options: TrainOptions, rank_info: RankInfo, directory: RunDirectory, language_model: LanguageModel
+) -> Corpus:
+    """Encode the texts on the first rank, and open the tokens on all."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # much text takes long
+    if rank_info.is_rank_zero:
+        tokenizer = options.data.tokenizer or language_model.tokenizer_path
+        encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
+        if language_model.is_pretrained and tokenizer is None and not encoded:
+            raise ValueError(
+                f"{options.model.model} has weights but no tokenizer.json, and text encoded otherwise would mean "
+                "nothing to it: give --tokenizer, or --data as a file of tokens"
+            )
+        encode_corpus(
+            options.data.data,
+            directory.data_dir,
+            tokenizer=tokenizer,
+            vocab_size=language_model.vocab_size,
+            validation=options.data.validation,
+        )
+    dist.barrier(group=patient)
+    corpus = open_corpus(directory.data_dir, holdout=options.data.holdout)
+    if corpus.vocab_size is not None and corpus.vocab_size > language_model.vocab_size:
+        more = f"--vocabulary {corpus.vocab_size}, or " if options.model.model in PRESETS else ""
+        raise ValueError(
+            f"the tokenizer has {corpus.vocab_size} ids, the model {language_model.vocab_size}: give {more}another "
+            "--tokenizer"
+        )
+    prompt = options.run.prompt
+    if prompt is not None and corpus.tokenizer_path is not None and not encode_prompt(corpus.tokenizer_path, prompt):
+        raise ValueError(f"--prompt {prompt!r} has no tokens: give another beginning, or leave it out")
+    return corpus
+
+
+def _shard_model(
+    options: TrainOptions,
+    rank_info: RankInfo,
+    language_model: LanguageModel,
+    precision: str,
+    checkpoint: RunCheckpoint | None,
+) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
+    """Fill and partition the model unit by unit, and give the optimizer its states back."""
+    training, module = options.training, language_model.module
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    given = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(given, lr=training.lr, betas=training.betas, fused=True)
+    torch.manual_seed(training.seed)
+    model, optimizer = zeroshard.shard(
+        module,
+        adamw,
+        mesh=rank_info.make_mesh(),
+        stage=options.sharding.stage,
+        offload=options.sharding.offload_config,
+        precision=precision,
+        cast_on_gather=options.sharding.cast_on_gather,
+        timeout=options.sharding.timeout,
+        init_fn=language_model.init_fn,
+    )
+    if checkpoint is not None:
+        zeroshard.load(checkpoint.path, model, optimizer)
+    return model, optimizer

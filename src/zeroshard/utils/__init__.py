@@ -1,0 +1,1 @@
+"""Small helpers without any knowledge of training."""
