@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.group import CheckpointGroup
-from zeroshard.comm.collectives import heartbeat_monitor
+from zeroshard.comm import heartbeat_monitor
 
 AT, STEPS = 3, 6  # the step in which a rank does it, of how many
 

@@ -16,7 +16,7 @@ from plain import make_net
 from ranks import run_threads
 
 import zeroshard
-from zeroshard.comm.collectives import heartbeat_monitor
+from zeroshard.comm import heartbeat_monitor
 
 SOON = 25.0  # seconds: they are told within 10, but for a busy machine; the process group's timeout is 60
 

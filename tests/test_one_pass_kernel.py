@@ -21,7 +21,7 @@ from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS
 triton = pytest.importorskip("triton")
 
 PLAIN = FusedAdamHyperparams(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=False)
-FACTORS = {"inverse": torch.tensor(1 / 3), "coefficient": torch.tensor(0.7)}
+FACTORS = {"inv_scale": torch.tensor(1 / 3), "clip_coef": torch.tensor(0.7)}
 
 
 def strips(numels: list[int], gradient: torch.dtype, copy: torch.dtype | None, offset: int = 0) -> list[SliceTensors]:
@@ -55,7 +55,7 @@ def host_update(
 CASES: dict[str, tuple[torch.dtype, torch.dtype | None, int, dict[str, Any], dict[str, torch.Tensor]]] = {
     "bf16": (torch.bfloat16, torch.bfloat16, 0, {}, {}),
     "fp16, scaled and clipped": (torch.float16, torch.float16, 0, {}, FACTORS),
-    "fp32, its own copy": (torch.float32, None, 0, {}, {"coefficient": torch.tensor(0.3)}),
+    "fp32, its own copy": (torch.float32, None, 0, {}, {"clip_coef": torch.tensor(0.3)}),
     "no vectors": (torch.bfloat16, torch.bfloat16, 1, {}, {}),
     "no decay, maximised": (torch.bfloat16, torch.bfloat16, 0, {"weight_decay": 0.0, "maximize": True}, {}),
     "lr on the device": (torch.bfloat16, torch.bfloat16, 0, {"lr": torch.tensor(0.02)}, {}),

@@ -68,7 +68,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     """The exit status, output and errors of a command without ranks, called here: a program would import torch anew."""
     exit_message = ""
     try:
-        status = main.main([str(argument) for argument in arguments])
+        status = main([str(argument) for argument in arguments])
     except SystemExit as end:  # the interpreter prints what is not a number, and ends with 1
         status, exit_message = (end.code, "") if isinstance(end.code, int) else (1, str(end.code))
     output, errors = capsys.readouterr()
