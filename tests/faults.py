@@ -109,7 +109,7 @@ def fault(
             if what != "full_gradient":
                 optimizer.zero_grad()
         watching = sum(thread.name == heartbeat_monitor.THREAD_NAME for thread in threading.enumerate())
-        zeroshard.unshard(model)
+        zeroshard.unwrap(model)
         left = sum(thread.name == heartbeat_monitor.THREAD_NAME for thread in threading.enumerate())
         return {"told": "", "watching": watching, "left": left}
     except zeroshard.RanksDisagreeError as error:

@@ -1260,15 +1260,15 @@ class Lockstep:
             self.away = False
 
     def reshard(self, stage: int, freeze: str | None = None, thaw: bool = False) -> None:
-        """unshard(), freeze or thaw something, and shard() again in another stage."""
+        """unwrap(), freeze or thaw something, and shard() again in another stage."""
 
         def take_apart(side: Side) -> None:
-            side.model, side.optimizer = zeroshard.unshard(side.model, side.optimizer)
+            side.model, side.optimizer = zeroshard.unwrap(side.model, side.optimizer)
 
-        if self._do("unshard", take_apart, self.plain.model.zero_grad) is None:
+        if self._do("unwrap", take_apart, self.plain.model.zero_grad) is None:
             return
         if any(o.kind == "gathered" for o in self.opened):
-            raise Counterexample("unshard() inside gathered() went through")
+            raise Counterexample("unwrap() inside gathered() went through")
         self.drop_graphs()
         self.away = False
         for side in self.sides:

@@ -532,7 +532,7 @@ def test_a_copy_of_the_model_is_checkpointed_on_its_own(copied: Any) -> None:
     assert runs == [2, 2, 2, 2]
 
 
-def test_a_model_goes_on_after_unshard_and_is_counted_only_while_it_is_sharded() -> None:
+def test_a_model_goes_on_after_unwrap_and_is_counted_only_while_it_is_sharded() -> None:
     plain = make_net()
     wanted = expected(plain)
 
@@ -546,7 +546,7 @@ def test_a_model_goes_on_after_unshard_and_is_counted_only_while_it_is_sharded()
         assert zeroshard.report(model).memory["activations", "device"].now > 0
         assert_equal({name: zeroshard.full_gradient(model, name) for name in wanted}, wanted)
         ledger = model._zeroshard.engine.tracker
-        zeroshard.unshard(model)
+        zeroshard.unwrap(model)
         assert_equal(gradients(model), wanted)
         assert ledger.by_kind["activations", "device"].now == 0
 

@@ -26,7 +26,7 @@ USES = {
     "full_state": lambda model, optimizer: zeroshard.full_state(optimizer, "head.weight"),
     "state_dict": lambda model, optimizer: optimizer.state_dict(),
     "gathered": lambda model, optimizer: zeroshard.gathered(model).__enter__(),
-    "unshard": lambda model, optimizer: zeroshard.unshard(model),
+    "unwrap": lambda model, optimizer: zeroshard.unwrap(model),
 }
 
 

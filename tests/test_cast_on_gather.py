@@ -325,12 +325,12 @@ def test_what_is_written_is_read_again_and_the_rest_stays_exact(world: int) -> N
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_unshard_gives_the_master(world: int) -> None:
+def test_unwrap_gives_the_master(world: int) -> None:
     def body(rank: int, cast: bool) -> Any:
         case = Case(steps=2, options={**BF16, "cast_on_gather": cast})
         model, optimizer = case.make()
         loop(model, optimizer, case, rank, world)
-        plain, inner = zeroshard.unshard(model, optimizer)
+        plain, inner = zeroshard.unwrap(model, optimizer)
         assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in plain.parameters())
         inner.zero_grad()
         net_loss(plain, batches(1)[0]).backward()

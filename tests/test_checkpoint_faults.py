@@ -296,7 +296,7 @@ def refused_early(rank: int, path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         zeroshard.load(path, model, optimizer)
     advance(model, optimizer)  # nothing stands in its way
-    model, plain = zeroshard.unshard(model, optimizer)
+    model, plain = zeroshard.unwrap(model, optimizer)
     assert_states(model, plain, 2)
     return str(caught.value)
 
@@ -327,7 +327,7 @@ def refused_late(rank: int, path: Path, sound: Path) -> str:
     assert str(path) in str(refusal.value)
     zeroshard.load(sound, model, optimizer)
     advance(model, optimizer)
-    model, plain = zeroshard.unshard(model, optimizer)
+    model, plain = zeroshard.unwrap(model, optimizer)
     assert_states(model, plain, 4)
     return str(caught.value)
 
@@ -424,7 +424,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(
         sharded, optimizer = zeroshard.shard(own, torch.optim.AdamW(own.parameters()), stage=3)
         with pytest.raises(CheckpointError) as caught:
             zeroshard.load(sound, sharded, optimizer)
-        plain = zeroshard.unshard(sharded)
+        plain = zeroshard.unwrap(sharded)
         for name, tensor in model.state_dict().items():
             assert torch.equal(plain.state_dict()[name], tensor)
         return str(caught.value)

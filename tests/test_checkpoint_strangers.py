@@ -203,7 +203,7 @@ def refused_on_ranks(rank: int, path: Path, word: str, pair: Any) -> None:
     model, optimizer = zeroshard.shard(*copy.deepcopy(pair), stage=3, offload="host")
     with pytest.raises(CheckpointError, match=word):
         zeroshard.load(path, model, optimizer)
-    model, plain = zeroshard.unshard(model, optimizer)
+    model, plain = zeroshard.unwrap(model, optimizer)
     found = values_of(model, plain)
     assert same({**found, "options": 0, "torch": 0, "python": 0}, {**before, "options": 0, "torch": 0, "python": 0})
 

@@ -1,4 +1,4 @@
-"""Nothing is left behind: not by the import, not by unshard(), not by del."""
+"""Nothing is left behind: not by the import, not by unwrap(), not by del."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_two_sharded_models_in_one_process_do_not_meet() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return [dict(zeroshard.unshard(model).named_parameters()) for model, _ in (a, b)]
+        return [dict(zeroshard.unwrap(model).named_parameters()) for model, _ in (a, b)]
 
     wanted = [train_plain(copy.deepcopy(model), adam, data)[1] for model in (first, second)]
     for found in run_threads(2, body):
@@ -121,7 +121,7 @@ def test_two_sharded_models_in_one_process_do_not_meet() -> None:
             assert_close({n: p.detach() for n, p in ours.items()}, plain, 1e-5)
 
 
-# ------------------------------------------------------------------------------------------------- unshard
+# -------------------------------------------------------------------------------------------------- unwrap
 
 
 def outside(model: nn.Module) -> dict:
@@ -150,14 +150,14 @@ def params(module: nn.Module):
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_unshard_gives_back_the_plain_model_as_it_was(stage: int, precision: str | None) -> None:
+def test_unwrap_gives_back_the_plain_model_as_it_was(stage: int, precision: str | None) -> None:
     plain = make_net()
 
     def body(rank: int):
         model = copy.deepcopy(plain)
         before = dict(model.named_parameters())
         sharded, _ = zeroshard.shard(model, adam(model), stage=stage, precision=precision)
-        returned = zeroshard.unshard(sharded)
+        returned = zeroshard.unwrap(sharded)
         assert returned is model
         assert all(p is before[name] for name, p in model.named_parameters())
         return outside(model), {name: p.detach() for name, p in model.named_parameters()}
@@ -169,7 +169,7 @@ def test_unshard_gives_back_the_plain_model_as_it_was(stage: int, precision: str
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_training_goes_on_plainly_after_unshard_with_the_optimizer(stage: int, precision: str | None) -> None:
+def test_training_goes_on_plainly_after_unwrap_with_the_optimizer(stage: int, precision: str | None) -> None:
     plain, data = make_net(), batches(6)
 
     def body(rank: int):
@@ -178,7 +178,7 @@ def test_training_goes_on_plainly_after_unshard_with_the_optimizer(stage: int, p
         model, optimizer = zeroshard.shard(model, given, stage=stage, precision=precision)
         for batch in data[:3]:
             step(model, optimizer, split(batch, rank, 2))
-        model, optimizer = zeroshard.unshard(model, optimizer)
+        model, optimizer = zeroshard.unwrap(model, optimizer)
         assert optimizer is given
         assert [p for g in optimizer.param_groups for p in g["params"]] == list(model.parameters())
         for batch in data[3:]:
@@ -193,7 +193,7 @@ def test_training_goes_on_plainly_after_unshard_with_the_optimizer(stage: int, p
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_model_can_be_sharded_again_after_unshard_in_another_stage(stage: int) -> None:
+def test_a_model_can_be_sharded_again_after_unwrap_in_another_stage(stage: int) -> None:
     plain, data = make_net(), batches(4)
 
     def body(rank: int):
@@ -202,7 +202,7 @@ def test_a_model_can_be_sharded_again_after_unshard_in_another_stage(stage: int)
         for batch, here in zip(data, (stage, 3 - stage, stage, 0), strict=True):
             model, optimizer = zeroshard.shard(model, optimizer, stage=here)
             step(model, optimizer, split(batch, rank, 2))
-            model, optimizer = zeroshard.unshard(model, optimizer)
+            model, optimizer = zeroshard.unwrap(model, optimizer)
         return {name: p.detach() for name, p in model.named_parameters()}
 
     _, wanted = train_plain(copy.deepcopy(plain), adam, data)
@@ -213,7 +213,7 @@ def test_a_model_can_be_sharded_again_after_unshard_in_another_stage(stage: int)
 def test_sharding_twice_is_an_error_that_names_the_parameter() -> None:
     def body(rank: int):
         model, _ = zeroshard.shard(make_net(), stage=3)
-        with pytest.raises(ValueError, match=r"is sharded already.*unshard"):
+        with pytest.raises(ValueError, match=r"is sharded already.*unwrap"):
             zeroshard.shard(model, stage=3)
 
     run_threads(2, body)
@@ -252,8 +252,8 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
                 "unit": weakref.ref(model._zeroshard.engine.units[0]),
                 "optimizer": weakref.ref(optimizer),
             }
-            if way == "unshard":
-                model, optimizer = zeroshard.unshard(model, optimizer)
+            if way == "unwrap":
+                model, optimizer = zeroshard.unwrap(model, optimizer)
                 del watched["optimizer"]
             elif way == "forward without backward":
                 net_loss(model, split(data[0], rank, world))
@@ -266,7 +266,7 @@ def train_and_delete(rank: int, world: int, stage: int, precision: str | None, w
     return held, gone
 
 
-WAYS = ["del", "unshard", "forward without backward"]
+WAYS = ["del", "unwrap", "forward without backward"]
 
 
 @pytest.mark.parametrize(
@@ -331,3 +331,9 @@ def test_every_guarantee_names_a_test_that_exists() -> None:
     assert len(named) > 30
     for file, test in named:
         assert f"def {test}(" in (Path(__file__).parent / file).read_text(), f"{file}::{test}"
+
+
+def test_the_old_name_of_unwrap_says_the_new_one() -> None:
+    model, _ = zeroshard.shard(nn.Linear(2, 2))
+    with pytest.warns(DeprecationWarning, match=r"zeroshard\.unshard\(\) is now zeroshard\.unwrap\(\)"):
+        assert type(zeroshard.unshard(model)) is nn.Linear

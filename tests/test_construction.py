@@ -111,7 +111,7 @@ def test_ranks_that_draw_differently_all_get_rank_0_s_values(stage: int, precisi
         model = on_meta(GPT, SMALL)
         model, _ = zeroshard.shard(model, adam(model), stage=stage, precision=precision, init_fn=init)
         whole = full_parameters(model)
-        return whole, {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+        return whole, {n: p.detach() for n, p in zeroshard.unwrap(model).named_parameters()}
 
     for whole, plain in run_threads(3, body):
         for value in (*whole.values(), *plain.values()):

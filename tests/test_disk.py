@@ -471,7 +471,7 @@ USES: dict[str, Callable[[Any, Any, Path], object]] = {  # what reads or writes 
     "gathered": lambda model, optimizer, path: zeroshard.gathered(model).__enter__(),
     "offload_states": lambda model, optimizer, path: zeroshard.offload_states(model),
     "forward": lambda model, optimizer, path: model(torch.ones(2, 32)),
-    "unshard": lambda model, optimizer, path: zeroshard.unshard(model, optimizer),
+    "unwrap": lambda model, optimizer, path: zeroshard.unwrap(model, optimizer),
 }
 
 

@@ -143,4 +143,4 @@ def test_one_rank_alone_has_no_thread(tmp_path: Path) -> None:
     before = watches()
     model, _ = zeroshard.shard(make_net(), stage=3)
     assert not watches() - before
-    zeroshard.unshard(model)
+    zeroshard.unwrap(model)

@@ -236,7 +236,7 @@ def test_what_a_writing_block_cannot_keep_is_refused_and_changes_nothing(stage: 
         assert_equal(full_parameters(model), before)
         step(model, optimizer, split(batch, rank, 2))
         for call, change in (
-            ("unshard", lambda: zeroshard.unshard(model)),
+            ("unwrap", lambda: zeroshard.unwrap(model)),
             ("offload_states", lambda: zeroshard.offload_states(model)),
             ("load", lambda: zeroshard.load("nowhere", model)),
         ):

@@ -1,4 +1,4 @@
-"""Gradients' memory comes and goes: see [Note: gradients that come and go]."""
+"""Gradients' memory comes and goes: see [Note: freeing gradients between steps]."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The native host updates: torch's numbers to the bit, whatever is read and written on the way, and how they are built.
 
-Equality is asserted on every platform, whatever torch's roundings are there: see [Note: found by trying].
+Equality is asserted wherever torch rounds every element alike, whatever its roundings are: see [Note: detecting torch's
+rounding].
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from zeroshard.optim.cpu.apply import make_update_spec
 from zeroshard.optim.cpu.kernels import (
     AdamHyperparams,
     CpuKernels,
+    Rounding,
     SGDHyperparams,
     hyperparams_from_group,
     load_kernels,
@@ -69,6 +71,15 @@ def differing(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 # ------------------------------------------------------------------------------------------------ torch's numbers
 
 
+def rounding_here(kind: Any, fused: bool) -> Rounding:
+    """Return torch's rounding on this CPU. On Arm with 256-bit SVE it has none: its bits depend on the position."""
+    rounding = detect_torch_rounding(kind, fused)
+    if rounding is None and torch.backends.cpu.get_cpu_capability() == "SVE256":
+        pytest.skip("torch rounds an element by its position in the tensor here: torch's own update is used")
+    assert rounding is not None
+    return rounding
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: next(iter(way), "for-loop"))
 @pytest.mark.parametrize(("kind", "chosen"), ADAMS)
 def test_adam_gives_torchs_bits(
@@ -81,8 +92,7 @@ def test_adam_gives_torchs_bits(
             optimizer = kind([parameter], lr=1e-2, **chosen, **way)
             options = hyperparams_from_group(optimizer, optimizer.param_groups[0])
             assert isinstance(options, AdamHyperparams)
-            rounding = detect_torch_rounding("adam", options.fused)
-            assert rounding is not None
+            rounding = rounding_here("adam", options.fused)
             ours = parameter.detach().clone(), torch.zeros(numel), torch.zeros(numel)
             for step in (1, 2, 3):
                 parameter.grad = values(numel)
@@ -107,8 +117,7 @@ def test_sgd_gives_torchs_bits(native_kernels: CpuKernels, chosen: dict[str, Any
             optimizer = torch.optim.SGD([parameter], lr=1e-2, **chosen, **way)
             options = hyperparams_from_group(optimizer, optimizer.param_groups[0])
             assert isinstance(options, SGDHyperparams)
-            rounding = detect_torch_rounding("sgd", options.fused)
-            assert rounding is not None
+            rounding = rounding_here("sgd", options.fused)
             ours, momentum = parameter.detach().clone(), None
             for step in (1, 2, 3):
                 parameter.grad = values(numel)
@@ -158,7 +167,7 @@ def tried_again() -> Iterator[None]:
 def test_where_no_rounding_is_torchs_the_update_is_left_to_torch(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, tried_again: None, kind: Any
 ) -> None:
-    assert detect_torch_rounding(kind, fused=False) is not None
+    rounding_here(kind, fused=False)
     right = rounding_module._run_torch
 
     def other(*arguments: Any) -> list[torch.Tensor]:

@@ -442,7 +442,7 @@ def test_the_optimizer_given_to_shard_says_which_one_to_use(options: dict[str, A
     pickle.loads(pickle.dumps(mine.state_dict()))
     copy.deepcopy(mine.param_groups)
     before = full_parameters(model)
-    model, again = zeroshard.unshard(model, optimizer)
+    model, again = zeroshard.unwrap(model, optimizer)
     loss_of(model, batch()).backward()
     again.step()
     assert again is mine and not torch.equal(model.scale.detach(), before["scale"])

@@ -282,3 +282,12 @@ def test_message_passing_trains_as_plain(stage: int, world: int) -> None:
     edges = [batch[..., :2].transpose(1, 2).argsort(-1) % 9 for batch in numbers(3, world, 20, 2, seed=3)]
     batches = [{"nodes": nodes, "edges": edge} for nodes, edge in zip(numbers(3, world, 9, 5), edges, strict=True)]
     assert_same(built(GraphNet), graph_step, batches, stage=stage, world=world, whole=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_embeddings_that_are_resized_after_shard_are_refused(stage: int) -> None:
+    model = gpt2()
+    model, _ = zeroshard.shard(model, sgd(model), stage=stage)
+    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+    with pytest.raises(RuntimeError, match=r"the data of 'transformer\.wte\.weight' was replaced after zeroshard"):
+        model(tokens(1, VOCABULARY)[0])

@@ -251,7 +251,7 @@ def test_a_checkpoint_is_saved_and_loaded_in_any_tier(before: Any, after: Any, o
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=["out", "back", "nearer", "farther"])
-def test_state_dicts_and_unshard_carry_states_between_tiers(before: Any, after: Any) -> None:
+def test_state_dicts_and_unwrap_carry_states_between_tiers(before: Any, after: Any) -> None:
     case = Case(optimizer="nesterov", steps=6, options={"stage": 3})
     wanted = train(0, 1, case)
     losses, model, optimizer = [], *case.make(before)
@@ -264,7 +264,7 @@ def test_state_dicts_and_unshard_carry_states_between_tiers(before: Any, after: 
         model.load_state_dict(values)
     optimizer.load_state_dict(states)
     losses += loop(model, optimizer, replace(case, steps=4), first=2)
-    plain, inner = zeroshard.unshard(model, optimizer)
+    plain, inner = zeroshard.unwrap(model, optimizer)
     model, optimizer = zeroshard.shard(plain, inner, stage=3, offload=before)
     losses += loop(model, optimizer, case, first=4)
     assert_same({"steps": losses, **everything(model, optimizer)}, wanted)

@@ -26,7 +26,7 @@ from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-ROUNDED = torch.__version__.startswith("2.11.")  # as [Note: every bit of the fused kernel] says
+ROUNDED = torch.__version__.startswith("2.11.")  # as [Note: bit-equal to torch's fused Adam] says
 LAST_BITS = {"rtol": 1e-5, "atol": 1e-6}  # where another torch rounds otherwise
 
 

@@ -377,7 +377,7 @@ def test_train_and_eval_change_the_parameters_on_all_ranks(stage: int, precision
             model(DATA).float().sum().backward()
             ours.step()
         parameters = {name: zeroshard.full_parameter(model, name).clone() for name, _ in model.named_parameters()}
-        _, given_back = zeroshard.unshard(model, ours)
+        _, given_back = zeroshard.unwrap(model, ours)
         assert given_back is inner and "eval" not in vars(inner)
         inner.train()
         return outputs, parameters
@@ -422,12 +422,12 @@ def test_states_of_slices_are_never_saved_as_those_of_parameters(tmp_path: Path)
             optimizer.state_dict,
             lambda: optimizer.full_state("0.weight"),
             lambda: zeroshard.save(tmp_path / "a", model, optimizer),
-            lambda: zeroshard.unshard(model, optimizer),
+            lambda: zeroshard.unwrap(model, optimizer),
         ):
             with pytest.raises(RuntimeError, match="the state 'absmax' that Blocks keeps for '") as error:
                 call()
             told.append(str(error.value))
-        model(DATA).sum().backward()  # a refused unshard leaves everything as it was
+        model(DATA).sum().backward()  # a refused unwrap leaves everything as it was
         optimizer.step()
         return told
 
@@ -535,7 +535,7 @@ def test_a_layer_frozen_between_two_shards_keeps_its_states(stage: int, precisio
             model, torch.optim.Adam(model.parameters()), stage=stage, precision=precision
         )
         train(model, optimizer, part)
-        model, plain = zeroshard.unshard(model, optimizer)
+        model, plain = zeroshard.unwrap(model, optimizer)
         model[0].weight.requires_grad_(False)
         before = copy.deepcopy(plain.state[model[0].weight])
         model, optimizer = zeroshard.shard(model, plain, stage=stage, precision=precision)
@@ -545,7 +545,7 @@ def test_a_layer_frozen_between_two_shards_keeps_its_states(stage: int, precisio
         optimizer.load_state_dict(optimizer.state_dict())
         zeroshard.load(tmp_path / "a", model, optimizer)
         train(model, optimizer, part)
-        model, plain = zeroshard.unshard(model, optimizer)
+        model, plain = zeroshard.unwrap(model, optimizer)
         for state in (kept, plain.state[model[0].weight]):
             assert state.keys() == before.keys() and all(torch.equal(state[key], before[key]) for key in before)
         assert plain.state[model[2].weight]["step"] == 3

@@ -323,7 +323,7 @@ def test_conversions_that_change_nothing_do_nothing(stage: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         values = full_parameters(model)
-        assert {p.dtype for p in zeroshard.unshard(model).half().parameters()} == {torch.float16}
+        assert {p.dtype for p in zeroshard.unwrap(model).half().parameters()} == {torch.float16}
         return values
 
     for values in run_threads(2, body):
@@ -408,7 +408,7 @@ def test_a_parameter_is_an_instance_of_its_own_class_at_all_times(stage: int) ->
         seen += [isinstance(p, Scale) for p in model.parameters()]
         optimizer.step()
         seen += [isinstance(p, Scale) for p in model.parameters()]
-        assert {type(p) for p in zeroshard.unshard(model).parameters()} == {Scale}
+        assert {type(p) for p in zeroshard.unwrap(model).parameters()} == {Scale}
         return all(seen)
 
     assert run_threads(2, body) == [True, True]
@@ -499,7 +499,7 @@ def test_edits_without_a_writing_rank_are_undone(stage: int, precision: str | No
             for p in model.parameters():
                 p.fill_(7 + rank)
         after = full_parameters(model)
-        return before, after, {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+        return before, after, {n: p.detach() for n, p in zeroshard.unwrap(model).named_parameters()}
 
     for before, after, exact in run_threads(2, body):
         assert_equal(after, before)
@@ -515,7 +515,7 @@ def test_edits_of_the_writing_rank_count_on_all_ranks_and_in_the_master(stage: i
             for p in model.parameters():
                 p.fill_(rank + 0.5)
         after = full_parameters(model)
-        return after, {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+        return after, {n: p.detach() for n, p in zeroshard.unwrap(model).named_parameters()}
 
     for after, exact in run_threads(3, body, make_net()):
         for value in (*after.values(), *exact.values()):
@@ -554,7 +554,7 @@ def test_writing_leaves_the_masters_of_what_was_not_edited_exact(stage: int) -> 
         model, _ = shard(plain, stage, precision="bf16")
         with zeroshard.gathered(model, write_rank=0), torch.no_grad():
             model.head.bias.zero_()
-        return {n: p.detach() for n, p in zeroshard.unshard(model).named_parameters()}
+        return {n: p.detach() for n, p in zeroshard.unwrap(model).named_parameters()}
 
     wanted = {n: torch.zeros_like(p) if n == "head.bias" else p.detach() for n, p in plain.named_parameters()}
     for exact in run_threads(2, body):

@@ -66,9 +66,9 @@ class Reference:
                 parameter.copy_(master)
 
     def assert_equals(self, model: nn.Module) -> None:
-        """Bit for bit: first the values in computation, then, after unshard, the master's."""
+        """Bit for bit: first the values in computation, then, after unwrap, the master's."""
         assert_equal(full_parameters(model), dict(self.copy.named_parameters()))
-        assert_equal(dict(zeroshard.unshard(model).named_parameters()), dict(self.master.named_parameters()))
+        assert_equal(dict(zeroshard.unwrap(model).named_parameters()), dict(self.master.named_parameters()))
 
 
 # ------------------------------------------------------------------------------------------------------- 16 bits
@@ -181,7 +181,7 @@ def train(
     names = [name for name, _ in model.named_parameters()]
     states = {f"{name} {key}": value for name in names for key, value in zeroshard.full_state(optimizer, name).items()}
     norms_by_step = {f"norm {number}": norm for number, norm in enumerate(norms)}
-    return full_parameters(model), dict(zeroshard.unshard(model).named_parameters()), states, norms_by_step
+    return full_parameters(model), dict(zeroshard.unwrap(model).named_parameters()), states, norms_by_step
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_layers_that_are_given_other_floats_inside_the_model_cast_them(stage: in
             optimizer.step()
             optimizer.zero_grad()
         assert set(model.first.seen + model.second.seen) == {torch.float32}
-        return {name: p.detach() for name, p in zeroshard.unshard(model).named_parameters()}
+        return {name: p.detach() for name, p in zeroshard.unwrap(model).named_parameters()}
 
     found = run_threads(2, body)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
@@ -533,7 +533,7 @@ def fp16_run(
     for name, _ in model.named_parameters():
         for key, value in zeroshard.full_state(optimizer, name).items():
             states[f"{name} {key}"] = torch.as_tensor(value)
-    return full_parameters(model) | dict(zeroshard.unshard(model).named_parameters()), states, scales
+    return full_parameters(model) | dict(zeroshard.unwrap(model).named_parameters()), states, scales
 
 
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")

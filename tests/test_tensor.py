@@ -214,7 +214,7 @@ def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
         loss = sequence_step(ours, data_part(batch, rank, (2, 2))).item()
         optimizer.step()
         whole = wholes(ours)
-        zeroshard.unshard(ours)
+        zeroshard.unwrap(ours)
         assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
         for name, parameter in ours.named_parameters():
             there = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -229,7 +229,7 @@ def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_unshard_gives_the_undivided_model_back(stage: int) -> None:
+def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
     model = built(lambda: gpt(tied=True))
     batch = tokens(1, VOCABULARY, rows=4)[0]
 
@@ -245,7 +245,7 @@ def test_unshard_gives_the_undivided_model_back(stage: int) -> None:
         gpt_step(ours, data_part(batch, rank, (2, 2)))
         optimizer.step()
         whole, state = wholes(ours), zeroshard.full_state(optimizer, "blocks.1.attention.qkv.weight")
-        ours, inner = zeroshard.unshard(ours, optimizer)
+        ours, inner = zeroshard.unwrap(ours, optimizer)
         for name, parameter in ours.named_parameters():
             assert parameter is before[name]
             assert torch.equal(parameter, whole[name])
@@ -478,10 +478,10 @@ def test_buffers_and_layers_without_parameters_come_and_go_with_the_plan() -> No
         for count in (1.0, 2.0):  # twice: torch's own marks are gone in between
             zeroshard.shard(ours, mesh=mesh_of((2, 2)), tensor_plan={"0": plan["0"]}, timeout=20)
             ours(torch.ones(2, 4)).sum().backward()
-            zeroshard.unshard(ours)
+            zeroshard.unwrap(ours)
             assert ours[0].calls.item() == count
         parallel, _ = zeroshard.shard(ours, mesh=mesh_of((2, 2)), tensor_plan=plan, timeout=20)
-        zeroshard.unshard(parallel)
+        zeroshard.unwrap(parallel)
         zeroshard.shard(parallel, mesh=mesh_of((2, 2)), tensor_plan=plan, timeout=20)
 
     run_threads(4, body)
@@ -501,7 +501,7 @@ def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_a
             before = {id(p): optimizer.state[p]["exp_avg"] for p in ours.parameters()}
             ours, sharded = zeroshard.shard(ours, optimizer, mesh=mesh, timeout=20)
             sequence_step(ours, data_part(batch, rank, (2, 2)))
-            ours, optimizer = zeroshard.unshard(ours, sharded)
+            ours, optimizer = zeroshard.unwrap(ours, sharded)
             for parameter in ours.parameters():
                 ours_now, then = optimizer.state[parameter]["exp_avg"], before[id(parameter)]
                 assert type(ours_now) is type(then)

@@ -57,6 +57,7 @@ __all__ = [
     "save",
     "shard",
     "unshard",
+    "unwrap",
 ]
 
 _MODULE_OF = {

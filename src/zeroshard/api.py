@@ -1,9 +1,10 @@
-"""The calls a user makes: shard, unshard, gathered, no_sync, report, profile, and reading one state whole."""
+"""The calls a user makes: shard, unwrap, gathered, no_sync, report, profile, and reading one state whole."""
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -168,8 +169,8 @@ def shard(
     return model, ShardedOptimizer(optimizer, engine, names, scale, tiers)
 
 
-def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
-    """Give the plain model back: full parameters in their first dtype, no hooks. All ranks call it together.
+def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
+    """Return the plain model: full parameters in their original dtype, no hooks. All ranks call it together.
 
     Parameters come from the master copy where there is one. With the sharded optimizer, the inner one is given back
     too, on the plain parameters and with whole states: returns ``(model, optimizer)`` then, else the model. Gradients
@@ -177,15 +178,15 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
-    >>> zeroshard.unshard(model)
+    >>> zeroshard.unwrap(model)
     Linear(in_features=2, out_features=2, bias=True)
     """
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
-    engine.state_guard.check_not_gathered("unshard()")
+    engine.state_guard.check_not_gathered("unwrap()")
     state = optimizer.state_dict() if optimizer is not None else None
     engine.close()
-    engine.order.begin_pass("unshard")
+    engine.order.begin_pass("unwrap")
     for unit in engine.units:
         engine.order.check(unit.all_gather_label)
         unit.to_plain()
@@ -207,6 +208,18 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
         group["params"] = [parameters[name] for name in names]
     inner.load_state_dict(state or {})
     return model, inner
+
+
+def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
+    """Deprecated name of :func:`unwrap`; FSDP2's ``unshard()`` means all-gathering the parameters.
+
+    >>> import zeroshard
+    >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     model = zeroshard.unshard(model)
+    """
+    warnings.warn("zeroshard.unshard() is now zeroshard.unwrap()", DeprecationWarning, stacklevel=2)
+    return unwrap(model, optimizer)
 
 
 @contextmanager
@@ -528,14 +541,14 @@ def _check_single_optimizer(model: nn.Module, optimizer: Any) -> None:
         raise ValueError(
             f"this {type(model).__name__} is sharded already, and {type(optimizer).__name__} cannot be added: {one}, "
             "or add them with add_param_group() of the optimizer that shard() returned. To use another optimizer, call "
-            "zeroshard.unshard() first"
+            "zeroshard.unwrap() first"
         )
 
 
 def _optimized_param_ids(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
     """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
-        raise ValueError("the optimizer belongs to a sharded model already: unshard it first, or make a new one")
+        raise ValueError("the optimizer belongs to a sharded model already: unwrap it first, or make a new one")
     trained = set()
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for position, parameter in enumerate(group["params"]):

@@ -1,1 +1,1 @@
-"""Activation checkpoints: which blocks are recomputed, what is kept for that, and where (P_a, P_a+cpu, M_D)."""
+"""Activation checkpointing: which blocks are recomputed, what is saved for it, and where (P_a, P_a+cpu, M_D)."""

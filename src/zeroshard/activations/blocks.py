@@ -1,4 +1,4 @@
-"""Blocks: which modules of a model are checkpointed."""
+"""select_blocks: choose the modules of a model that are checkpointed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[st
 
 
 def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:
-    """Find the modules that ``blocks`` means, by name, in the order the model defines them.
+    """Return the modules that ``blocks`` selects, by name, in the order the model defines them.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -39,11 +39,11 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
             raise ValueError(f"blocks={blocks!r} says no to every module; {_module_names_hint(model)}")
     else:
         raise TypeError(f"blocks is None, an int, a list or a function (name, module) -> bool, got {blocks!r}")
-    chosen = {name: module for module, name in names.items() if module in found}
-    for name, module in chosen.items():
+    selected = {name: module for module, name in names.items() if module in found}
+    for name, module in selected.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(f"{name!r} is a {type(module).__name__}, which is never called: name what is in it")
-    return chosen
+    return selected
 
 
 def _every_nth_block(model: nn.Module, n: int) -> set[nn.Module]:
@@ -53,11 +53,11 @@ def _every_nth_block(model: nn.Module, n: int) -> set[nn.Module]:
     in_order = [module for module in model.modules() if module in found]
     if not in_order:
         raise ValueError(f"this {type(model).__name__} has no repeated blocks: name some; {_module_names_hint(model)}")
-    return set(in_order[::n])  # the last ones, which backward needs first, gain least
+    return set(in_order[::n])  # prefer the first: backward needs the last ones first, so they gain least
 
 
 def _match_entry(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
-    """The modules that one entry of a list means."""
+    """Return the modules that one entry of a list selects."""
     if isinstance(entry, nn.Module):
         found = [module for module in names if module is entry]
     elif isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module)):
@@ -65,13 +65,13 @@ def _match_entry(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
     else:
         raise TypeError(f"blocks holds patterns of names, classes of modules or modules, got {entry!r}")
     if not found:
-        what = f"the {type(entry).__name__} given" if isinstance(entry, nn.Module) else repr(entry)
-        raise ValueError(f"blocks: {what} matches no module of the model; {_module_names_hint(next(iter(names)))}")
+        described = f"the {type(entry).__name__} given" if isinstance(entry, nn.Module) else repr(entry)
+        raise ValueError(f"blocks: {described} matches no module of the model; {_module_names_hint(next(iter(names)))}")
     return found
 
 
 def _module_names_hint(model: nn.Module) -> str:
-    """What there is to choose from."""
+    """Describe the module names to choose from."""
     names = [name for name, module in model.named_modules() if name and next(module.children(), None) is not None]
     names = names or [name for name, _ in model.named_modules() if name]
     return f"its modules are named like {names[:6]}"

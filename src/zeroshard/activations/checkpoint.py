@@ -1,20 +1,20 @@
-"""checkpoint_activations: run a model's blocks again in backward, and keep only what that takes.
+"""checkpoint_activations: recompute a model's blocks in backward and save only their inputs in forward.
 
 [Note: the wrapped forward]
-A block's ``forward`` is replaced on the instance, so that names, ``state_dict``, classes and hooks stay. It keeps the
-inputs (``block_inputs.py``) and has autograd save nothing else ([Note: lean recomputation] in ``recompute.py``). The
-block's module hooks, the engine's among them, are outside, so they run once, in forward; hooks of modules inside run
-again in backward, as under any checkpointing ([Note: recomputation] in ``engine/engine.py``).
+A block's ``forward`` is replaced on the instance, so names, ``state_dict``, classes and hooks do not change. The new
+forward saves the inputs (``block_inputs.py``) and makes autograd save nothing else ([Note: lean recomputation] in
+``recompute.py``). Module hooks of the block, including the engine's, are outside this forward: they run once, in
+forward. Hooks of inner modules run again in backward, as in any checkpointing ([Note: recomputation] in
+``engine/engine.py``).
 
-Under a policy torch's own checkpointing does it, without reentrance. So it does for a block inside another: what it
-saves is dropped by the outer checkpoint until that has been recomputed, which is the point of nesting them.
+A block with a policy uses torch's non-reentrant checkpointing. So does a block inside another checkpointed block: the
+outer checkpoint drops what the inner one saves until the outer one is recomputed, which is the purpose of nesting.
 
-A block that runs again computes from the parameters as they are then. Where step(), a load or an edit has changed them
-since, its gradients would belong to no forward, and torch, which saved none of them, would not say so: their version
-counters do.
+Recomputation uses the current parameter values. If step(), a load or an edit changed them since forward, the gradients
+would match no forward. torch saved none of the parameters, so it cannot detect this; the version counters do.
 
-A compiler sees plain checkpointing: what a compiled block saves is the compiler's decision, and nothing is divided or
-offloaded there. A block that calls compiled code has both.
+Under ``torch.compile`` a block uses torch's checkpointing: the compiler decides what to save, and nothing is
+partitioned or offloaded. A block that calls compiled code is partitioned and offloaded as usual.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zeroshard.memory.tracker import MemoryTracker
 
 RecomputePolicy = Callable[..., Any] | list[Any]
 
-LEAF_TYPES = (torch.Tensor, bool, int, float, str, type(None))  # arguments that hold no others
+LEAF_TYPES = (torch.Tensor, bool, int, float, str, type(None))  # arguments that contain no other arguments
 _selective_contexts: Callable[..., Any] = create_selective_checkpoint_contexts
 _thread_state = threading.local()  # .inside: whether a checkpointed block is running on this thread
 
@@ -56,19 +56,19 @@ def checkpoint_activations(
     offload: bool = False,
     policy: RecomputePolicy | None = None,
 ) -> nn.Module:
-    """Keep of a model's blocks only their inputs from forward to backward, and compute the rest again.
+    """Save only the inputs of a model's blocks in forward, and recompute everything else in backward.
 
-    ``blocks`` are all repeated blocks of the model, or every so many-th of them (an int), or those that a list of names
-    (shell patterns), classes and modules, or a function of name and module, chooses. An empty list undoes it; another
-    call replaces the one before. Works before and after :func:`zeroshard.shard`, and on a plain model.
+    ``blocks`` selects the blocks: ``None`` for all repeated blocks, an int n for every n-th of them, a list of names
+    (shell patterns), classes and modules, or a function of name and module. An empty list undoes checkpointing; a new
+    call replaces the previous one. Works before and after :func:`zeroshard.shard`, and on a plain model.
 
-    ``partition``: each rank keeps its part of the inputs, and they are gathered when they are needed (P_a). By default
-    over the sharded model's tensor axis, where it has one; or over a ``DeviceMesh`` of one axis, whose ranks compute on
-    the same data; ``False``: never. ``offload``: what is kept goes to host memory and comes back ahead of need
-    (P_a+cpu). ``policy`` says what is not computed again, as
-    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
+    ``partition``: each rank saves its part of the inputs, and an all-gather restores them before recomputation (P_a).
+    The default is the sharded model's tensor axis, if it has one. Pass a ``DeviceMesh`` of one axis to partition over
+    ranks that compute on the same data, or ``False`` to disable it. ``offload``: move saved inputs to host memory and
+    prefetch them in backward (P_a+cpu). ``policy`` selects operators that are not recomputed, in the format of
+    ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
-    Returns the same model. In a block that ``torch.compile`` compiles, inputs are neither divided nor offloaded.
+    Returns the same model. In a block compiled by ``torch.compile``, inputs are neither partitioned nor offloaded.
 
     >>> import zeroshard
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
@@ -82,14 +82,14 @@ def checkpoint_activations(
         raise TypeError(f"offload is a bool, got {offload!r}")
     _check_partition(partition)
     _check_policy(policy)
-    chosen = select_blocks(model, blocks)
+    selected = select_blocks(model, blocks)
     for module in model.modules():
-        wrapped = module.__dict__.get("forward")
-        if isinstance(wrapped, CheckpointedForward):
-            wrapped.restore()
-    keeper = RecomputeContext(partition, offload)
-    for name, block in chosen.items():
-        block.__dict__["forward"] = CheckpointedForward(block, name, keeper, policy, block.__dict__.get("forward"))
+        checkpointed = module.__dict__.get("forward")
+        if isinstance(checkpointed, CheckpointedForward):
+            checkpointed.restore()
+    context = RecomputeContext(partition, offload)
+    for name, block in selected.items():
+        block.__dict__["forward"] = CheckpointedForward(block, name, context, policy, block.__dict__.get("forward"))
     return model
 
 
@@ -110,12 +110,12 @@ def _check_policy(policy: RecomputePolicy | None) -> None:
     try:
         _selective_contexts(policy)
     except (TypeError, ValueError) as error:
-        what = "policy is a function or a list of operators, such as torch.ops.aten.mm.default"
-        raise TypeError(f"{what}, got {policy!r}: {error}") from error
+        expected = "policy is a function or a list of operators, such as torch.ops.aten.mm.default"
+        raise TypeError(f"{expected}, got {policy!r}: {error}") from error
 
 
 class CheckpointedForward:
-    """The forward of a checkpointed block: see [Note: the wrapped forward]."""
+    """Replaces the forward of a checkpointed block: see [Note: the wrapped forward]."""
 
     def __init__(
         self,
@@ -125,17 +125,17 @@ class CheckpointedForward:
         policy: RecomputePolicy | None,
         forward: Callable[..., Any] | None,
     ) -> None:
-        self._block_ref = weakref.ref(block)  # which holds this
+        self._block_ref = weakref.ref(block)  # weak: the block refers to this object
         self._name = name
         self._context = context
         self._policy = policy
-        self._original_forward = forward  # that the instance had, not its class
-        self._verified_axis: MeshAxis | None = None  # the axis that its inputs are known to be the same on
-        self._cached_parameters: list[nn.Parameter] = []  # of the block, as long as the model is sharded
-        self._tracker_ref: weakref.ref[MemoryTracker] | None = None  # of that model
+        self._original_forward = forward  # an override on the instance, not the class's forward
+        self._verified_axis: MeshAxis | None = None  # axis over which the inputs were verified as replicated
+        self._cached_parameters: list[nn.Parameter] = []  # the block's parameters, while the model is sharded
+        self._tracker_ref: weakref.ref[MemoryTracker] | None = None  # tracker of that sharded model
 
     def __reduce__(self) -> Any:
-        """For copies and pickles of the block, which come with a block of their own."""
+        """Support copy and pickle: the copied block gets its own CheckpointedForward."""
         return CheckpointedForward, (self._block, self._name, self._context, self._policy, self._original_forward)
 
     @property
@@ -147,7 +147,7 @@ class CheckpointedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The block's own forward, for whoever asks for its signature."""
+        """Return the block's own forward, so that ``inspect.signature`` sees its signature."""
         return (
             self._original_forward
             if self._original_forward is not None
@@ -155,14 +155,14 @@ class CheckpointedForward:
         )
 
     def restore(self) -> None:
-        """Give the block its own forward back."""
+        """Restore the block's own forward."""
         if self._original_forward is None:
             del self._block.__dict__["forward"]
         else:
             self._block.__dict__["forward"] = self._original_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
+        """Run the block, checkpointed if gradients are enabled."""
         forward = self.__wrapped__
         if not torch.is_grad_enabled() or self._needs_kv_cache(args, kwargs):
             return forward(*args, **kwargs)
@@ -174,10 +174,10 @@ class CheckpointedForward:
         return self._run_checkpointed(forward, args, kwargs, options)
 
     def _needs_kv_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the block fills a cache that somebody wants: outside of training, which has no use for one."""
+        """Return whether the block fills a KV cache that the caller needs. Training needs none."""
         return not self._block.training and any(map(_is_kv_cache, (*args, *kwargs.values())))
 
-    @_disable_dynamo  # it may be called from code that a compiler has given up on
+    @_disable_dynamo  # may be called after a graph break
     def _run_checkpointed(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> Any:
@@ -187,43 +187,45 @@ class CheckpointedForward:
         call = BlockCall(self._name, self._context, self._block)
         if self._verified_axis != call.axis and call.check_inputs_replicated(tensors):
             self._verified_axis = call.axis
-        versions = call.input_versions(tensors)
+        input_versions = call.input_versions(tensors)
         parameters = self._block_parameters()
-        used: list[int] = []  # the parameters' versions after the first run; a block may compute gradients inside
+        forward_versions: list[int] = []  # parameter versions after forward, which may itself compute gradients
 
-        def inputs() -> list[torch.Tensor]:
-            if used and param_versions(parameters) != used:
-                self._raise_params_modified(used)
-            return [call.unpack(packed) for packed in kept]
+        def load_inputs() -> list[torch.Tensor]:
+            if forward_versions and param_versions(parameters) != forward_versions:
+                self._raise_params_modified(forward_versions)
+            return [call.unpack(packed) for packed in packed_inputs]
 
-        def checked(*given: torch.Tensor) -> Any:
-            if used and param_versions(parameters) != used:
-                self._raise_params_modified(used)
+        def checked_run(*given: torch.Tensor) -> Any:
+            if forward_versions and param_versions(parameters) != forward_versions:
+                self._raise_params_modified(forward_versions)
             return run(*given)
 
         if self._policy is None:
-            again = BlockRecomputation(self._name, run, tensors)
-            kept = [call.pack(tensor) for tensor in tensors]
-            output = again.forward(inputs)
+            recomputation = BlockRecomputation(self._name, run, tensors)
+            packed_inputs = [call.pack(tensor) for tensor in tensors]
+            output = recomputation.forward(load_inputs)
         else:
             with saved_tensors_hooks(call.pack, call.unpack):
-                output = checkpoint(checked, *tensors, **options)
-        used += param_versions(parameters)
-        call.check_inputs_unchanged(versions)
+                output = checkpoint(checked_run, *tensors, **options)
+        forward_versions += param_versions(parameters)
+        call.check_inputs_unchanged(input_versions)
         return output
 
     def _block_parameters(self) -> list[nn.Parameter]:
-        """The block's parameters. Those of a sharded model stay, so they are not looked for each time."""
-        ledger = self._context.tracker
-        if ledger is None:
+        """Return the block's parameters. A sharded model's parameters do not change, so they are cached."""
+        tracker = self._context.tracker
+        if tracker is None:
             return [parameter for parameter in self._block.parameters() if not parameter.is_inference()]
-        if self._tracker_ref is None or self._tracker_ref() is not ledger:
-            self._cached_parameters, self._tracker_ref = list(self._block.parameters()), weakref.ref(ledger)
+        if self._tracker_ref is None or self._tracker_ref() is not tracker:
+            self._cached_parameters, self._tracker_ref = list(self._block.parameters()), weakref.ref(tracker)
         return self._cached_parameters
 
     def _raise_params_modified(self, versions: list[int]) -> None:
-        named = zip(self._block.named_parameters(), versions, strict=False)
-        name = next((name for (name, parameter), version in named if param_versions([parameter]) != [version]), "")
+        named_versions = zip(self._block.named_parameters(), versions, strict=False)
+        name = next(
+            (name for (name, parameter), version in named_versions if param_versions([parameter]) != [version]), ""
+        )
         raise RuntimeError(
             f"the values of {f'{self._name}.{name}'.strip('.')!r} were changed after the forward of the checkpointed "
             f"block {self._name!r} and before its backward, in which the block runs again and would compute from the "
@@ -234,36 +236,38 @@ class CheckpointedForward:
 def flatten_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], Callable[..., Any]]:
-    """The tensors among the arguments, each once, and what runs the block on them.
+    """Return the distinct tensors among the arguments, and a function that runs the block on such tensors.
 
-    torch's checkpointing packs only tensors that are arguments themselves, not those in containers and keywords.
+    torch's checkpointing packs only positional tensors, not those in containers or keyword arguments.
     """
-    leaves, together = _flatten_containers(args, kwargs)
+    leaves, rebuild = _flatten_containers(args, kwargs)
     leaves = [None if _is_empty_kv_cache(leaf) else leaf for leaf in leaves]
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
-    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    places = [numbers.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves]
-    rest = [None if place >= 0 else leaf for leaf, place in zip(leaves, places, strict=True)]
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    positions = [indices.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves]
+    other_leaves = [None if position >= 0 else leaf for leaf, position in zip(leaves, positions, strict=True)]
 
     def run(*given: torch.Tensor) -> Any:
-        filled = [given[place] if place >= 0 else leaf for leaf, place in zip(rest, places, strict=True)]
-        args, kwargs = together(filled)
-        before, _thread_state.inside = getattr(_thread_state, "inside", False), True
+        filled = [
+            given[position] if position >= 0 else leaf for leaf, position in zip(other_leaves, positions, strict=True)
+        ]
+        args, kwargs = rebuild(filled)
+        was_inside, _thread_state.inside = getattr(_thread_state, "inside", False), True
         try:
             return forward(*args, **kwargs)
         finally:
-            _thread_state.inside = before
+            _thread_state.inside = was_inside
 
     return tensors, run
 
 
 def _flatten_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arguments without the containers they come in, and what puts them back."""
+    """Return the arguments without their containers, and a function that restores the containers."""
     leaves, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
-    if all(isinstance(leaf, LEAF_TYPES) for leaf in leaves):  # as for most blocks
+    if all(isinstance(leaf, LEAF_TYPES) for leaf in leaves):  # the fast path, which most blocks take
         return leaves, lambda filled: (filled[:count], dict(zip(names, filled[count:], strict=True)))
-    leaves, shape = tree_flatten((args, kwargs))
-    return leaves, lambda filled: tree_unflatten(filled, shape)
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, lambda filled: tree_unflatten(filled, spec)
 
 
 def _is_kv_cache(value: Any) -> bool:
@@ -273,9 +277,10 @@ def _is_kv_cache(value: Any) -> bool:
 
 
 def _is_empty_kv_cache(value: Any) -> bool:
-    """Whether an argument is an empty cache of a decoder's keys and values, as Hugging Face's models make by default.
+    """Return whether an argument is an empty KV cache, which Hugging Face models create by default.
 
-    A block writes into it, and would again when it is recomputed. It serves nothing in training: the block gets none.
+    A block writes into the cache, and would do so again in recomputation. Training needs no cache, so the block is
+    called with None instead.
     """
     if not _is_kv_cache(value):
         return False

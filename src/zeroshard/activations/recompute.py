@@ -1,15 +1,15 @@
-"""Rerun: the run of a block of which autograd keeps nothing, and its second run in backward.
+"""BlockRecomputation: a block's forward without saved tensors, and its recomputation in backward.
 
 [Note: lean recomputation]
-Forward builds the graph as ever, but of each tensor that autograd would save it keeps only the number. When backward
-asks for the first of them, the block runs again on its kept inputs, up to the last tensor that was saved, and what
-comes after that is not computed twice; the others are answered from there. torch's own checkpointing works in this way,
-too. It serves more: checkpoints inside checkpoints, policies, graphs that are gone through by several backwards at
-once, for which each saved tensor takes objects and tables of its own, more of the host's time than launching the
-block. Here it is an integer and a place in a list.
+Forward builds the graph as usual, but packs each tensor that autograd would save into its index. When backward unpacks
+the first of them, the block is recomputed from its saved inputs, up to the last tensor that autograd saved; anything
+after that is not computed twice. The other tensors come from the same recomputation. torch's own checkpointing works
+in the same way, but supports more: nested checkpoints, policies, and graphs traversed by several backwards at once. For
+that it needs objects and tables per saved tensor, which cost more host time than launching the block. Here the cost is
+an integer and a list entry.
 
-A tensor is handed out once, so that it goes as soon as backward has no more use for it. Whoever asks again, in a second
-backward through a graph that was retained, has the block run once more.
+Each tensor is returned once, so it is freed as soon as backward no longer needs it. A second backward through a
+retained graph recomputes the block again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Whether, and to what, operations on a kind of device cast by themselves."""
+    """The autocast state of one device type."""
 
     device_type: str
     is_enabled: bool
@@ -34,41 +34,42 @@ class AutocastState:
 
     @classmethod
     def capture(cls, device_type: str) -> AutocastState:
-        """What holds at this moment."""
+        """Return the current state."""
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
     def context(self) -> contextlib.AbstractContextManager[object]:
-        """Have it hold inside."""
+        """Return a context manager that applies this state."""
         return torch.amp.autocast(self.device_type, self.dtype, self.is_enabled, self.is_cache_enabled)
 
 
 class RngAndAutocast:
-    """What a run depends on beside its inputs: random states, and automatic casts."""
+    """The RNG and autocast state that a block's result depends on, in addition to its inputs."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         devices = dict.fromkeys(tensor.device for tensor in inputs if tensor.is_cuda)
         self._generators = [torch.default_generator, *(_cuda_generator(device) for device in devices)]
         self._autocast_states = [
-            AutocastState.capture(kind) for kind in ("cpu", *dict.fromkeys(device.type for device in devices))
+            AutocastState.capture(device_type)
+            for device_type in ("cpu", *dict.fromkeys(device.type for device in devices))
         ]
         self._rng_states = [generator.get_state() for generator in self._generators]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Have inside what there was."""
+        """Restore the captured state inside the context, and the current RNG state after it."""
         with contextlib.ExitStack() as stack:
-            for cast in self._autocast_states:
-                if cast.is_enabled or torch.is_autocast_enabled(cast.device_type):
-                    stack.enter_context(cast.context())
-            present = [generator.get_state() for generator in self._generators]
-            for generator, state, now in zip(self._generators, self._rng_states, present, strict=True):
-                if not torch.equal(state, now):
+            for autocast in self._autocast_states:
+                if autocast.is_enabled or torch.is_autocast_enabled(autocast.device_type):
+                    stack.enter_context(autocast.context())
+            current_states = [generator.get_state() for generator in self._generators]
+            for generator, state, current in zip(self._generators, self._rng_states, current_states, strict=True):
+                if not torch.equal(state, current):
                     generator.set_state(state)
             try:
                 yield
             finally:
-                for generator, state in zip(self._generators, present, strict=True):
+                for generator, state in zip(self._generators, current_states, strict=True):
                     generator.set_state(state)
 
 
@@ -81,15 +82,15 @@ ShapeAndDtype = tuple[torch.Size, torch.dtype]
 
 
 class _StopRecomputation(BaseException):
-    """Everything that backward will ask for is there. No block's own ``except Exception`` is meant to hear of it."""
+    """Stops recomputation once all saved tensors exist. A block's own ``except Exception`` does not catch it."""
 
 
 class BlockRecomputation:
-    """A run of ``run`` on some tensors, which are kept as ``inputs`` give them back: see [Note: lean recomputation].
+    """Runs ``run`` on ``inputs`` in forward and recomputes it in backward: see [Note: lean recomputation].
 
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> again = BlockRecomputation("tanh", lambda x: (x * weight).tanh(), [torch.ones(2)])
-    >>> again.forward(lambda: [torch.ones(2)]).sum().backward()
+    >>> recomputation = BlockRecomputation("tanh", lambda x: (x * weight).tanh(), [torch.ones(2)])
+    >>> recomputation.forward(lambda: [torch.ones(2)]).sum().backward()
     >>> torch.allclose(weight.grad, 1 - torch.ones(2).tanh() ** 2)
     True
     """
@@ -99,16 +100,16 @@ class BlockRecomputation:
         self._requires_grad = [tensor.requires_grad for tensor in inputs]
         self._rng_and_autocast = RngAndAutocast(inputs)
         self._load_inputs: Callable[[], Sequence[torch.Tensor]] = list
-        self._saved_metadata: list[ShapeAndDtype] = []  # what autograd would have kept
-        self._recomputed: list[torch.Tensor | None] = []  # the same, computed again and not handed out yet
+        self._saved_metadata: list[ShapeAndDtype] = []  # of the tensors that autograd would have saved
+        self._recomputed: list[torch.Tensor | None] = []  # recomputed tensors; None once returned to autograd
 
     def forward(self, load_inputs: Callable[[], Sequence[torch.Tensor]]) -> Any:
-        """Run for the first time. ``inputs`` gives the tensors back when backward comes."""
+        """Run the forward. ``load_inputs`` returns the input tensors in backward."""
         self._load_inputs = load_inputs
-        given, self._first_inputs = self._first_inputs, ()
+        inputs, self._first_inputs = self._first_inputs, ()
         with saved_tensors_hooks(self._pack, self._unpack):
-            output = self._run(*given)
-        self._recomputed = []  # where the block has computed gradients inside
+            output = self._run(*inputs)
+        self._recomputed = []  # the block may have computed gradients in its forward
         return output
 
     def _pack(self, tensor: torch.Tensor) -> int:
@@ -117,44 +118,44 @@ class BlockRecomputation:
         return len(saved) - 1
 
     def _unpack(self, index: int) -> torch.Tensor:
-        again = self._recomputed
-        tensor = again[index] if index < len(again) else None
+        recomputed = self._recomputed
+        tensor = recomputed[index] if index < len(recomputed) else None
         if tensor is None:
-            again = self._recompute()
-            tensor = again[index]
+            recomputed = self._recompute()
+            tensor = recomputed[index]
             assert tensor is not None
-        again[index] = None
+        recomputed[index] = None
         return tensor
 
     def _recompute(self) -> list[torch.Tensor | None]:
-        again: list[torch.Tensor | None] = []
+        tensors: list[torch.Tensor | None] = []
         saved = self._saved_metadata
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if len(again) == len(saved):  # somebody has caught it
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            if len(tensors) == len(saved):  # the block has caught the exception
                 raise _StopRecomputation
-            if (tensor.shape, tensor.dtype) != saved[len(again)]:
+            if (tensor.shape, tensor.dtype) != saved[len(tensors)]:
                 self._raise_mismatch(
-                    f"{_describe_shape(saved[len(again)])}, and now {_describe_shape((tensor.shape, tensor.dtype))}",
-                    len(again),
+                    f"{_describe_shape(saved[len(tensors)])}, and now {_describe_shape((tensor.shape, tensor.dtype))}",
+                    len(tensors),
                 )
-            kept = tensor.detach()
-            again.append(kept)
-            if len(again) == len(saved):
+            detached = tensor.detach()
+            tensors.append(detached)
+            if len(tensors) == len(saved):
                 raise _StopRecomputation
-            return kept  # a block may compute gradients inside
+            return detached  # the block may compute gradients in its forward
 
-        given = [
-            tensor.detach().requires_grad_(differentiable)
-            for tensor, differentiable in zip(self._load_inputs(), self._requires_grad, strict=True)
+        inputs = [
+            tensor.detach().requires_grad_(requires_grad)
+            for tensor, requires_grad in zip(self._load_inputs(), self._requires_grad, strict=True)
         ]
-        hooks = saved_tensors_hooks(keep, lambda kept: kept)
+        hooks = saved_tensors_hooks(record, lambda detached: detached)
         with torch.enable_grad(), self._rng_and_autocast.restored(), hooks, contextlib.suppress(_StopRecomputation):
-            self._run(*given)
-        if len(again) < len(saved):
-            self._raise_mismatch(f"{_describe_shape(saved[len(again)])}, and now nothing", len(again))
-        self._recomputed = again
-        return again
+            self._run(*inputs)
+        if len(tensors) < len(saved):
+            self._raise_mismatch(f"{_describe_shape(saved[len(tensors)])}, and now nothing", len(tensors))
+        self._recomputed = tensors
+        return tensors
 
     def _raise_mismatch(self, difference: str, index: int) -> None:
         raise RuntimeError(

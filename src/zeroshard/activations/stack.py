@@ -1,19 +1,19 @@
-"""Stack: contiguous memory for what forward leaves and backward takes.
+"""ActivationStack: contiguous memory for activations that forward saves and backward uses.
 
-[Note: stacks]
-Activation checkpoints live from forward to backward, among temporaries that live for one operation. Were each allocated
-where a temporary has just been freed, they would cut memory into pieces (the paper's M_D). So they are placed in one
-allocation that stays from step to step, one behind the other as forward goes, and given back from the end as backward
-comes. Other orders are right too: several forwards before a backward, a loss that is dropped, a graph kept for a second
-backward. A gap that appears in the middle is used again.
+[Note: activation stacks]
+Activation checkpoints live from forward to backward, among temporaries that live for one operation. If each were
+allocated where a temporary was just freed, they would fragment memory (the paper's M_D). So they are packed into one
+allocation that persists across steps: forward pushes them one after another, and backward frees them from the end.
+Other orders work too: several forwards before a backward, a loss that is dropped, a graph retained for a second
+backward. A gap in the middle is reused.
 
-The size is learnt. What does not fit (everything in the first step, a longer sequence later) is an allocation of its
-own. As soon as all of it is given back, the pieces go, and the next push allocates one piece of the largest size
-seen: old and new are never held at once.
+The size is learned. Whatever does not fit (everything in the first step, a longer sequence later) gets its own chunk.
+Once all slots are free, the chunks are freed, and the next push allocates one chunk of the peak size. So old and new
+chunks never coexist.
 
-A slot is given back by letting go of it, which may happen at any moment, also in the middle of a push. So that leaves
-only a note, and the next push reads the notes: it has the compute stream wait for a side stream that still uses the
-bytes. Only where memory itself goes does the host wait for such a stream, which it hardly ever has to.
+A slot is freed when its last reference is dropped. That can happen at any time, even during a push, so it only records
+a pending free. The next push applies the pending frees: the compute stream waits for a side stream that still uses the
+bytes. The host waits for such a stream only when a chunk itself is freed, which is rarely needed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zeroshard.memory.buffers import PoolBuffer
 from zeroshard.memory.tracker import MemoryTracker
 from zeroshard.sharding.layout import round_up
 
-ALIGN_BYTES = 16  # bytes: what copies and collectives like to begin at
+ALIGN_BYTES = 16  # alignment of slots, for copies and collectives
 
 OptionalEvent = torch.Event | None
-PendingFree = tuple["StackChunk", int, int, "OptionalEvent"]  # where from, start, bytes, what still reads or writes it
+PendingFree = tuple["StackChunk", int, int, "OptionalEvent"]  # chunk, start, bytes, last use on the side stream
 
 
 class StackSlot:
-    """Some bytes of a stack, until the last reference to this object goes."""
+    """A range of bytes in a stack. It is freed when the last reference to this object is dropped."""
 
     __slots__ = ("_chunk", "_last_use", "_pending_frees", "_start", "data")
 
@@ -45,7 +45,7 @@ class StackSlot:
         self._chunk, self._start, self._pending_frees = chunk, start, pending_frees
 
     def set_last_use(self, event: OptionalEvent) -> None:
-        """A side stream reads or writes the bytes until ``event``."""
+        """Record that a side stream reads or writes the bytes until ``event``."""
         self._last_use = self._chunk.last_use = event
 
     def __del__(self) -> None:
@@ -53,18 +53,18 @@ class StackSlot:
 
 
 class StackChunk:
-    """One allocation of a stack, and which of its bytes are free."""
+    """One allocation of a stack, and its free ranges."""
 
     def __init__(self, buffer: PoolBuffer) -> None:
         self.buffer = buffer
         self.nbytes = buffer.tensor.numel()
-        self.last_use: OptionalEvent = None  # the last use of any of its bytes on the side stream
-        self._free_ranges = [(0, self.nbytes)]  # [start, end), in order, never touching
+        self.last_use: OptionalEvent = None  # last use of any byte on the side stream
+        self._free_ranges = [(0, self.nbytes)]  # [start, end), sorted, never adjacent
         self._tracker: MemoryTracker | None = None
         self._tier = ""
 
     def alloc(self, nbytes: int) -> int | None:
-        """Take the first bytes that are free and enough; return where they start, None where there are none."""
+        """Allocate from the first free range that is large enough; return the start, or None if there is none."""
         for index, (start, end) in enumerate(self._free_ranges):
             if end - start >= nbytes:
                 self._free_ranges[index : index + 1] = [(start + nbytes, end)] if start + nbytes < end else []
@@ -72,7 +72,7 @@ class StackChunk:
         return None
 
     def free(self, start: int, nbytes: int) -> None:
-        """Take bytes back."""
+        """Mark bytes as free, and merge adjacent free ranges."""
         end = start + nbytes
         index = bisect(self._free_ranges, (start, end))
         if index < len(self._free_ranges) and self._free_ranges[index][0] == end:
@@ -84,11 +84,11 @@ class StackChunk:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in it."""
+        """Whether no byte is in use."""
         return self._free_ranges == [(0, self.nbytes)]
 
     def set_tracker(self, tracker: MemoryTracker | None, tier: str) -> None:
-        """Count it in a ledger, and no more in the one before."""
+        """Count the bytes in ``tracker``, and no longer in the previous tracker."""
         if tracker is not self._tracker:
             self._record_bytes(-self.nbytes)
             self._tracker, self._tier = tracker, tier
@@ -105,7 +105,7 @@ class StackChunk:
 
 
 class ActivationStack:
-    """Memory that slots are pushed on: see [Note: stacks].
+    """A stack of activation slots: see [Note: activation stacks].
 
     >>> allocate = lambda nbytes: PoolBuffer(nbytes, torch.device("cpu"))
     >>> stack = ActivationStack("device", allocate, wait_event=lambda event: None)
@@ -113,7 +113,7 @@ class ActivationStack:
     >>> stack.allocated_bytes
     176
     >>> del first, second
-    >>> slots = stack.push(100), stack.push(50)  # side by side from now on
+    >>> slots = stack.push(100), stack.push(50)  # now packed contiguously
     >>> slots[1].data.data_ptr() - slots[0].data.data_ptr()
     112
     """
@@ -127,13 +127,13 @@ class ActivationStack:
         self._tracker: MemoryTracker | None = None
         self._chunks: list[StackChunk] = []
         self._pending_frees: deque[PendingFree] = deque()
-        self._used_bytes = 0  # bytes
-        self._peak_bytes = 0  # bytes that were used at once
-        self._chunk_bytes = 0  # bytes of the one chunk that all is placed in
+        self._used_bytes = 0
+        self._peak_bytes = 0  # peak of _used_bytes
+        self._chunk_bytes = 0  # learned size of the single chunk
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes allocated."""
+        """Bytes of all chunks, used or free."""
         self._apply_pending_frees()
         return sum(chunk.nbytes for chunk in self._chunks)
 
@@ -144,13 +144,13 @@ class ActivationStack:
         return self._used_bytes
 
     def set_tracker(self, tracker: MemoryTracker | None) -> None:
-        """Count what is allocated in a ledger."""
+        """Count the allocated bytes in ``tracker``."""
         self._tracker = tracker
         for chunk in self._chunks:
             chunk.set_tracker(tracker, self._tier)
 
     def push(self, nbytes: int) -> StackSlot:
-        """Place so many bytes."""
+        """Allocate a slot of ``nbytes`` bytes."""
         self._apply_pending_frees()
         length = round_up(nbytes, ALIGN_BYTES)
         chunk, start = self._alloc_in_chunks(length) or self._alloc_new_chunk(length)
@@ -166,9 +166,8 @@ class ActivationStack:
         return None
 
     def _alloc_new_chunk(self, nbytes: int) -> tuple[StackChunk, int]:
-        self._chunks = [
-            chunk for chunk in self._chunks if not chunk.is_empty
-        ]  # what is free is too small: it goes first
+        # empty chunks are too small: free them before allocating
+        self._chunks = [chunk for chunk in self._chunks if not chunk.is_empty]
         chunk = StackChunk(self._allocate_buffer(nbytes))
         chunk.set_tracker(self._tracker, self._tier)
         self._chunks.append(chunk)
@@ -178,19 +177,19 @@ class ActivationStack:
         if not self._chunks and self._chunk_bytes > nbytes:
             try:
                 return self._allocate(self._chunk_bytes)
-            except torch.OutOfMemoryError:  # there is no such piece left: as in the first step, then
+            except torch.OutOfMemoryError:  # no contiguous range of that size: allocate as in the first step
                 pass
         return self._allocate(nbytes)
 
     def _apply_pending_frees(self) -> None:
-        """Take back what was let go of."""
+        """Free the slots that were dropped, and the chunks once no slot is in use."""
         while self._pending_frees:
-            chunk, start, nbytes, busy = self._pending_frees.popleft()
-            self._wait_event(busy)
+            chunk, start, nbytes, last_use = self._pending_frees.popleft()
+            self._wait_event(last_use)
             length = round_up(nbytes, ALIGN_BYTES)
             chunk.free(start, length)
             self._used_bytes -= length
         if self._used_bytes == 0 and len(self._chunks) > 1:
-            gaps = self._peak_bytes <= self._chunk_bytes  # it did not fit though it was not too much
-            self._chunk_bytes = sum(chunk.nbytes for chunk in self._chunks) if gaps else self._peak_bytes
+            is_fragmented = self._peak_bytes <= self._chunk_bytes  # gaps, not size, made an extra chunk necessary
+            self._chunk_bytes = sum(chunk.nbytes for chunk in self._chunks) if is_fragmented else self._peak_bytes
             self._chunks.clear()

@@ -1,4 +1,4 @@
-"""Traffic of tensor parallelism, to compare what P_a adds to it with the paper's 1/12."""
+"""Count the traffic of tensor parallelism, to compare the overhead of P_a with the paper's 1/12."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zeroshard.comm.collectives import Communicator, MeshAxis, Traffic
 
 @contextmanager
 def count_traffic(comm: Communicator) -> Iterator[tuple[Traffic, Traffic] | None]:
-    """Count what tensor parallelism and P_a communicate inside; None where there is no tensor axis."""
+    """Count the traffic of tensor parallelism and of P_a inside the context; yield None without a tensor axis."""
     if comm.tensor_axis.size == 1:
         yield None
         return
-    ever, activations = comm.counters.total.setdefault("activation gather", Traffic()), Traffic()
-    count, nbytes = ever.count, ever.bytes
-    with TPTrafficMode(comm.tensor_axis) as own:
+    total, activations = comm.counters.total.setdefault("activation gather", Traffic()), Traffic()
+    count, nbytes = total.count, total.bytes
+    with TPTrafficMode(comm.tensor_axis) as mode:
         try:
-            yield own.traffic, activations
+            yield mode.traffic, activations
         finally:
-            activations.count, activations.bytes = ever.count - count, ever.bytes - nbytes
+            activations.count, activations.bytes = total.count - count, total.bytes - nbytes
 
 
 class TPTrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class TPTrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # first the DTensor: what it issues comes here then
+            return NotImplemented  # let the DTensor go first: its collectives are dispatched here afterwards
         if func.namespace == "_c10d_functional" and len(args) > 1 and args[-1] == self._group_name:
             tensors = [args[0]] if isinstance(args[0], torch.Tensor) else args[0]
             self.traffic.count += 1
@@ -47,7 +47,7 @@ class TPTrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _bytes_multiplier(self, name: str) -> int:
-        """How often the bytes of a collective's input count: see :class:`zeroshard.comm.collectives.Traffic`."""
+        """Return the weight of a collective's input bytes: see :class:`zeroshard.comm.collectives.Traffic`."""
         if "all_reduce" in name:
             return 2
         return self._axis_size if "all_gather" in name else 1

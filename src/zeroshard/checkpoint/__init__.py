@@ -1,1 +1,1 @@
-"""Checkpoints: saved on any number of ranks, at any stage, precision and tensor degree, and loaded at any other."""
+"""Checkpoints that load on any number of ranks, at any stage, precision and tensor-parallel degree."""

@@ -1,4 +1,4 @@
-"""Save: a save under way, and the one that this process has begun and not heard of."""
+"""The handle of a save, and the pending asynchronous save of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeroshard.checkpoint.errors import CheckpointError
 
 
 class Save:
-    """A save, under way or done.
+    """The handle of a save, in progress or done.
 
     >>> import tempfile, torch, zeroshard
     >>> handle = zeroshard.save(tempfile.mkdtemp() + "/step-1", torch.nn.Linear(2, 1), wait=False)
@@ -22,7 +22,7 @@ class Save:
 
     def __init__(self, path: Path, done: bool = False) -> None:
         self.path = path
-        self.has_been_awaited = False  # whether somebody has heard how it ended
+        self.has_been_awaited = False  # whether a caller has received the result
         self._error: BaseException | None = None
         self._done = threading.Event()
         if done:
@@ -30,11 +30,11 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to its end, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> Path:
-        """Wait for the end. Raises :class:`CheckpointError` where the checkpoint could not be written."""
+        """Wait for the save and return its path; raise :class:`CheckpointError` if it failed."""
         self._done.wait()
         self.has_been_awaited = True
         if self._error is not None:
@@ -42,7 +42,7 @@ class Save:
         return self.path
 
     def run(self, write: Callable[[], None]) -> None:
-        """Do it, on whichever thread; what goes wrong is kept for :meth:`wait`."""
+        """Call ``write`` on the current thread; keep its error for :meth:`wait`."""
         try:
             write()
         except BaseException as error:
@@ -50,7 +50,7 @@ class Save:
         self._done.set()
 
     def print_unseen_error(self) -> None:
-        """Print what went wrong where nobody has asked."""
+        """Print the error if no caller has received it."""
         if self._error is not None and not self.has_been_awaited:
             print(f"zeroshard: {self._error}", file=sys.stderr)
 
@@ -59,7 +59,7 @@ pending_saves: list[Save] = []  # the last asynchronous save of this process
 
 
 def wait_for_pending_save() -> None:
-    """Wait for an asynchronous save of before; raises where it failed."""
+    """Wait for an earlier asynchronous save; raise if it failed."""
     while pending_saves:
         handle = pending_saves.pop()
         if not handle.has_been_awaited:

@@ -1,10 +1,9 @@
-"""Blocks: files in blocks of a fixed size, each with a checksum, written and read in bounded memory.
+"""Files of checksummed blocks, written and read in bounded memory.
 
 [Note: blocks]
-A rank that loads with another number of ranks needs parts of files, and a part must be checked as well as the whole. So
-a file is cut into blocks of ``BLOCK_BYTES`` bytes from its first byte on, and the CRC-32 of each is in the index.
-Writing fills one buffer while another is summed and written by a thread beside it; reading fetches and sums a few
-blocks ahead.
+A load on another number of ranks reads byte ranges of files, and a range must be verified like a complete file. So a
+file is split into blocks of ``BLOCK_BYTES`` from its first byte, and the index contains the CRC-32 of each block. The
+writer fills one buffer while worker threads checksum and write others. The reader keeps a few blocks in flight.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import torch
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.safetensors_files import as_memoryview
 
-BLOCK_BYTES = 4 * 2**20  # bytes
-BLOCKS_IN_FLIGHT = 3  # blocks that are read or written while another is filled or emptied
+BLOCK_BYTES = 4 * 2**20
+BLOCKS_IN_FLIGHT = 3  # blocks that are read or written at the same time
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the index says of a file."""
+    """The index entry of a file."""
 
     name: str
     nbytes: int
@@ -38,7 +37,7 @@ class FileRecord:
 
 
 class CheckpointWorkers:
-    """Threads that live as long as one save or load: a thread cannot be started when the interpreter is ending."""
+    """Threads of one save or load, started up front: none can be started during interpreter shutdown."""
 
     def __init__(self, count: int) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], WorkerFuture] | None] = queue.SimpleQueue()
@@ -47,20 +46,20 @@ class CheckpointWorkers:
             thread.start()
 
     def submit(self, fn: Callable[[], Any]) -> WorkerFuture:
-        """Have something done; ask the job for its result."""
-        job = WorkerFuture()
-        self._queue.put((fn, job))
-        return job
+        """Run ``fn`` on a worker thread and return its future."""
+        future = WorkerFuture()
+        self._queue.put((fn, future))
+        return future
 
     def _worker_loop(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, job = item
+            fn, future = item
             try:
-                job.value = work()
+                future.value = fn()
             except BaseException as error:
-                job.error = error
-            job.done_event.set()
-            del item, work, job  # and the buffers they hold, while this thread waits
+                future.error = error
+            future.done_event.set()
+            del item, fn, future  # release their buffers while this thread waits
 
     def __enter__(self) -> CheckpointWorkers:
         return self
@@ -69,7 +68,7 @@ class CheckpointWorkers:
         self.close()
 
     def close(self) -> None:
-        """End the threads, after what they still have to do."""
+        """Finish all submitted work and join the threads."""
         for _thread in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -77,7 +76,7 @@ class CheckpointWorkers:
 
 
 class WorkerFuture:
-    """Something that a worker does."""
+    """The result of a call on a worker thread."""
 
     def __init__(self) -> None:
         self.done_event = threading.Event()
@@ -85,7 +84,7 @@ class WorkerFuture:
         self.error: BaseException | None = None
 
     def result(self) -> Any:
-        """Wait for it; raises what it raised."""
+        """Wait for the call; return its value or raise its error."""
         self.done_event.wait()
         if self.error is not None:
             raise self.error
@@ -93,7 +92,7 @@ class WorkerFuture:
 
 
 class BlockWriter:
-    """Writes one file.
+    """Writes one file in checksummed blocks.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.bin"
@@ -120,38 +119,38 @@ class BlockWriter:
         self._nbytes = 0
 
     def write(self, data: torch.Tensor) -> None:
-        """Append bytes, 1-D uint8 on any device."""
-        at = 0
-        while at < data.numel():
-            count = min(BLOCK_BYTES - self._filled_bytes, data.numel() - at)
-            self._buffer[self._filled_bytes : self._filled_bytes + count].copy_(data[at : at + count])
+        """Append bytes: a 1-D uint8 tensor on any device."""
+        position = 0
+        while position < data.numel():
+            count = min(BLOCK_BYTES - self._filled_bytes, data.numel() - position)
+            self._buffer[self._filled_bytes : self._filled_bytes + count].copy_(data[position : position + count])
             self._filled_bytes += count
-            at += count
+            position += count
             if self._filled_bytes == BLOCK_BYTES:
                 self._start_block_write()
 
     def _start_block_write(self) -> None:
-        """Have the block summed and written, and go on with another."""
+        """Submit the filled block for checksum and write, and continue with a free buffer."""
         block, view = self._buffer, as_memoryview(self._buffer)[: self._filled_bytes]
         self._nbytes += self._filled_bytes
-        summed = self._workers.submit(lambda: zlib.crc32(view))
-        earlier = self._in_flight[-1][2] if self._in_flight else None
+        checksum = self._workers.submit(lambda: zlib.crc32(view))
+        previous_write = self._in_flight[-1][2] if self._in_flight else None
 
-        def put() -> None:
-            if earlier is not None:
-                earlier.result()  # blocks go to the file in their order
+        def write() -> None:
+            if previous_write is not None:
+                previous_write.result()  # blocks are written in order
             _write_all(self._file, view)
 
-        self._in_flight.append((block, summed, self._workers.submit(put)))
+        self._in_flight.append((block, checksum, self._workers.submit(write)))
         self._filled_bytes = 0
         if not self._free_buffers:
             self._wait_oldest_write()
         self._buffer = self._free_buffers.pop()
 
     def _wait_oldest_write(self) -> None:
-        block, summed, written = self._in_flight.pop(0)
-        self._checksums.append(summed.result())
-        written.result()
+        block, checksum, write = self._in_flight.pop(0)
+        self._checksums.append(checksum.result())
+        write.result()
         self._free_buffers.append(block)
 
     def __enter__(self) -> BlockWriter:
@@ -166,8 +165,8 @@ class BlockWriter:
                     self._wait_oldest_write()
                 os.fsync(self._file.fileno())
         finally:
-            for _block, _summed, written in self._in_flight:
-                written.done_event.wait()
+            for _block, _checksum, write in self._in_flight:
+                write.done_event.wait()
             self._file.close()
         self.record = FileRecord(self._path.name, self._nbytes, tuple(self._checksums))
 
@@ -178,7 +177,7 @@ def _write_all(file: Any, view: memoryview) -> None:
 
 
 class BlockReader:
-    """Reads parts of one file, each block checked before it is used."""
+    """Reads blocks of one file and verifies each one before use."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         self._path, self._record = path, record
@@ -186,51 +185,51 @@ class BlockReader:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
         except OSError as error:
             raise CheckpointError(f"{path}, a file of the checkpoint, cannot be read: {error.strerror}") from error
-        found = os.fstat(self._file.fileno()).st_size
-        if found != record.nbytes:
+        nbytes = os.fstat(self._file.fileno()).st_size
+        if nbytes != record.nbytes:
             self._file.close()
             raise CheckpointError(
-                f"{path} has {found} bytes and was written with {record.nbytes}: it is truncated or foreign. Load an "
+                f"{path} has {nbytes} bytes and was written with {record.nbytes}: it is truncated or foreign. Load an "
                 "earlier checkpoint, or bring this file anew from where it was copied"
             )
 
     def iter_blocks(
         self, block_numbers: Iterable[int], workers: CheckpointWorkers
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first byte, bytes) of blocks, in order. A block's memory is used again after the next one."""
-        waiting: list[tuple[int, torch.Tensor, WorkerFuture]] = []
+        """Yield (first byte, bytes) of each block, in order. A block is valid until the next one is requested."""
+        in_flight: list[tuple[int, torch.Tensor, WorkerFuture]] = []
         free = [torch.empty(min(BLOCK_BYTES, self._record.nbytes), dtype=torch.uint8) for _ in range(BLOCKS_IN_FLIGHT)]
         for number in block_numbers:
             if not free:
-                yield from self._wait_block(waiting.pop(0), free)
+                yield from self._wait_block(in_flight.pop(0), free)
             buffer = free.pop()
-            waiting.append((number, buffer, workers.submit(partial(self._read_block, number, buffer))))
-        while waiting:
-            yield from self._wait_block(waiting.pop(0), free)
+            in_flight.append((number, buffer, workers.submit(partial(self._read_block, number, buffer))))
+        while in_flight:
+            yield from self._wait_block(in_flight.pop(0), free)
 
     def _wait_block(
         self, item: tuple[int, torch.Tensor, WorkerFuture], free: list[torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        number, buffer, job = item
-        count = job.result()
+        number, buffer, future = item
+        count = future.result()
         yield number * BLOCK_BYTES, buffer[:count]
         free.append(buffer)
 
     def _read_block(self, number: int, buffer: torch.Tensor) -> int:
         start = number * BLOCK_BYTES
         view = as_memoryview(buffer)[: min(BLOCK_BYTES, self._record.nbytes - start)]
-        got = 0
-        while got < len(view):
-            count = os.preadv(self._file.fileno(), [view[got:]], start + got)
+        filled = 0
+        while filled < len(view):
+            count = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
             if count == 0:
-                raise CheckpointError(f"{self._path} ended at byte {start + got} while it was read")
-            got += count
+                raise CheckpointError(f"{self._path} ended at byte {start + filled} while it was read")
+            filled += count
         if zlib.crc32(view) != self._record.sums[number]:
             raise CheckpointError(
-                f"{self._path} is damaged: bytes {start} to {start + got} are not what was written (checksum). Load an "
-                "earlier checkpoint, or bring this file anew from where it was copied"
+                f"{self._path} is damaged: bytes {start} to {start + filled} are not what was written (checksum). Load "
+                "an earlier checkpoint, or bring this file anew from where it was copied"
             )
-        return got
+        return filled
 
     def __enter__(self) -> BlockReader:
         return self

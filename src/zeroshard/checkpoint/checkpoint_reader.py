@@ -1,9 +1,9 @@
-"""Contents: a checkpoint read in one process, without a model and without ranks, one whole tensor at a time.
+"""Read a checkpoint in one process, without a model or ranks, one full tensor at a time.
 
 [Note: reading tensor after tensor]
-A tensor that 64 ranks wrote lies in 64 files, a piece in each, and the next tensor's pieces lie right behind: mostly in
-the block where this one ended. A file is therefore left open together with the block that was read last, else small
-tensors would have the same 4 MiB read and summed again and again. No more than ``MAX_OPEN_FILES`` files are, 256 MiB of
+A tensor written by 64 ranks has a shard in each of 64 files. The next tensor's shards follow directly, mostly in the
+block where this one ended. So each file stays open and keeps the block that was read last; otherwise small tensors
+would read and checksum the same 4 MiB again and again. At most ``MAX_OPEN_FILES`` files are open, with 256 MiB of
 blocks.
 """
 
@@ -21,11 +21,14 @@ from zeroshard.checkpoint.index import CheckpointIndex
 from zeroshard.checkpoint.reader import FileRange, read_ranges
 from zeroshard.checkpoint.retention import find_checkpoint
 
-MAX_OPEN_FILES = 64  # files
+MAX_OPEN_FILES = 64
 
 
 class CheckpointReader:
-    """What a checkpoint holds. ``path`` is one, a directory of some, for the latest, or a run of `zeroshard train`.
+    """Reads full tensors from a checkpoint.
+
+    ``path`` is a checkpoint, a directory of checkpoints (the latest is read) or the output directory of
+    `zeroshard train`.
 
     >>> import tempfile, zeroshard
     >>> model = torch.nn.Linear(2, 1)
@@ -38,35 +41,37 @@ class CheckpointReader:
     def __init__(self, path: Path, index: CheckpointIndex | None = None) -> None:
         self.path = find_checkpoint(path) if index is None else path
         self.index = index or CheckpointIndex.read(self.path)
-        self._open_files: OrderedDict[int, _CachingReader] = OrderedDict()  # by number, the one used last at the end
+        self._open_files: OrderedDict[int, _CachingReader] = OrderedDict()  # by file number; least recently used first
         self._workers = CheckpointWorkers(2)
 
     def read_tensor(
         self, fqn: str, dtype: torch.dtype | None = None, buffer: torch.Tensor | None = None
-    ) -> torch.Tensor:  # in its shape, contiguous
-        """Read a tensor, ``model/NAME`` for one, and check each block of it.
+    ) -> torch.Tensor:  # full shape, contiguous
+        """Read a tensor, for example ``model/NAME``, and verify its blocks.
 
-        Elements are cast as they are read, where ``dtype`` is not the saved one. ``memory``, bytes, is where the tensor
-        is put, if it is to be put anywhere: only a tensor whose elements were saved in another order is beside it.
+        Elements are cast while they are read if ``dtype`` is not the saved one. The tensor is a view of ``buffer``
+        (uint8), if given; only a tensor that was not saved in row-major order is a new allocation.
         """
         saved = self.index.tensors[fqn]
-        if buffer is None:  # not for more than there is
-            self.index.check_file_sizes(self.path, {stretch.file_number for stretch in saved.shards})
+        if buffer is None:  # check sizes before allocating
+            self.index.check_file_sizes(self.path, {shard.file_number for shard in saved.shards})
         dtype = dtype or saved.dtype
         if buffer is None:
             buffer = torch.empty(saved.numel * dtype.itemsize, dtype=torch.uint8)
-        line = buffer[: saved.numel * dtype.itemsize].view(dtype)
-        reads: dict[int, list[FileRange]] = {}
-        for stretch in saved.shards:
-            end = stretch.byte_offset + stretch.numel * saved.dtype.itemsize
-            to = line[stretch.start : stretch.start + stretch.numel]
-            reads.setdefault(stretch.file_number, []).append(FileRange(stretch.byte_offset, end, saved.dtype, to))
-        for number, wanted in sorted(reads.items()):
-            read_ranges(self._open_file(number), wanted, self._workers)
-        return saved.element_order.unflatten(line, saved.shape).contiguous()
+        flat = buffer[: saved.numel * dtype.itemsize].view(dtype)
+        ranges_by_file: dict[int, list[FileRange]] = {}
+        for shard in saved.shards:
+            end = shard.byte_offset + shard.numel * saved.dtype.itemsize
+            target = flat[shard.start : shard.start + shard.numel]
+            ranges_by_file.setdefault(shard.file_number, []).append(
+                FileRange(shard.byte_offset, end, saved.dtype, target)
+            )
+        for number, ranges in sorted(ranges_by_file.items()):
+            read_ranges(self._open_file(number), ranges, self._workers)
+        return saved.element_order.unflatten(flat, saved.shape).contiguous()
 
     def _open_file(self, number: int) -> _CachingReader:
-        """Open a file, or take it as it was left: see [Note: reading tensor after tensor]."""
+        """Return the open file, or open it: see [Note: reading tensor after tensor]."""
         if number not in self._open_files:
             if len(self._open_files) == MAX_OPEN_FILES:
                 self._open_files.popitem(last=False)[1].__exit__()
@@ -77,7 +82,7 @@ class CheckpointReader:
         return self._open_files[number]
 
     def verify(self) -> Iterator[str]:
-        """Read everything, and tell what is wrong with each file and tensor that is not whole."""
+        """Read all files and yield an error message for each damaged one."""
         for number, record in enumerate(self.index.files):
             try:
                 with BlockReader(self.path / record.name, record) as file:
@@ -97,7 +102,7 @@ class CheckpointReader:
 
 
 class _CachingReader(BlockReader):
-    """A file that keeps the block it read last."""
+    """A reader that caches the block it read last."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         super().__init__(path, record)
@@ -107,13 +112,13 @@ class _CachingReader(BlockReader):
     def iter_blocks(
         self, block_numbers: Iterable[int], workers: CheckpointWorkers
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the block that was kept, where it is the first that is wanted, and then the others."""
-        wanted = list(block_numbers)
-        if wanted and wanted[0] == self._cached_number:
+        """Yield the blocks; take the first from the cache if it is there."""
+        numbers = list(block_numbers)
+        if numbers and numbers[0] == self._cached_number:
             yield self._cached_number * BLOCK_BYTES, self._cached_block[: self._cached_bytes]
-            del wanted[0]
-        for first, block in super().iter_blocks(wanted, workers) if wanted else ():
-            if first == wanted[-1] * BLOCK_BYTES:
-                self._cached_number, self._cached_bytes = wanted[-1], block.numel()
+            del numbers[0]
+        for start, block in super().iter_blocks(numbers, workers) if numbers else ():
+            if start == numbers[-1] * BLOCK_BYTES:
+                self._cached_number, self._cached_bytes = numbers[-1], block.numel()
                 self._cached_block[: self._cached_bytes].copy_(block)
-            yield first, block
+            yield start, block

@@ -1,17 +1,17 @@
-"""Order: in which order the elements of a tensor make a line.
+"""The element order of a flattened tensor.
 
-[Note: lines of divided tensors]
-Every tensor is saved as a line of elements, of which a rank holds stretches (see [Note: one-dimensional chunks]).
-Where the tensor is divided along a tensor axis (see [Note: shares]), shards are cut from what each tensor rank has. Its
-line is therefore the ranks' parts, one behind the other, each in the order it has in memory. A weight of two rows and
-four columns, divided by columns over two ranks::
+[Note: element order of tensor-parallel tensors]
+Every tensor is saved flattened, and each rank owns shards of it (see [Note: flat shards]). If the tensor is sharded
+over the tensor-parallel dim (see [Note: tensor-parallel shards]), data-parallel shards are ranges of a TP shard. The
+flattened tensor is therefore the concatenation of the TP shards, each in its memory order. A weight of two rows and
+four columns, sharded by columns over two ranks::
 
-    whole     a b c d        rank 0's part   a b        rank 1's part   c d        line   a b e f c d g h
-              e f g h                        e f                        g h
+    full      a b c d        TP shard 0   a b        TP shard 1   c d        flattened   a b e f c d g h
+              e f g h                     e f                     g h
 
-A division along the outermost dimension leaves the line as it was. Nothing is recorded of it, and such a tensor loads
-stretch by stretch wherever it is divided so, by however many ranks, or not at all. Of columns and of fused matrices the
-order records the division: without it their line means nothing.
+Sharding along the outermost dimension does not change the order. It is not recorded, and such a tensor loads shard by
+shard with any number of TP ranks, or without tensor parallelism. For column shards and fused matrices the index records
+the TP ranges: without them the flattened tensor cannot be interpreted.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from zeroshard.tensor_parallel.tp_shard import TPShard
 
 @dataclass(frozen=True)
 class ElementOrder:
-    """The order of a tensor's elements in its line.
+    """The order of a tensor's elements when it is flattened.
 
     >>> columns = ElementOrder((0, 1), 1, ((Range(0, 2),), (Range(2, 4),)))
-    >>> line = columns.flatten(torch.arange(8).view(2, 4))
-    >>> line
+    >>> flat = columns.flatten(torch.arange(8).view(2, 4))
+    >>> flat
     tensor([0, 1, 4, 5, 2, 3, 6, 7])
-    >>> columns.unflatten(line, (2, 4))
+    >>> columns.unflatten(flat, (2, 4))
     tensor([[0, 1, 2, 3],
             [4, 5, 6, 7]])
     """
 
     dim_order: tuple[int, ...]
-    """The dimensions as they lie in memory, outermost first."""
+    """The dimensions in memory order, outermost first."""
     tp_dim: int | None = None
-    """The dimension along which the tensor is divided into parts; None: the line is one part, the whole."""
+    """The dimension along which the tensor is split into TP shards; None: not split."""
     tp_ranges: tuple[tuple[Range, ...], ...] = ()
-    """Of each part, its stretches along that dimension. No part is empty, and no two stretches of one adjoin."""
+    """The ranges of each TP shard along ``tp_dim``. No shard is empty; ranges of one shard are not adjacent."""
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, tp_shard: TPShard | None = None) -> ElementOrder:
-        """The order of a dense tensor's line, or of the whole of which the tensor is this rank's ``share``.
+        """Return the element order of a dense tensor, or of the full tensor whose local ``tp_shard`` it is.
 
         >>> ElementOrder.from_tensor(torch.empty(2, 3).t()).dim_order
         (1, 0)
@@ -59,72 +59,77 @@ class ElementOrder:
         """
         dims = tuple(range(tensor.dim()))
         if not tensor.is_contiguous():
-            dims = tuple(sorted(dims, key=lambda dimension: -tensor.stride()[dimension]))
+            dims = tuple(sorted(dims, key=lambda dim: -tensor.stride()[dim]))
         if tp_shard is None:
             return cls(dims)
-        spans = tuple(part for part in map(_merge_adjacent, tp_shard.rank_ranges) if part)
-        outermost = all(tp_shard.full_shape[dimension] == 1 for dimension in dims[: dims.index(tp_shard.dim)])
-        ascending = all(a.end == b.start for a, b in pairwise(span for part in spans for span in part))
-        in_line = ascending and (outermost or len(spans) == 1)
-        return cls(dims) if in_line else cls(dims, tp_shard.dim, spans)
+        tp_ranges = tuple(shard_ranges for shard_ranges in map(_merge_adjacent, tp_shard.rank_ranges) if shard_ranges)
+        is_outermost = all(tp_shard.full_shape[dim] == 1 for dim in dims[: dims.index(tp_shard.dim)])
+        is_ascending = all(
+            a.end == b.start
+            for a, b in pairwise(shard_range for shard_ranges in tp_ranges for shard_range in shard_ranges)
+        )
+        keeps_order = is_ascending and (is_outermost or len(tp_ranges) == 1)
+        return cls(dims) if keeps_order else cls(dims, tp_shard.dim, tp_ranges)
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the line is the elements as the tensor's indices count them."""
+        """Whether the elements are in row-major order."""
         return self.tp_dim is None and self.dim_order == tuple(range(len(self.dim_order)))
 
     def flatten(self, full_tensor: torch.Tensor, element_range: Range | None = None) -> torch.Tensor:
-        """The line of a whole tensor, or its elements ``within``; a view where it can be one."""
+        """Flatten a full tensor and return it, or its ``element_range``; a view if possible."""
         element_range = Range(0, full_tensor.numel()) if element_range is None else element_range
-        share, found, at = self._tp_shard(full_tensor.shape), [], 0
-        for number, shape in enumerate(self._shard_shapes(full_tensor.shape)):
-            common = element_range.intersect(Range(at, at + shape.numel()))
+        tp_shard, pieces, start = self._tp_shard(full_tensor.shape), [], 0
+        for rank, shape in enumerate(self._shard_shapes(full_tensor.shape)):
+            common = element_range.intersect(Range(start, start + shape.numel()))
             if common is not None:
-                part = full_tensor if share is None else share.slice(full_tensor, number)
-                found.append(part.permute(self.dim_order).reshape(-1)[common.start - at : common.end - at])
-            at += shape.numel()
-        if not found:
+                shard = full_tensor if tp_shard is None else tp_shard.slice(full_tensor, rank)
+                pieces.append(shard.permute(self.dim_order).reshape(-1)[common.start - start : common.end - start])
+            start += shape.numel()
+        if not pieces:
             return full_tensor.new_empty(0)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def unflatten(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor of a line; a view of it where the tensor is not divided."""
-        share, at = self._tp_shard(shape), 0
-        if share is None:
+        """Return the full tensor of a flattened one; a view if it is not split into TP shards."""
+        tp_shard, start = self._tp_shard(shape), 0
+        if tp_shard is None:
             return self._unflatten_shard(flat, shape)
-        whole = flat.new_empty(torch.Size(shape))
-        for number, part in enumerate(self._shard_shapes(shape)):
-            share.write(self._unflatten_shard(flat[at : at + part.numel()], part), number, whole)
-            at += part.numel()
-        return whole
+        full_tensor = flat.new_empty(torch.Size(shape))
+        for rank, shard_shape in enumerate(self._shard_shapes(shape)):
+            tp_shard.write(
+                self._unflatten_shard(flat[start : start + shard_shape.numel()], shard_shape), rank, full_tensor
+            )
+            start += shard_shape.numel()
+        return full_tensor
 
     def _tp_shard(self, shape: Sequence[int]) -> TPShard | None:
         return None if self.tp_dim is None else TPShard(tuple(shape), self.tp_dim, self.tp_ranges, 0)
 
     def _shard_shapes(self, shape: Sequence[int]) -> list[torch.Size]:
-        """Of the parts."""
-        share = self._tp_shard(shape)
+        """Return the shape of each TP shard; without TP, the full shape."""
+        tp_shard = self._tp_shard(shape)
         return (
             [torch.Size(shape)]
-            if share is None
-            else [share.shape_on_rank(number) for number in range(len(self.tp_ranges))]
+            if tp_shard is None
+            else [tp_shard.shape_on_rank(rank) for rank in range(len(self.tp_ranges))]
         )
 
     def _unflatten_shard(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """A part of the line in its shape."""
-        in_memory = flat.view([shape[dimension] for dimension in self.dim_order])
-        return in_memory.permute([self.dim_order.index(dimension) for dimension in range(len(shape))])
+        """Return a flattened TP shard in its shape, as a view."""
+        in_memory = flat.view([shape[dim] for dim in self.dim_order])
+        return in_memory.permute([self.dim_order.index(dim) for dim in range(len(shape))])
 
     def to_json(self) -> list[int] | dict[str, Any]:
-        """What stands in the index: the dimensions alone where the tensor is not divided."""
+        """Return the index entry: the order of dimensions only, if the tensor is not split into TP shards."""
         if self.tp_dim is None:
             return list(self.dim_order)
-        spans = [[[span.start, span.end] for span in part] for part in self.tp_ranges]
-        return {"dims": list(self.dim_order), "divided": self.tp_dim, "spans": spans}
+        ranges = [[[r.start, r.end] for r in shard_ranges] for shard_ranges in self.tp_ranges]
+        return {"dims": list(self.dim_order), "divided": self.tp_dim, "spans": ranges}
 
     @classmethod
     def from_json(cls, data: Any, shape: Sequence[int]) -> ElementOrder:
-        """Read what :meth:`to_json` gave, of a tensor of this shape; raises ValueError where it cannot be one of it.
+        """Parse the result of :meth:`to_json`; raise ValueError if it does not fit a tensor of this shape.
 
         >>> ElementOrder.from_json({"dims": [0, 1], "divided": 1, "spans": [[[0, 2]], [[3, 4]]]}, (2, 4))
         Traceback (most recent call last):
@@ -132,39 +137,39 @@ class ElementOrder:
         ValueError: parts that are not all of its dimension 1, 0 to 4: [[[0, 2]], [[3, 4]]]
         """
         entry = data if isinstance(data, dict) else {"dims": data}
-        dims, divided, count = entry.get("dims"), entry.get("divided", -1), len(shape)
-        if not isinstance(dims, list) or not _are_nonnegative_ints(dims) or sorted(dims) != list(range(count)):
-            raise ValueError(f"an order that is not one of its {count} dimensions: {dims!r}")
+        dims, tp_dim, ndim = entry.get("dims"), entry.get("divided", -1), len(shape)
+        if not isinstance(dims, list) or not _are_nonnegative_ints(dims) or sorted(dims) != list(range(ndim)):
+            raise ValueError(f"an order that is not one of its {ndim} dimensions: {dims!r}")
         if entry is not data:
             return cls(tuple(dims))
-        if not _are_nonnegative_ints([divided]) or divided not in range(count):
-            raise ValueError(f"a division along dimension {divided!r}, of {count}")
-        return cls(tuple(dims), divided, _parse_tp_ranges(entry.get("spans"), divided, shape[divided]))
+        if not _are_nonnegative_ints([tp_dim]) or tp_dim not in range(ndim):
+            raise ValueError(f"a division along dimension {tp_dim!r}, of {ndim}")
+        return cls(tuple(dims), tp_dim, _parse_tp_ranges(entry.get("spans"), tp_dim, shape[tp_dim]))
 
 
 def _parse_tp_ranges(data: Any, dimension: int, length: int) -> tuple[tuple[Range, ...], ...]:
-    """Read parts which together are all of a dimension, each element once."""
+    """Parse the ranges of the TP shards; raise ValueError unless they cover the dimension exactly once."""
     try:
-        parts = tuple(tuple(Range(start, end) for start, end in part) for part in data)
-        edges = sorted((span.start, span.end) for part in parts for span in part)
+        tp_ranges = tuple(tuple(Range(start, end) for start, end in shard_ranges) for shard_ranges in data)
+        edges = sorted((r.start, r.end) for shard_ranges in tp_ranges for r in shard_ranges)
     except (TypeError, ValueError):
         edges = [(-1, -1)]
     ends = [0, *(end for _, end in edges)]
-    adjoin = [start for start, _ in edges] == ends[:-1] and ends[-1] == length
-    if not adjoin or any(not _are_nonnegative_ints(edge) or edge[0] == edge[1] for edge in edges):
+    is_complete = [start for start, _ in edges] == ends[:-1] and ends[-1] == length
+    if not is_complete or any(not _are_nonnegative_ints(edge) or edge[0] == edge[1] for edge in edges):
         raise ValueError(f"parts that are not all of its dimension {dimension}, 0 to {length}: {data!r}")
-    return parts
+    return tp_ranges
 
 
 def _merge_adjacent(spans: Sequence[Range]) -> tuple[Range, ...]:
-    """Stretches of one part without the empty ones, and with those in one that adjoin."""
-    joined: list[Range] = []
-    for span in spans:
-        if joined and joined[-1].end == span.start:
-            joined[-1] = Range(joined[-1].start, span.end)
-        elif span.numel:
-            joined.append(span)
-    return tuple(joined)
+    """Drop empty ranges and merge adjacent ones."""
+    merged: list[Range] = []
+    for r in spans:
+        if merged and merged[-1].end == r.start:
+            merged[-1] = Range(merged[-1].start, r.end)
+        elif r.numel:
+            merged.append(r)
+    return tuple(merged)
 
 
 def _are_nonnegative_ints(values: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""CheckpointError: what every rank raises when a checkpoint cannot be written or read."""
+"""CheckpointError, which every rank raises if a checkpoint cannot be written or read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read. The message names the file; what was there before is still there.
+    """A checkpoint cannot be written or read. The message names the file. Existing checkpoints are unchanged.
 
     >>> raise CheckpointError("checkpoints/step-100/index.json is missing")
     Traceback (most recent call last):
@@ -16,18 +16,18 @@ class CheckpointError(RuntimeError):
 
     @classmethod
     def from_rank_failures(cls, failures: Mapping[int, str], world_size: int) -> CheckpointError:
-        """Tell what went wrong on which of so many ranks.
+        """Return an error that lists the failures and their ranks; no ranks if all ``world_size`` failed equally.
 
         >>> CheckpointError.from_rank_failures({0: "no such file", 1: "no such file"}, 4)
         CheckpointError('no such file (ranks 0, 1)')
         """
         if set(failures.values()) == {failures[min(failures)]} and len(failures) == world_size:
             return cls(failures[min(failures)])
-        ranks_of: dict[str, list[int]] = {}
+        ranks_by_text: dict[str, list[int]] = {}
         for rank, text in failures.items():
-            ranks_of.setdefault(text, []).append(rank)
-        told = [
-            f"{text} (rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))})"
-            for text, those in ranks_of.items()
+            ranks_by_text.setdefault(text, []).append(rank)
+        messages = [
+            f"{text} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+            for text, ranks in ranks_by_text.items()
         ]
-        return cls("; ".join(told))
+        return cls("; ".join(messages))

@@ -1,4 +1,4 @@
-"""Foreign weights: Hugging Face's safetensors directories and plain ``torch.save`` files, read straight into shards."""
+"""External weights: Hugging Face safetensors directories and ``torch.save`` files, read directly into shards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def is_external_weights(path: Path) -> bool:
-    """Whether a path looks like weights that others wrote."""
+    """Return whether a path looks like external weights."""
     if path.is_dir():
         return (path / SAFETENSORS_INDEX_FILE).is_file() or (path / SAFETENSORS_FILE).is_file()
     return path.suffix in (".safetensors", *PICKLE_SUFFIXES)
 
 
 def open_external_weights(path: Path, rename: Callable[[str], str] | None) -> Mapping[str, torch.Tensor]:
-    """Open weights by name. Tensors are mapped from the files: memory is read where it is touched."""
+    """Return the weights by name. Tensors are memory-mapped: pages are read on access."""
     try:
         tensors = _open_pickled(path) if path.suffix in PICKLE_SUFFIXES and path.is_file() else SafetensorsWeights(path)
     except (ValueError, FileNotFoundError) as error:
@@ -59,7 +59,7 @@ def _open_pickled(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 class _RenamedTensors(Mapping[str, torch.Tensor]):
-    """Weights under other names."""
+    """Weights with their names mapped to others."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: dict[str, str]) -> None:
         self._tensors, self._names = tensors, names
@@ -75,24 +75,24 @@ class _RenamedTensors(Mapping[str, torch.Tensor]):
 
 
 def make_tensor_entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    """Describe foreign weights as a checkpoint's: each tensor is one stretch, in the order of its dimensions."""
-    described = {}
+    """Describe external weights like those of a checkpoint: one row-major shard per tensor."""
+    entries = {}
     for name, tensor in tensors.items():
-        order = ElementOrder(tuple(range(tensor.dim())))
-        stretches = [ShardEntry(0, tensor.numel(), 0, 0)] if tensor.numel() else []
-        described[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, order, stretches)
-    return described
+        element_order = ElementOrder(tuple(range(tensor.dim())))
+        shards = [ShardEntry(0, tensor.numel(), 0, 0)] if tensor.numel() else []
+        entries[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, element_order, shards)
+    return entries
 
 
 class ExternalWeightsReader(TensorStorageReader):
-    """Reads foreign weights: each rank touches only the elements it holds."""
+    """Reads external weights; each rank accesses only its local elements."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(make_tensor_entries(tensors))
         self._weights = tensors
 
     def read_items(self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner) -> None:
-        """Copy out of the mapped files."""
+        """Copy the items from the memory-mapped files."""
         for item in items:
             tensor = self._weights[self.saved_name(item).removeprefix("model/")]
             start, numel = item.storage_offsets[0], item.lengths[0]

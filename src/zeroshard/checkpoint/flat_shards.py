@@ -1,15 +1,15 @@
-"""Chunks: the stretches of one tensor that this rank holds, as ``torch.distributed.checkpoint`` wants to see them.
+"""The local shards of one tensor, as a tensor subclass for ``torch.distributed.checkpoint`` (DCP).
 
-[Note: one-dimensional chunks]
-A shard begins and ends anywhere in a parameter, so what a rank holds of one is no rectangle. Every tensor is therefore
-saved as what it is in memory: a line of elements, of which each rank writes some stretches. The library asks a tensor
-for its chunks by a protocol of three methods (``torch/distributed/_checkpointable.py``); it finds out which saved
-stretches meet which wanted ones, whatever the ranks, stages and buckets were then and are now.
+[Note: flat shards]
+A shard starts and ends anywhere in a parameter, so the local part of a parameter is not a rectangle. Every tensor is
+therefore saved as it is in memory: flattened, with each rank writing some 1-D shards. DCP asks a tensor for its chunks
+with a protocol of three methods (``torch/distributed/_checkpointable.py``). It finds the overlaps of saved and
+requested shards, so ranks, stages and buckets may differ between save and load.
 
-The elements of a tensor lie in the order of its strides. A convolution in channels-last format has another *order* of
-dimensions than a plain one, and what is divided along a tensor axis lies part by part (see [Note: lines of divided
-tensors]). The index keeps the order, and a tensor that is wanted in another one than it was saved in is read whole and
-turned (:class:`ReorderedTensor`), one at a time, by the ranks that hold something of it.
+The elements of a tensor are stored in the order of its strides. A channels-last convolution has another order of
+dimensions than a contiguous one, and a tensor-parallel parameter is stored TP shard by TP shard: see [Note: element
+order of tensor-parallel tensors]. The index records this element order. A tensor requested in another element order is
+read in full and reordered (:class:`ReorderedTensor`), one tensor at a time, by the ranks that own elements of it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from zeroshard.checkpoint.element_order import ElementOrder
 from zeroshard.sharding.layout import Range
 
-ShardList = Sequence[tuple[Range, torch.Tensor]]  # elements of the line, and their values: 1-D, contiguous
+ShardList = Sequence[tuple[Range, torch.Tensor]]  # range in the flattened tensor, and its values: 1-D, contiguous
 
 
 class FlatShards(torch.Tensor):
-    """A line of ``numel`` elements, of which this rank holds ``parts``. It has no memory of its own.
+    """A flattened tensor of ``numel`` elements, with this rank's ``shards``. It has no storage of its own.
 
     >>> chunks = FlatShards(6, torch.float32, [(Range(2, 4), torch.ones(2))])
     >>> [(list(c.offsets), list(c.sizes)) for c in chunks.__create_chunk_list__()]
@@ -36,22 +36,22 @@ class FlatShards(torch.Tensor):
     """
 
     shards_by_start: dict[int, torch.Tensor]
-    """The stretches by their first element."""
+    """The shards by their first element."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, numel: int, dtype: torch.dtype, shards: ShardList) -> FlatShards:
-        """Make the wrapper: torch only ever asks for its size, dtype and chunks."""
-        chunks: FlatShards = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype)
-        chunks.shards_by_start = {stretch.start: tensor for stretch, tensor in shards}
-        return chunks
+        """Create the wrapper; DCP only reads its size, dtype and chunks."""
+        wrapper: FlatShards = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype)
+        wrapper.shards_by_start = {element_range.start: tensor for element_range, tensor in shards}
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: there is nothing to compute with."""
+        """Raise: the wrapper has no data to compute with."""
         raise NotImplementedError(f"a tensor's stretches in a checkpoint are only saved and loaded, not {func}")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -74,21 +74,21 @@ class FlatShards(torch.Tensor):
         return self.shards_by_start[index.offset[0] if index.offset is not None else 0]
 
     def on_elements_read(self, numel: int) -> None:
-        """Take note that ``numel`` elements have been loaded."""
+        """Called after ``numel`` elements have been read."""
 
     def release(self) -> None:
-        """Forget the values: torch's plans may hold the wrapper until the next collection of garbage."""
+        """Drop the references to the values: DCP's plans may keep the wrapper alive until garbage collection."""
         self.shards_by_start = {}
 
 
 class ReorderedTensor(FlatShards):
-    """A tensor that was saved in another order than it is wanted in: read whole, then turned into its parts."""
+    """A tensor that was saved in another element order: read in full, then reordered into the target shards."""
 
-    target_shards: ShardList  # what is wanted
+    target_shards: ShardList  # in ``target_order``
     full_shape: tuple[int, ...]
     saved_order: ElementOrder
     target_order: ElementOrder
-    remaining_numel: int  # elements
+    remaining_numel: int  # elements not read yet
 
     @classmethod
     def make(
@@ -99,11 +99,11 @@ class ReorderedTensor(FlatShards):
         target_order: ElementOrder,
         shards: ShardList,
     ) -> ReorderedTensor:
-        """``parts`` are stretches of the line as it is wanted."""
-        turned: ReorderedTensor = FlatShards.__new__(cls, torch.Size(shape).numel(), dtype, [])  # type: ignore[assignment]
-        turned.target_shards, turned.remaining_numel = shards, turned.numel()
-        turned.full_shape, turned.saved_order, turned.target_order = shape, saved_order, target_order
-        return turned
+        """Create the wrapper; ``shards`` are in ``target_order``."""
+        tensor: ReorderedTensor = FlatShards.__new__(cls, torch.Size(shape).numel(), dtype, [])  # type: ignore[assignment]
+        tensor.target_shards, tensor.remaining_numel = shards, tensor.numel()
+        tensor.full_shape, tensor.saved_order, tensor.target_order = shape, saved_order, target_order
+        return tensor
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size([0]), self.size())] if self.target_shards else []
@@ -114,16 +114,16 @@ class ReorderedTensor(FlatShards):
         return self.shards_by_start[0]
 
     def on_elements_read(self, numel: int) -> None:
-        """Turn the whole tensor when all of it is there, and let it go."""
+        """When all elements are read, copy them into the target shards in the new order, and free the buffer."""
         self.remaining_numel -= numel
         if self.remaining_numel == 0:
-            whole = self.saved_order.unflatten(self.shards_by_start.pop(0), self.full_shape)
-            first, last = min(s.start for s, _ in self.target_shards), max(s.end for s, _ in self.target_shards)
-            line = self.target_order.flatten(whole, Range(first, last))  # of a divided tensor, this rank's part alone
-            for stretch, tensor in self.target_shards:
-                tensor.copy_(line[stretch.start - first : stretch.end - first])
+            full_tensor = self.saved_order.unflatten(self.shards_by_start.pop(0), self.full_shape)
+            start, end = min(r.start for r, _ in self.target_shards), max(r.end for r, _ in self.target_shards)
+            flat = self.target_order.flatten(full_tensor, Range(start, end))  # only the local part
+            for element_range, tensor in self.target_shards:
+                tensor.copy_(flat[element_range.start - start : element_range.end - start])
 
     def release(self) -> None:
-        """Forget the values."""
+        """Drop the references to the values and targets."""
         super().release()
         self.target_shards = []

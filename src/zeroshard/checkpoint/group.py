@@ -1,4 +1,4 @@
-"""Meeting: where the ranks of a model meet to save or load, apart from training's own collectives."""
+"""The process group for saving and loading, separate from the collectives of training."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from zeroshard.engine.engine import Engine
 from zeroshard.memory.disk.file import DiskError
 
 T = TypeVar("T")
-# torch warns where there is one rank alone; a filter around each call would be every thread's
+# DCP warns if there is only one rank; a filter around each call would affect all threads
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 _GROUP_DESC = "zeroshard checkpoints"
 
 
 class CheckpointDiskError(CheckpointError, DiskError):
-    """A checkpoint that cannot be written or read because states on disk cannot be."""
+    """A checkpoint cannot be written or read because offloaded states on disk cannot be accessed."""
 
 
 class CheckpointGroup:
-    """The ranks that save or load together. They talk over gloo, so that a save may run beside training."""
+    """The ranks that save or load together. They use gloo, so that a save can overlap with training."""
 
     def __init__(self, group: dist.ProcessGroup | None, consistency_checker: ConsistencyChecker | None = None) -> None:
-        self.process_group = group  # None: this rank alone
-        self._consistency_checker = consistency_checker  # of a sharded model's ranks
+        self.process_group = group  # None: a single rank
+        self._consistency_checker = consistency_checker  # None for an unsharded model
         self.rank = dist.get_rank(group) if group is not None else 0
         self.size = dist.get_world_size(group) if group is not None else 1
 
     @classmethod
     def open(cls, engine: Engine | None, operation: str) -> CheckpointGroup:
-        """Bring the ranks of a sharded model's mesh together, or of a plain model all of the job, to save or load.
+        """Return the group of a sharded model's mesh, or of all ranks for an unsharded model. A collective call.
 
-        A rank of a sharded model that stays away is an error within the model's timeout. What comes then may take as
-        long as disks do: there a rank that dies is noticed because its connections end.
+        If a rank of a sharded model does not call it, an error is raised within the model's timeout. Later collectives
+        wait for disks and have torch's default timeout; there a dead rank is detected by its closed connections.
         """
         if engine is not None:
             engine.order.begin_pass(f"to {operation}")
@@ -54,22 +54,22 @@ class CheckpointGroup:
             return cls(None)
         if engine is None:
             return cls(_get_or_create_group(ranks, None))
-        control = engine.comm.consistency
+        consistency = engine.comm.consistency
         try:
-            return cls(_get_or_create_group(ranks, timedelta(seconds=control.timeout)), control)
-        except RuntimeError as error:  # a rank has died, or the like
-            raise control.explain_failure(f"{operation} a checkpoint", error) from error
+            return cls(_get_or_create_group(ranks, timedelta(seconds=consistency.timeout)), consistency)
+        except RuntimeError as error:  # for example, a rank has died
+            raise consistency.explain_failure(f"{operation} a checkpoint", error) from error
 
     def run_on_all(self, error_prefix: str, fn: Callable[[], T]) -> T:
-        """Do something on every rank; where it fails on any, every rank raises what went wrong where."""
+        """Call ``fn`` on every rank; if it fails on any rank, raise an error that names the ranks on all of them."""
         value: T | None = None
         error: Exception | None = None
         try:
             value = fn()
         except Exception as raised:
             error = raised
-        told = None if error is None else _error_text(error_prefix, error)
-        failures = {rank: text for rank, text in enumerate(self.all_gather(told)) if text is not None}
+        error_text = None if error is None else _error_text(error_prefix, error)
+        failures = {rank: text for rank, text in enumerate(self.all_gather(error_text)) if text is not None}
         if self.size == 1 and isinstance(error, CheckpointError):
             raise error
         if failures:
@@ -78,13 +78,15 @@ class CheckpointGroup:
         return value  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:
-        """Collect a small value of every rank."""
+        """Return the values of all ranks, in order of rank; for small values."""
         return all_gather_object(value, self.process_group, "save or load a checkpoint", self._consistency_checker)
 
     def broadcast(self, value: T) -> T:
-        """What the first rank says."""
-        first: T = broadcast_object(value, self.process_group, "save or load a checkpoint", self._consistency_checker)
-        return first
+        """Return the first rank's value."""
+        received: T = broadcast_object(
+            value, self.process_group, "save or load a checkpoint", self._consistency_checker
+        )
+        return received
 
 
 def _error_text(error_prefix: str, error: BaseException) -> str:
@@ -98,14 +100,14 @@ def _error_text(error_prefix: str, error: BaseException) -> str:
 
 
 def _get_or_create_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """A group of these ranks for checkpoints alone: made once, then found again among the job's groups."""
-    for other in dist.distributed_c10d._world.pg_map:
-        if other.group_desc == _GROUP_DESC and dist.get_process_group_ranks(other) == sorted(ranks):
-            return other
+    """Return the checkpoint group of these ranks; create it on the first call."""
+    for existing in dist.distributed_c10d._world.pg_map:
+        if existing.group_desc == _GROUP_DESC and dist.get_process_group_ranks(existing) == sorted(ranks):
+            return existing
     backend = "gloo" if dist.is_gloo_available() and "threaded" not in dist.get_backend_config() else None
     group: dist.ProcessGroup = dist.new_group(
         ranks, timeout, backend=backend, use_local_synchronization=True, group_desc=_GROUP_DESC
     )
-    if backend == "gloo":  # made in time; from here on as patient as torch is by default
+    if backend == "gloo":  # ``timeout`` applies to the creation only
         group._get_backend(torch.device("cpu"))._set_default_timeout(dist.distributed_c10d.default_pg_timeout)
     return group

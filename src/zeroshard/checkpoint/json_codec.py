@@ -1,9 +1,9 @@
-"""Plain data as JSON: what a user adds to a checkpoint, and what schedulers and optimizers give of themselves.
+"""JSON encoding of user data and of the state dicts of schedulers and optimizers.
 
-[Note: plain data]
-JSON knows strings, numbers, lists and objects. What else plain data is made of is written as an object with one key
-that begins with ``$``: ``{"$tuple": [1, 2]}``. Tensors go to the safetensors files, under a name that the JSON refers
-to; those of one number are written in place. Nothing is pickled: a checkpoint holds no code, and loading one runs none.
+[Note: JSON encoding]
+JSON has strings, numbers, lists and objects. Other types are written as an object with a tag, a key that begins with
+``$``: ``{"$tuple": [1, 2]}``. Tensors are saved in the safetensors files, and the JSON refers to them by name; most
+0-dim tensors are written inline. Nothing is pickled: a checkpoint contains no code, and loading one runs none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FetchTensor = Callable[[str], torch.Tensor]
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") -> Any:
-    """Make JSON of plain data; tensors are put into ``tensors`` under names made from where they are.
+    """Encode data as JSON; add its tensors to ``tensors``, named by their path in the data.
 
     >>> tensors = {}
     >>> encode({"step": 3, "betas": (0.9, 0.99), 7: torch.ones(2)}, tensors)
@@ -64,18 +64,18 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         number = value.item()
         if isinstance(number, int) or math.isfinite(number):
             return {"$scalar": number, "dtype": str(value.dtype).removeprefix("torch.")}
-    while path in tensors:  # keys may read alike: {"a.b": …} and {"a": {"b": …}}
+    while path in tensors:  # paths may collide: {"a.b": …} and {"a": {"b": …}}
         path += "'"
     tensors[path] = value.detach()
     return {"$tensor": path}
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:
-    counts = isinstance(value, Counter)
-    if not counts and all(isinstance(key, str) and not key.startswith("$") for key in value):
+    is_counter = isinstance(value, Counter)
+    if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
     pairs = [[encode(k, tensors, f"{path}'s key"), encode(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
-    return {"$counter" if counts else "$items": pairs}
+    return {"$counter" if is_counter else "$items": pairs}
 
 
 def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
@@ -90,9 +90,9 @@ def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], path: str) ->
 
 
 def decode(value: Any, fetch: FetchTensor, path: str = "extra") -> Any:
-    """Make plain data of JSON again; ``fetch`` gives the tensors by name.
+    """Decode the result of :func:`encode`; ``fetch`` returns a tensor by name.
 
-    Raises ValueError, which names the place, for what :func:`encode` does not write.
+    Raise ValueError with the path in the data if :func:`encode` cannot have written it.
 
     >>> decode({"$tuple": [1, {"$float": "inf"}, {"$scalar": 2.0, "dtype": "float32"}]}, {}.get)
     (1, inf, tensor(2.))
@@ -105,33 +105,33 @@ def decode(value: Any, fetch: FetchTensor, path: str = "extra") -> Any:
         return [decode(item, fetch, f"{path}[{number}]") for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    mark = next(iter(value), "")
+    tag = next(iter(value), "")
     if not any(key.startswith("$") for key in value):
         return {key: decode(item, fetch, f"{path}.{key}") for key, item in value.items()}
-    if set(value) != {mark, *(("dtype",) if mark in ("$scalar", "$array") else ())}:
+    if set(value) != {tag, *(("dtype",) if tag in ("$scalar", "$array") else ())}:
         raise ValueError(
             f"{path}: an object has the keys {truncated_repr(list(value))}, expected one key that begins with $"
         )
-    if mark == "$tensor" and isinstance(value[mark], str):
-        return fetch(value[mark])
-    if mark not in _DECODERS:
-        raise ValueError(f"{path}: {truncated_repr(mark)} is not a mark of this version: it was saved by a newer one")
-    expected, make = _DECODERS[mark]
-    content = value[mark]
+    if tag == "$tensor" and isinstance(value[tag], str):
+        return fetch(value[tag])
+    if tag not in _DECODERS:
+        raise ValueError(f"{path}: {truncated_repr(tag)} is not a mark of this version: it was saved by a newer one")
+    expected, make = _DECODERS[tag]
+    content = value[tag]
     try:
-        if mark in ("$scalar", "$array"):
+        if tag in ("$scalar", "$array"):
             return make((decode(content, fetch, path), value["dtype"]))
         return make(decode(content, fetch, path))
     except _ContentError as error:
-        raise ValueError(f"{path}: {mark} is {truncated_repr(content)}, expected {expected}{error}") from error
+        raise ValueError(f"{path}: {tag} is {truncated_repr(content)}, expected {expected}{error}") from error
 
 
 class _ContentError(Exception):
-    """Content that does not fit its mark; what else there is to say."""
+    """The content of an object does not fit its tag; the message holds details."""
 
 
 def truncated_repr(value: Any, max_chars: int = 60) -> str:
-    """A value for an error message, cut where it is long.
+    """Return the repr of a value for an error message, truncated to ``max_chars``.
 
     >>> truncated_repr("abc" * 100, 8)
     "'abcabca…"
@@ -141,7 +141,7 @@ def truncated_repr(value: Any, max_chars: int = 60) -> str:
 
 
 def _checked_decoder(wanted: Callable[[Any], bool], make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make something of content that is ``wanted``, and refuse all other."""
+    """Return a decoder that calls ``make`` if ``wanted`` accepts the content, and raises otherwise."""
 
     def decoded(content: Any) -> Any:
         try:
@@ -155,7 +155,7 @@ def _checked_decoder(wanted: Callable[[Any], bool], make: Callable[[Any], Any]) 
 
 
 def parse_dtype(name: Any) -> torch.dtype:
-    """The dtype that torch has under a name; raises ValueError where it has none."""
+    """Return the torch dtype of a name; raise ValueError if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch.{name} is no dtype")
@@ -176,7 +176,7 @@ def _decode_array(pair: tuple[torch.Tensor, Any]) -> Any:
     dtype = numpy.dtype(name)
     if dtype.kind not in "biufc":
         raise ValueError(f"arrays of {truncated_repr(name)} are not kept")
-    if tensor.is_meta:  # its values are not wanted now
+    if tensor.is_meta:  # only validation: there are no values
         return tensor
     return tensor.numpy().astype(dtype, copy=False)
 
@@ -197,7 +197,7 @@ def _are_sizes(content: Any) -> bool:
     return isinstance(content, list) and all(type(item) is int and item >= 0 for item in content)
 
 
-_DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # what is expected, and how it is made
+_DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # tag → (expected content, decoder)
     "$tensor": ("the name of a tensor", _checked_decoder(_is_text, str)),
     "$scalar": (
         "a number of its dtype",
@@ -220,7 +220,7 @@ _DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # what is expected, 
 
 
 def state_dict_of(value: Any) -> Any:
-    """What an object that keeps a state gives of it (a scheduler, a data loader, a generator); plain data as it is."""
+    """Return the state of a stateful object (a scheduler, data loader, generator); return other data unchanged."""
     if isinstance(value, ShardedOptimizer) or "_zeroshard" in getattr(value, "__dict__", {}):
         raise TypeError(f"a sharded {type(value).__name__} is no extra data: save it by a call of its own")
     if callable(state_dict := getattr(value, "state_dict", None)):
@@ -233,7 +233,7 @@ def state_dict_of(value: Any) -> Any:
 
 
 def load_into(value: Any, state: Any, path: str = "extra") -> None:
-    """Give objects that keep a state, anywhere in ``value``, what :func:`state_dict_of` had of them."""
+    """Restore stateful objects anywhere in ``value`` from the result of :func:`state_dict_of`."""
     if callable(load := getattr(value, "load_state_dict", None)):
         load(state)
     elif isinstance(value, torch.Generator):
@@ -244,5 +244,5 @@ def load_into(value: Any, state: Any, path: str = "extra") -> None:
                 raise KeyError(f"the checkpoint has no {path}[{key!r}], it has {list(state)}")
             load_into(item, state[key], f"{path}[{key!r}]")
     elif isinstance(value, list):
-        for number, (item, one) in enumerate(zip(value, state, strict=True)):
-            load_into(item, one, f"{path}[{number}]")
+        for number, (item, item_state) in enumerate(zip(value, state, strict=True)):
+            load_into(item, item_state, f"{path}[{number}]")

@@ -1,4 +1,4 @@
-"""load(): fill a model and its optimizer from a checkpoint, or a model from weights that others wrote."""
+"""Load a model and its optimizer from a checkpoint, or a model from external weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 
 @dataclass
 class Loaded:
-    """What a load brought besides the states.
+    """Result of :func:`load`: the user's data and the names that did not match.
 
     >>> import tempfile, torch, zeroshard
     >>> model = torch.nn.Linear(2, 1)
@@ -38,14 +38,14 @@ class Loaded:
 
     path: Path
     extra: dict[str, Any] = field(default_factory=dict)
-    """What was saved as ``extra``."""
+    """The value that was saved as ``extra``."""
     rank_extra: list[Any] = field(default_factory=list)
-    """What each rank saved as ``rank_extra``."""
+    """The value that each rank saved as ``rank_extra``."""
     missing: list[str] = field(default_factory=list)
-    """Parameters and buffers that are not in the file, which stay as they were, and parameters that the file has no
-    optimizer states for, which begin anew."""
+    """Parameters and buffers that the file does not contain (they keep their values), and parameters without optimizer
+    states in the file (their states start from scratch)."""
     unexpected: list[str] = field(default_factory=list)
-    """Those in the file that the model and optimizer have not."""
+    """Names in the file that the model and optimizer do not have."""
 
 
 def load(
@@ -59,20 +59,21 @@ def load(
     random: bool | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> Loaded:
-    """Fill a model, and its optimizer where one is given, from ``path``. All ranks call it together.
+    """Load a model, and its optimizer if given, from ``path``. All ranks must call it.
 
-    ``path`` is a checkpoint of :func:`save`, written on any number of ranks at any stage, precision and tensor degree;
-    a directory of such, for the latest; or weights alone: a safetensors file, a Hugging Face directory of them, or a
-    state dict of ``torch.save``. Each rank reads what it holds, straight into place.
+    ``path`` is a checkpoint written by :func:`save` on any number of ranks, at any stage, precision and tensor-parallel
+    degree; a directory of checkpoints (the latest is loaded); or weights only: a safetensors file, a Hugging Face
+    directory, or a state dict written by ``torch.save``. Each rank reads its local shards directly into place.
 
-    - ``extra``: objects to be given their state back, under the names they were saved with (a scheduler).
-    - ``weights=False``: the optimizer's states without the model's.
-    - ``strict=False``: leave out what only one side has; :class:`Loaded` lists it. Shapes have to be the same.
-    - ``random``: give this rank its random states back; by default where the optimizer is loaded, to go on from there.
-    - ``rename``: maps the names of foreign weights to the model's.
+    - ``extra``: objects whose state is restored (a scheduler), under the names they were saved with.
+    - ``weights=False``: load the optimizer states without the model.
+    - ``strict=False``: skip names that only one side has; :class:`Loaded` lists them. Shapes must still match.
+    - ``random``: restore this rank's RNG states. The default is to restore them if the optimizer is loaded, so that
+      training continues from there.
+    - ``rename``: maps names of external weights to names of the model.
 
-    What is wrong with names, shapes or files is found before anything changes. Damage inside a file is found when it is
-    read: a sharded model then refuses to go on until a load has succeeded.
+    Wrong names, shapes and files raise before anything changes. Corruption inside a file is detected when the file is
+    read; a sharded model then raises on use until a load succeeds.
 
     >>> import tempfile, zeroshard
     >>> model = nn.Linear(2, 1)
@@ -88,40 +89,47 @@ def load(
     engine = engine_of(model)
     if engine is not None:
         engine.state_guard.check_not_gathered("zeroshard.load()")
-    meeting = CheckpointGroup.open(engine, "load")
+    checkpoint_group = CheckpointGroup.open(engine, "load")
     if engine is not None:
         engine.state_guard.wait_readers()
-    what = f"{path} cannot be loaded"
-    found = meeting.broadcast(meeting.run_on_all(what, lambda: find_source(Path(path))))  # `latest` may move meanwhile
-    source = meeting.run_on_all(what, lambda: LoadSource.open(found, rename, meeting.rank, meeting.size))
+    error_prefix = f"{path} cannot be loaded"
+    # broadcast: `latest` may change between ranks
+    source_path = checkpoint_group.broadcast(checkpoint_group.run_on_all(error_prefix, lambda: find_source(Path(path))))
+    source = checkpoint_group.run_on_all(
+        error_prefix, lambda: LoadSource.open(source_path, rename, checkpoint_group.rank, checkpoint_group.size)
+    )
 
     def plan() -> LoadMapping:
         if engine is not None and engine.is_running:
             raise CheckpointError("a forward or backward is under way: load between steps")
         return map_states(source, model, optimizer, weights, strict)
 
-    planned = meeting.run_on_all(what, plan)
-    given = meeting.run_on_all(what, lambda: _ExtraData.read(source, meeting.rank, extra))
-    parts = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
+    mapping = checkpoint_group.run_on_all(error_prefix, plan)
+    extra_data = checkpoint_group.run_on_all(
+        error_prefix, lambda: _ExtraData.read(source, checkpoint_group.rank, extra)
+    )
+    loaded_kinds = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
     if engine is not None:
-        why = f"the load of {source.path} was not finished: load a whole checkpoint"
-        engine.state_guard.invalid_states |= dict.fromkeys(parts, why)
-    targets = meeting.run_on_all(what, planned.allocate_targets)
-    _load_tensors(source, targets, meeting)
+        reason = f"the load of {source.path} was not finished: load a whole checkpoint"
+        engine.state_guard.invalid_states |= dict.fromkeys(loaded_kinds, reason)
+    targets = checkpoint_group.run_on_all(error_prefix, mapping.allocate_targets)
+    _load_tensors(source, targets, checkpoint_group)
     if weights:
-        planned.train_state.sync_loaded_parameters()
+        mapping.train_state.sync_loaded_parameters()
     if engine is not None:
-        for part in parts:
-            del engine.state_guard.invalid_states[part]
-    if (optimizer is not None if random is None else random) and given.rng_states is not None:
-        set_rng_states(given.rng_states)
-    meeting.run_on_all("a state of extra was not taken", lambda: load_into(dict(extra or {}), given.extra))
-    return Loaded(source.path, given.extra, given.rank_extra, planned.missing, planned.unexpected)
+        for kind in loaded_kinds:
+            del engine.state_guard.invalid_states[kind]
+    if (optimizer is not None if random is None else random) and extra_data.rng_states is not None:
+        set_rng_states(extra_data.rng_states)
+    checkpoint_group.run_on_all(
+        "a state of extra was not taken", lambda: load_into(dict(extra or {}), extra_data.extra)
+    )
+    return Loaded(source.path, extra_data.extra, extra_data.rank_extra, mapping.missing, mapping.unexpected)
 
 
 @dataclass
 class _ExtraData:
-    """What a checkpoint holds besides tensors of the model and optimizer."""
+    """Data of a checkpoint other than the tensors of the model and optimizer."""
 
     extra: dict[str, Any] = field(default_factory=dict)
     rank_extra: list[Any] = field(default_factory=list)
@@ -129,28 +137,30 @@ class _ExtraData:
 
     @classmethod
     def read(cls, source: LoadSource, rank: int, wanted: Mapping[str, Any] | None) -> _ExtraData:
-        """Read it, and refuse what is wanted and not there."""
+        """Read the data; raise if a name in ``wanted`` is missing or an RNG state is invalid."""
         extra: dict[str, Any] = {}
-        given = cls()
+        extra_data = cls()
         if source.index is not None:
-            own = source.index.own
-            random = own[rank]["random"] if rank < len(own) else None
-            extra, each, random = source.decode([source.index.extra, [one["extra"] for one in own], random])
-            given = cls(extra, each, random)
+            rank_data = source.index.own
+            rng_states = rank_data[rank]["random"] if rank < len(rank_data) else None
+            extra, rank_extra, rng_states = source.decode(
+                [source.index.extra, [data["extra"] for data in rank_data], rng_states]
+            )
+            extra_data = cls(extra, rank_extra, rng_states)
             try:
-                check_rng_states(random or {})
+                check_rng_states(rng_states or {})
             except ValueError as error:
                 raise CheckpointError(f"{source.path}: {error}. Load an earlier checkpoint") from error
-        lacking = [name for name in wanted or () if name not in extra]
-        if lacking:
+        missing = [name for name in wanted or () if name not in extra]
+        if missing:
             raise CheckpointError(
-                f"{source.path} has no extra {', '.join(lacking)}: it has {', '.join(extra) or 'none'}"
+                f"{source.path} has no extra {', '.join(missing)}: it has {', '.join(extra) or 'none'}"
             )
-        return given
+        return extra_data
 
 
 def _load_tensors(source: LoadSource, targets: dict[str, FlatShards], checkpoint_group: CheckpointGroup) -> None:
-    """Fill the targets, on all ranks together."""
+    """Read the values of all targets; a collective call."""
     try:
         load_chunks(
             targets,
@@ -163,5 +173,5 @@ def _load_tensors(source: LoadSource, targets: dict[str, FlatShards], checkpoint
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
         raise CheckpointError.from_rank_failures(failures, checkpoint_group.size) from error
     finally:
-        for line in targets.values():
-            line.release()
+        for target in targets.values():
+            target.release()

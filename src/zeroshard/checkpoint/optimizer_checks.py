@@ -1,6 +1,6 @@
-"""Optimizer states that are loaded: whether options, counters and dtypes are such that the optimizer can go on.
+"""Checks that an optimizer can continue with the loaded options, scalar states and dtypes.
 
-What an optimizer keeps of a parameter is found by trying: a copy of it steps a small parameter with the saved options.
+To find out which states an optimizer has, a copy of it runs one step on a small parameter with the saved options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEDY = "Load an earlier checkpoint, or load(path, model) for the weights alon
 
 
 def can_load_as(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values of one dtype may be loaded as another: any float as a float, integers where none can be cut off.
+    """Return whether a dtype can be loaded as another: float as any float, integer if its range fits.
 
     >>> can_load_as(torch.float64, torch.bfloat16), can_load_as(torch.int32, torch.int64)
     (True, True)
@@ -37,7 +37,7 @@ def can_load_as(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def check_options(where: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise where an option is of another kind than the optimizer's own, or a learning rate is none."""
+    """Raise if a saved option has another type than the current one, or lr is missing or not finite."""
     for key, value in current.items():
         if key not in saved and key == "lr":
             raise CheckpointError(f"{where} has no lr, expected {_describe_type(value)}. {_REMEDY}")
@@ -54,7 +54,7 @@ def check_options(where: str, saved: Mapping[str, Any], current: Mapping[str, An
 
 
 def check_scalars(where: str, scalars: Mapping[str, Any], states: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise where counters of a parameter are named or shaped like its states, or a step count is no number."""
+    """Raise if a scalar state has the name or shape of an elementwise state, or ``step`` is not a valid number."""
     for key, value in scalars.items():
         if key in states or is_elementwise(key, value, torch.Size(shape)):
             raise CheckpointError(f"{where} has {key} both as a counter and as a state of each element. {_REMEDY}")
@@ -63,7 +63,7 @@ def check_scalars(where: str, scalars: Mapping[str, Any], states: Mapping[str, A
 
 
 class OptimizerProbe:
-    """What an optimizer keeps of parameters, by trying."""
+    """Finds the states of an optimizer by running one step on a small copy."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -73,48 +73,51 @@ class OptimizerProbe:
     def check_state(
         self, where: str, options: Mapping[str, Any], shape: tuple[int, ...], state: Mapping[str, Any]
     ) -> None:
-        """Raise where a parameter's state, with a dtype for what each element has, lacks what the optimizer needs."""
-        small = torch.Size([min(size, 2) for size in shape])
-        tried = self._probe(where, options, small)
-        for key, value in (tried or {}).items():
-            if (
-                not self._is_torch_optimizer and key != "step"
-            ):  # others may make some of their states later, or in another form
+        """Raise if a state the optimizer needs is missing or unfit. ``state`` maps elementwise states to dtypes."""
+        small_shape = torch.Size([min(size, 2) for size in shape])
+        probed = self._probe(where, options, small_shape)
+        for key, value in (probed or {}).items():
+            # other optimizers may create states later, or in another form
+            if not self._is_torch_optimizer and key != "step":
                 continue
             if key not in state:
                 raise CheckpointError(
                     f"{where} has the optimizer states {', '.join(state)} and no {key}, without which "
                     f"{type(self._optimizer).__name__} cannot go on. {_REMEDY}"
                 )
-            each, saved = is_elementwise(key, value, small), state[key]
-            if each != isinstance(saved, torch.dtype) or (each and not can_load_as(saved, value.dtype)):
+            is_elementwise_state, saved = is_elementwise(key, value, small_shape), state[key]
+            if is_elementwise_state != isinstance(saved, torch.dtype) or (
+                is_elementwise_state and not can_load_as(saved, value.dtype)
+            ):
                 raise CheckpointError(
                     f"{where} has the optimizer state {key} as {truncated_repr(saved)}, expected "
-                    f"{f'{value.dtype} for each element' if each else _describe_type(value)}. {_REMEDY}"
+                    f"{f'{value.dtype} for each element' if is_elementwise_state else _describe_type(value)}. {_REMEDY}"
                 )
 
     def _probe(self, where: str, options: Mapping[str, Any], shape: torch.Size) -> dict[str, Any] | None:
-        """The state after a step with these options; None where the optimizer cannot be tried this way."""
-        tried = repr(sorted(options.items(), key=lambda item: item[0])), shape
-        if tried not in self._probed_states:
-            self._probed_states[tried] = self._state_after_step(where, options, shape)
-        return self._probed_states[tried]
+        """Return the state after one step with these options, cached; None if the optimizer cannot be probed."""
+        key = repr(sorted(options.items(), key=lambda item: item[0])), shape
+        if key not in self._probed_states:
+            self._probed_states[key] = self._state_after_step(where, options, shape)
+        return self._probed_states[key]
 
     def _state_after_step(self, where: str, options: Mapping[str, Any], shape: torch.Size) -> dict[str, Any] | None:
-        own = self._optimizer.param_groups[0]
-        chosen = dict(own)
+        current = self._optimizer.param_groups[0]
+        probe_options = dict(current)
         for key, value in options.items():
-            number = (
-                isinstance(value, torch.Tensor) and value.numel() == 1 and not isinstance(own.get(key), torch.Tensor)
+            is_number = (
+                isinstance(value, torch.Tensor)
+                and value.numel() == 1
+                and not isinstance(current.get(key), torch.Tensor)
             )
-            chosen[key] = value.item() if number else value
+            probe_options[key] = value.item() if is_number else value
         with torch.random.fork_rng(devices=[]):
             try:
-                state_after_first_step(self._optimizer, own, shape)
+                state_after_first_step(self._optimizer, current, shape)
             except Exception:
                 return None
             try:
-                return state_after_first_step(self._optimizer, chosen, shape)
+                return state_after_first_step(self._optimizer, probe_options, shape)
             except Exception as error:
                 raise CheckpointError(
                     f"{where} has options with which {type(self._optimizer).__name__} cannot step: "

@@ -1,10 +1,10 @@
-"""History: the checkpoints of one directory, which of them is the latest, and which are let go.
+"""The checkpoints of one directory: find the latest and remove old ones.
 
-[Note: a save under way]
-A directory with data files and no index is what a killed save leaves, and also what a save under way looks like. So the
-first rank of a save holds a lock (``flock``) on the directory itself while it writes, which the system releases however
-the process ends. Nobody removes a directory that is locked, and nobody saves into it. Some file systems (NFS) lock no
-directories: there a directory in which something changed within the last hour counts as in use.
+[Note: asynchronous save]
+A directory with data files and no index is either an interrupted save or a save in progress. To tell them apart, the
+first rank of a save locks the directory (``flock``) while it writes; the system releases the lock however the process
+ends. A locked directory is not removed, and no other save writes into it. Some file systems (NFS) cannot lock
+directories: there a directory that changed within the last hour counts as in use.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from zeroshard.checkpoint.index import INDEX_FILE, CheckpointIndex, is_checkpoin
 from zeroshard.utils.atomic_file import is_file_name, write_atomic
 
 LATEST_FILE = "latest"
-MAX_NAME_BYTES = 4096  # bytes of the file `latest`
-IN_USE_SECONDS = (
-    3600.0  # seconds since the last change of a directory that cannot be locked: see [Note: a save under way]
-)
-LOCK_TIMEOUT_SECONDS = 5.0  # seconds to wait for one who looks whether a directory may be removed
-RUN_SUBDIRECTORY = "checkpoints"  # where a run of `zeroshard train` has them
+MAX_NAME_BYTES = 4096  # read from the file `latest`
+IN_USE_SECONDS = 3600.0  # since the last change, if a directory cannot be locked: see [Note: asynchronous save]
+LOCK_TIMEOUT_SECONDS = 5.0  # another process holds the lock briefly while it decides about removal
+RUN_SUBDIRECTORY = "checkpoints"  # in the output directory of `zeroshard train`
 _DATA_FILE_PATTERN = re.compile(r"(model|optimizer|other)-\d{5,}-[0-9a-f]{8}\.safetensors")
 _PARTIAL_FILE_PATTERN = re.compile(rf"\.{re.escape(INDEX_FILE)}\.partial")
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The whole checkpoints in a directory, the newest last: by step, whatever the clock said when they were written.
+    """Return the complete checkpoints in a directory in order of step, the newest last.
 
-    The step is the last number of a name; of a name without one, what ``extra["step"]`` says.
+    The step is the last number in a name, or ``extra["step"]`` if the name has no number. Time decides only between
+    equal steps.
     """
-    found = []
+    sortable = []
     for path in parent.iterdir() if parent.is_dir() else ():
-        with suppress(FileNotFoundError):  # another run may remove it meanwhile
+        with suppress(FileNotFoundError):  # another process may remove it concurrently
             if is_checkpoint(path):
-                found.append(((_read_step(path), (path / INDEX_FILE).stat().st_mtime_ns, path.name), path))
-    return [path for _, path in sorted(found)]
+                sortable.append(((_read_step(path), (path / INDEX_FILE).stat().st_mtime_ns, path.name), path))
+    return [path for _, path in sorted(sortable)]
 
 
 def _read_step(path: Path) -> int:
@@ -60,11 +59,11 @@ def _read_step(path: Path) -> int:
 
 
 def update_latest(checkpoint: Path) -> None:
-    """Make ``latest``, a file beside the checkpoint, name it."""
+    """Write the checkpoint's name into the file ``latest`` next to it."""
     pointer = checkpoint.with_name(LATEST_FILE)
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
-        with try_lock(pointer.parent) as free:  # two runs may point it at once
+        with try_lock(pointer.parent) as free:  # two jobs may update it at the same time
             if free or time.monotonic() > deadline:
                 write_atomic(pointer, f"{checkpoint.name}\n".encode(), writer=_name_without_step(checkpoint))
                 return
@@ -72,7 +71,7 @@ def update_latest(checkpoint: Path) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint a path means: itself, or the latest in a directory or a run's (also as ``DIRECTORY/latest``)."""
+    """Resolve a path: a checkpoint, or the latest in a directory or training output (also ``DIRECTORY/latest``)."""
     if (path / INDEX_FILE).is_file():
         return path
     parent = path.parent if path.name == LATEST_FILE else path
@@ -80,19 +79,19 @@ def find_checkpoint(path: Path) -> Path:
         parent = parent / RUN_SUBDIRECTORY
     name = _read_latest(parent / LATEST_FILE)
     if name:
-        named = parent / name
-        if (named / INDEX_FILE).is_file():  # also where it is damaged: to go back is for people to decide
-            return named
-    whole = list_checkpoints(parent)
-    if whole:
-        return whole[-1]
+        latest = parent / name
+        if (latest / INDEX_FILE).is_file():  # even if damaged: the user decides whether to go back to an earlier one
+            return latest
+    checkpoints = list_checkpoints(parent)
+    if checkpoints:
+        return checkpoints[-1]
     if not path.exists() and path.name != LATEST_FILE:
         raise CheckpointError(f"{path} is not there: give a checkpoint, or a directory of checkpoints")
     raise CheckpointError(f"{path} is no checkpoint, and no directory with a whole one: it has no {INDEX_FILE}")
 
 
 def _read_latest(pointer: Path) -> str:
-    """What the file ``latest`` names: a checkpoint beside it, never something elsewhere. Empty: nothing."""
+    """Return the checkpoint that the file ``latest`` names, or "". It must be in the same directory."""
     if not pointer.is_file():
         return ""
     with open(pointer, "rb") as file:
@@ -107,40 +106,41 @@ def _read_latest(pointer: Path) -> str:
 
 
 def prune(parent: Path, keep: int, newest: Path) -> None:
-    """Remove all but the ``keep`` checkpoints of the highest steps, and what killed saves left. ``newest`` stays.
+    """Remove all but the ``keep`` checkpoints with the highest steps, and interrupted saves. ``newest`` stays.
 
-    Only directories count that are called like the newest but for their last number: others are somebody else's. What
-    cannot be removed, or is being written, is left, with a warning: the newest is whole all the same.
+    Only directories whose names differ from ``newest`` in the last number count; others belong to other jobs. A
+    directory that is being written stays. One that cannot be removed causes a warning, because ``newest`` is complete
+    in any case.
     """
-    alike = [
+    same_series = [
         path
         for path in parent.iterdir()
         if _name_without_step(path) == _name_without_step(newest) and not path.is_symlink()
     ]
-    others = [path for path in list_checkpoints(parent) if path in alike and path != newest]
+    others = [path for path in list_checkpoints(parent) if path in same_series and path != newest]
     for path in others[: max(len(others) - (keep - 1), 0)]:
         _remove_checkpoint(path)
-    for path in alike:
+    for path in same_series:
         if path != newest and path.is_dir() and not is_checkpoint(path) and is_interrupted_save(path):
             _remove_checkpoint(path)
 
 
 def _remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, or what is left of one, unless somebody is writing it."""
+    """Remove a complete or partial checkpoint, unless another process is writing it."""
     try:
         with try_lock(path) as free:
             if free:
-                (path / INDEX_FILE).unlink(missing_ok=True)  # from this moment on it is no checkpoint
+                (path / INDEX_FILE).unlink(missing_ok=True)  # first: without an index it is not a checkpoint
                 shutil.rmtree(path)
     except FileNotFoundError:
-        return  # somebody else has removed it
+        return  # another process has removed it
     except OSError as error:
         _warn_not_removed(path, error)
 
 
 @contextmanager
 def try_lock(directory: Path) -> Iterator[bool]:
-    """Hold a directory's lock, or say that somebody else has it: see [Note: a save under way]."""
+    """Try to lock a directory and yield whether it is free: see [Note: asynchronous save]."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -148,7 +148,7 @@ def try_lock(directory: Path) -> Iterator[bool]:
             free = True
         except BlockingIOError:
             free = False
-        except OSError:  # it cannot be locked
+        except OSError:  # the file system cannot lock directories
             free = (
                 is_checkpoint(directory)
                 or not is_interrupted_save(directory)
@@ -160,12 +160,12 @@ def try_lock(directory: Path) -> Iterator[bool]:
 
 
 def _seconds_since_change(directory: Path) -> float:
-    """Seconds since something in a directory changed."""
+    """Return the seconds since the last change in a directory."""
     return time.time() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
 
 
 class SaveLock:
-    """The lock of a directory that is saved into: see [Note: a save under way].
+    """The lock of a directory during a save: see [Note: asynchronous save].
 
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp()) / "step-1"
@@ -177,13 +177,13 @@ class SaveLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Make the directory and lock it; raises CheckpointError where another save into it is under way."""
+        """Create and lock the directory; raise CheckpointError if another save into it is in progress."""
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while True:
             directory.mkdir(parents=True, exist_ok=True)
             try:
                 self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:  # removed in between, as what a killed save has left
+            except FileNotFoundError:  # another process removed it as an interrupted save
                 continue
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,14 +198,14 @@ class SaveLock:
                     ) from None
                 time.sleep(0.05)
             except OSError:
-                return  # it cannot be locked
+                return  # the file system cannot lock directories
             os.close(self._descriptor)
 
     def release(self) -> None:
-        """Let others have the directory."""
+        """Unlock the directory."""
         if self._descriptor >= 0:
-            with suppress(OSError):  # it could not be locked
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also for forked processes that have the descriptor
+            with suppress(OSError):  # it was not locked
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # explicitly, as forked processes share the descriptor
             os.close(self._descriptor)
         self._descriptor = -1
 
@@ -218,23 +218,23 @@ def _is_same_directory(directory: Path, descriptor: int) -> bool:
 
 
 def _name_without_step(path: Path) -> str:
-    """A name without its last number: ``pp0-step-100`` and ``pp0-step-200`` are of one series, ``pp1-step-200`` not."""
+    """Return a name without its last number: equal for ``pp0-step-100`` and ``pp0-step-200``, not ``pp1-step-200``."""
     return re.sub(r"\d+(?=\D*$)", "", path.name)
 
 
 def is_interrupted_save(path: Path) -> bool:
-    """Whether a directory holds nothing, or nothing but what a save that was cut off leaves."""
+    """Return whether a directory is empty or contains only files of an interrupted save."""
     try:
         return all(
             _DATA_FILE_PATTERN.fullmatch(child.name) or _PARTIAL_FILE_PATTERN.fullmatch(child.name)
             for child in path.iterdir()
         )
     except FileNotFoundError:
-        return False  # somebody else has removed it
+        return False  # another process has removed it
 
 
 def remove_stale_files(checkpoint: Path, current: set[str]) -> None:
-    """Remove what earlier saves left in a checkpoint's directory; what cannot be removed is a warning."""
+    """Remove files of earlier saves from a checkpoint's directory; warn if a file cannot be removed."""
     for path in checkpoint.iterdir():
         if (_DATA_FILE_PATTERN.fullmatch(path.name) and path.name not in current) or _PARTIAL_FILE_PATTERN.fullmatch(
             path.name
@@ -246,7 +246,7 @@ def remove_stale_files(checkpoint: Path, current: set[str]) -> None:
 
 
 def _warn_not_removed(path: Path, error: OSError) -> None:
-    """Say that something old stays where it is, beside a save that is whole."""
+    """Warn that an old file stays; the new checkpoint is complete."""
     warnings.warn(
         f"{path}, of an earlier save, cannot be removed: {error.strerror or error}. The new checkpoint is whole. "
         "Remove the old files by hand, and see to the rights on their directory",

@@ -1,4 +1,4 @@
-"""Generators: the states of the random number generators that training draws from, as tensors."""
+"""The RNG states of Python, NumPy and torch, as tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# of each generator's state: its dtype, and its length where that is the same everywhere
+# dtype and length of each state; None if the length is not fixed
 RNG_STATE_SPECS = {
     "python": (torch.int64, 627),
     "torch": (torch.uint8, None),
@@ -20,7 +20,7 @@ RNG_STATE_SPECS = {
 
 
 def get_rng_states() -> dict[str, torch.Tensor]:
-    """Python's, NumPy's (where it is in use) and torch's generators on this rank.
+    """Return the RNG states of Python, NumPy (if imported), torch and CUDA (if initialized) on this rank.
 
     >>> states = get_rng_states()
     >>> drawn = random.random(), torch.rand(1)
@@ -44,7 +44,7 @@ def get_rng_states() -> dict[str, torch.Tensor]:
 
 
 def set_rng_states(states: dict[str, torch.Tensor]) -> None:
-    """Give the generators their states back."""
+    """Restore the RNG states."""
     random.setstate(_python_state(states["python"]))
     torch.set_rng_state(states["torch"])
     numpy = sys.modules.get("numpy")
@@ -55,26 +55,26 @@ def set_rng_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def check_rng_states(states: dict[str, torch.Tensor]) -> None:
-    """Raise where a generator would not take its state; none of those in use changes.
+    """Raise if a state is invalid; test it on temporary generators, not on those in use.
 
     >>> check_rng_states(get_rng_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
     Traceback (most recent call last):
         ...
     ValueError: the state of torch's random numbers is not one: ...
     """
-    trials: dict[str, Callable[[torch.Tensor], object]] = {
+    setters: dict[str, Callable[[torch.Tensor], object]] = {
         "python": lambda state: random.Random().setstate(_python_state(state)),
         "torch": lambda state: torch.Generator().set_state(state),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        trials["numpy"] = lambda state: numpy.random.RandomState().set_state(_numpy_state(state))
+        setters["numpy"] = lambda state: numpy.random.RandomState().set_state(_numpy_state(state))
     if torch.cuda.is_available():
-        trials["cuda"] = lambda state: torch.Generator("cuda").set_state(state)
-    for name, trial in trials.items():
+        setters["cuda"] = lambda state: torch.Generator("cuda").set_state(state)
+    for name, set_state in setters.items():
         if name in states:
             try:
-                trial(states[name])
+                set_state(states[name])
             except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
                 raise ValueError(f"the state of {name}'s random numbers is not one: {error}") from error
 
@@ -92,7 +92,7 @@ def _numpy_state(state: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _encode_optional_float(number: Any) -> tuple[int, int]:
-    """A float or None as two whole numbers: whether it is there, and its bits."""
+    """Return a float or None as two integers: whether there is a value, and its bits."""
     return (0, 0) if number is None else (1, struct.unpack("<q", struct.pack("<d", number))[0])
 
 

@@ -1,4 +1,4 @@
-"""Weights: tensors by name in safetensors files, written one by one and read where they lie."""
+"""Safetensors files: write tensors one by one, and read them memory-mapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from zeroshard.utils.atomic_file import is_file_name, read_json
 
-# safetensors' names of dtypes
+# dtype names of the safetensors format
 DTYPE_NAMES = {
     torch.complex64: "C64",
     torch.float64: "F64",
@@ -39,7 +39,7 @@ SAFETENSORS_FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that is to be written."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Its size in a file."""
+        """Size in the file in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -57,11 +57,11 @@ FetchTensor = Callable[[str], torch.Tensor]
 def write_safetensors(
     path: Path | None, entries: Sequence[TensorInfo], fetch: FetchTensor, metadata: Mapping[str, str]
 ) -> None:
-    """Write one safetensors file with never more than one tensor in memory.
+    """Write one safetensors file with at most one tensor in memory.
 
-    ``fetch`` is asked for each tensor in turn, those of the largest elements first, so that all are aligned; where it
-    is a collective, all ranks call this together, and those that do not write give no path. The file appears whole or
-    not at all.
+    ``fetch`` is called for each tensor in turn, largest element size first, so that all tensors are aligned. If
+    ``fetch`` is a collective, all ranks must call this function; ranks that do not write pass ``path=None``. The write
+    is atomic.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.safetensors"
@@ -83,7 +83,7 @@ def write_safetensors(
             if tuple(tensor.shape) != entry.shape:
                 raise ValueError(f"{entry.name!r} has shape {tuple(tensor.shape)}, announced as {entry.shape}")
             file.write(as_memoryview(tensor))
-            del tensor  # before the next is fetched
+            del tensor  # free it before the next fetch
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
@@ -96,46 +96,52 @@ def write_safetensors_directory(
     metadata: Mapping[str, str],
     max_shard_bytes: float = 5e9,
 ) -> None:
-    """Write tensors as Hugging Face does: one file, or several of at most ``limit`` bytes and an index."""
+    """Write tensors in Hugging Face format: one file, or several of at most ``max_shard_bytes`` and an index."""
     files: list[list[TensorInfo]] = [[]]
-    filled = 0
+    nbytes = 0
     for entry in entries:
-        if files[-1] and filled + entry.nbytes > max_shard_bytes:
+        if files[-1] and nbytes + entry.nbytes > max_shard_bytes:
             files.append([])
-            filled = 0
+            nbytes = 0
         files[-1].append(entry)
-        filled += entry.nbytes
+        nbytes += entry.nbytes
     if len(files) == 1:
         write_safetensors(directory and directory / SAFETENSORS_FILE, entries, fetch, metadata)
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for name, members in zip(names, files, strict=True):
-        write_safetensors(directory and directory / name, members, fetch, metadata)
+    for name, file_entries in zip(names, files, strict=True):
+        write_safetensors(directory and directory / name, file_entries, fetch, metadata)
     if directory is not None:
-        homes = {entry.name: name for name, members in zip(names, files, strict=True) for entry in members}
-        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": homes}
+        weight_map = {
+            entry.name: name for name, file_entries in zip(names, files, strict=True) for entry in file_entries
+        }
+        index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
         (directory / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
 def build_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """The format's beginning: the length of a JSON text, and the text, which says where each tensor lies."""
+    """Return a file's header: the length of a JSON text, and the text, which has the offsets of each tensor."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
+    offset = 0
     for entry in entries:
         if entry.dtype not in DTYPE_NAMES:
             raise ValueError(f"{entry.name!r} is {entry.dtype}, which safetensors files cannot hold: cast it")
         if entry.name in table:
             raise ValueError(f"{entry.name!r} is written twice: give each tensor a name of its own")
-        place = [at, at + entry.nbytes]
-        table[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
-        at += entry.nbytes
+        data_offsets = [offset, offset + entry.nbytes]
+        table[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": data_offsets,
+        }
+        offset += entry.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
 def as_memoryview(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which has to outlive the result.
+    """Return the memory of a contiguous CPU tensor. The tensor must outlive the result.
 
     >>> tensor = torch.ones(2, dtype=torch.uint8)
     >>> as_memoryview(tensor).tobytes()
@@ -145,9 +151,9 @@ def as_memoryview(tensor: torch.Tensor) -> memoryview:
 
 
 class SafetensorsWeights(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, or of a directory of them with an index.
+    """The tensors of a safetensors file, or of a directory with an index.
 
-    A tensor is a view of the file, read from disk where it is touched: holding all of them takes no memory.
+    Tensors are memory-mapped: pages are read from disk on access, so keeping all tensors takes no memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,7 +186,7 @@ class SafetensorsWeights(Mapping[str, torch.Tensor]):
         file = self._open_file(path)
         try:
             tensor: torch.Tensor = file.get_tensor(name)
-        except Exception as error:  # SafetensorError, and what torch says of dtypes it has not
+        except Exception as error:  # SafetensorError, or torch's error for an unsupported dtype
             raise ValueError(f"{path} has no tensor {name!r} that torch can read ({error}): fetch it again") from error
         return tensor
 
@@ -198,14 +204,14 @@ class SafetensorsWeights(Mapping[str, torch.Tensor]):
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The files of an index's tensors, by name; refuses names that lead out of its directory."""
-    homes = read_json(path).get("weight_map")
-    if not isinstance(homes, dict):
+    """Return the file name of each tensor in an index; raise if a file is outside the index's directory."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise ValueError(f"{path} has no table 'weight_map' of tensors and files: fetch or write it again")
-    for name, file in homes.items():
+    for name, file in weight_map.items():
         if not is_file_name(file):
             raise ValueError(
                 f"{path} has {name!r} in {file!r}, expected the name of a file in {path.parent}: put the file there "
                 "and write its name alone"
             )
-    return homes
+    return weight_map

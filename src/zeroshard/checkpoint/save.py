@@ -1,4 +1,4 @@
-"""save(): write a model's and its optimizer's states, with every rank writing what it holds."""
+"""Save a model and its optimizer; each rank writes its local shards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 from zeroshard.checkpoint.writer import SafetensorsSavePlanner, SafetensorsStorageWriter
 from zeroshard.engine.engine import Engine
 
-_staging_buffers = HostStaging(), HostStaging()  # for what is copied at once, and later
+_staging_buffers = HostStaging(), HostStaging()  # for tensors copied immediately, and for deferred copies
 
 
 def save(
@@ -44,21 +44,23 @@ def save(
     keep: int | None = None,
     wait: bool = True,
 ) -> Save:
-    """Write a checkpoint into the directory ``path``. All ranks call it together; every rank writes what it holds.
+    """Write a checkpoint into the directory ``path``. All ranks must call it; each rank writes its local shards.
 
-    It loads on any number of ranks, at any stage, precision and tensor degree, and without zeroshard's sharding:
-    :func:`load`. The model and optimizer may be plain ones, too. It holds parameters and buffers, optimizer states,
-    fp16's loss scale and each rank's random states; all in safetensors and one JSON file, which is written last, so
-    that a checkpoint is whole or not there. ``latest``, a file beside it, then names it.
+    :func:`load` reads the checkpoint on any number of ranks, at any stage, precision and tensor-parallel degree, and
+    also without sharding. The model and optimizer may be unsharded, too. A checkpoint contains parameters, buffers,
+    optimizer states, the fp16 loss scale and each rank's RNG states, in safetensors files and one JSON file. The JSON
+    file is written last, so a save is atomic. The file ``latest`` next to the checkpoint then names it.
 
-    - ``extra``: plain data of the first rank (a step, a data position), and objects with ``state_dict()`` (schedulers).
-    - ``rank_extra``: such data of each rank's own.
-    - ``weights=False``: the optimizer's states without the model's. ``frozen=False``: without parameters that are not
-      trained, such as the base of LoRA; a load leaves them as they are.
-    - ``keep``: once it is whole, remove all but ``keep`` of it and those beside it that are called like it but for the
-      last number, which is the step: the highest stay. One that cannot be removed is a warning, not a failed save.
-    - ``wait=False``: copy the states and write while training goes on. The next save waits for this one and raises what
-      went wrong with it, as :meth:`Save.wait` does: call that before the process group is destroyed.
+    - ``extra``: JSON-encodable data (a step, a data position) and objects with ``state_dict()`` (schedulers). The first
+      rank's value is saved.
+    - ``rank_extra``: the same kind of data, saved for each rank.
+    - ``weights=False``: save the optimizer states without the model. ``frozen=False``: leave out parameters that are
+      not trained, such as the base model of LoRA; a load does not change them.
+    - ``keep``: after the checkpoint is complete, keep only ``keep`` checkpoints in its parent directory. Only names
+      that differ from this one in the last number count; that number is the step, and the highest steps stay. A
+      checkpoint that cannot be removed causes a warning; the save does not fail.
+    - ``wait=False``: copy the states and write them while training continues. The next save waits for this one and
+      raises its error, as :meth:`Save.wait` does. Call ``wait()`` before the process group is destroyed.
 
     >>> import tempfile, zeroshard
     >>> model = nn.Linear(2, 1)
@@ -77,31 +79,31 @@ def save(
     model = unwrap_compiled(model)
     engine = engine_of(model)
     wait_for_pending_save()
-    meeting = CheckpointGroup.open(engine, "save")
-    workers = CheckpointWorkers(2)  # now: none can be started when the interpreter is ending
+    checkpoint_group = CheckpointGroup.open(engine, "save")
+    workers = CheckpointWorkers(2)  # now: threads cannot be started during interpreter shutdown
 
     def prepare() -> tuple[RankPayload, Snapshot | None]:
         if engine is not None:
             _check_can_save(engine)
-        contents = collect_payload(model, optimizer, extra, rank_extra, weights, frozen, meeting)
+        payload = collect_payload(model, optimizer, extra, rank_extra, weights, frozen, checkpoint_group)
         if wait:
-            return contents, None
-        snapshot = Snapshot(contents.tensors, _staging_buffers, workers)
-        if engine is None:  # whose next step nobody would hold
+            return payload, None
+        snapshot = Snapshot(payload.tensors, _staging_buffers, workers)
+        if engine is None:  # nothing would delay the next step of an unsharded optimizer
             snapshot.finish()
-        return replace(contents, tensors=snapshot.tensors), snapshot
+        return replace(payload, tensors=snapshot.tensors), snapshot
 
     def write() -> None:
         try:
             with workers:
-                before = snapshot.finish if snapshot is not None else lambda: None
-                _write_checkpoint(directory, contents, meeting, workers, before, keep)
+                before_write = snapshot.finish if snapshot is not None else lambda: None
+                _write_checkpoint(directory, payload, checkpoint_group, workers, before_write, keep)
         finally:
             if snapshot is not None:
                 snapshot.release_waiters()
 
     try:
-        contents, snapshot = meeting.run_on_all(f"{directory} cannot be saved", prepare)
+        payload, snapshot = checkpoint_group.run_on_all(f"{directory} cannot be saved", prepare)
     except BaseException:
         workers.close()
         raise
@@ -137,18 +139,21 @@ def _write_checkpoint(
     before_write: Callable[[], None],
     keep: int | None,
 ) -> None:
-    """Write this rank's part, ``before`` which its values have to be there, and make a checkpoint of all parts."""
-    lines = {
-        fqn: FlatShards(torch.Size(held.shape).numel(), held.dtype, held.shards)
-        for fqn, held in payload.tensors.items()
+    """Write this rank's payload, then commit all ranks' files as one checkpoint.
+
+    ``before_write`` waits until the payload's values are in memory.
+    """
+    flat_shards = {
+        fqn: FlatShards(torch.Size(local.shape).numel(), local.dtype, local.shards)
+        for fqn, local in payload.tensors.items()
     }
-    plain_order = {fqn: held.shape for fqn, held in payload.tensors.items() if held.element_order.is_row_major}
-    described = {  # by the rank that holds some of it; the first knows every parameter, also the empty ones
-        fqn: (held.shape, held.dtype, held.element_order)
-        for fqn, held in payload.tensors.items()
-        if held.shards or checkpoint_group.rank == 0
+    row_major_shapes = {fqn: local.shape for fqn, local in payload.tensors.items() if local.element_order.is_row_major}
+    described = {  # by ranks with a local shard; the first rank also describes empty parameters
+        fqn: (local.shape, local.dtype, local.element_order)
+        for fqn, local in payload.tensors.items()
+        if local.shards or checkpoint_group.rank == 0
     }
-    planner = SafetensorsSavePlanner((described, payload.optimizer_scalars, payload.rank_data), plain_order)
+    planner = SafetensorsSavePlanner((described, payload.optimizer_scalars, payload.rank_data), row_major_shapes)
 
     def commit(files: list[FileRecord], stretches: dict[str, list[ShardEntry]], own: list[Any]) -> None:
         _commit(directory, payload, files, stretches, own)
@@ -158,7 +163,7 @@ def _write_checkpoint(
     writer = SafetensorsStorageWriter(directory, planner, workers, before_write, commit)
     try:
         save_chunks(
-            lines,
+            flat_shards,
             storage_writer=writer,
             planner=planner,
             process_group=checkpoint_group.process_group,
@@ -170,25 +175,23 @@ def _write_checkpoint(
             if isinstance(failure, KeyboardInterrupt):
                 raise failure from error
         failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        told = CheckpointError.from_rank_failures(failures, checkpoint_group.size)
-        raise CheckpointError(f"the save of {directory} failed: {told}") from error
+        failure_text = CheckpointError.from_rank_failures(failures, checkpoint_group.size)
+        raise CheckpointError(f"the save of {directory} failed: {failure_text}") from error
     except RuntimeError as error:
         raise CheckpointError(f"the save of {directory} failed, as another rank is gone: {error}") from error
     finally:
         writer.release_lock()
-        for line in lines.values():
-            line.release()
+        for flat in flat_shards.values():
+            flat.release()
 
 
 def _remove_written_files(written_paths: list[Path]) -> None:
-    """Make room again after all ranks have heard that the save failed.
+    """Delete this rank's files after all ranks know that the save failed.
 
-    A rank that only lost the others cannot know: its files may be part of a whole checkpoint.
+    A rank that only lost its connection must not call this: its files may belong to a complete checkpoint.
     """
     for path in written_paths:
-        if path.name not in data_file_names(
-            path.parent
-        ):  # the first rank failed after it had made a checkpoint of them
+        if path.name not in data_file_names(path.parent):  # the first rank failed after it had committed them
             path.unlink(missing_ok=True)
 
 
@@ -199,28 +202,30 @@ def _commit(
     shards: dict[str, list[ShardEntry]],
     all_planner_data: list[Any],
 ) -> None:
-    """On the first rank, when all have written: see [Note: complete or absent]."""
+    """Write the index on the first rank after all ranks have written: see [Note: atomic commit of a checkpoint]."""
     for record in files:
-        found = directory / record.name
-        if not found.is_file() or found.stat().st_size != record.nbytes:
+        path = directory / record.name
+        if not path.is_file() or path.stat().st_size != record.nbytes:
             raise CheckpointError(
-                f"{found} was written by another rank and is not seen whole from the first: a checkpoint's directory "
+                f"{path} was written by another rank and is not seen whole from the first: a checkpoint's directory "
                 "has to be on storage that all ranks share"
             )
     tensors: dict[str, TensorEntry] = {}
-    counters: dict[str, Any] = {}
-    for described, counted, _ in all_planner_data:
-        for name, one in counted.items():
-            if counters.setdefault(name, one) != one and "$tensor" not in str(one):
+    scalars: dict[str, Any] = {}
+    for described, rank_scalars, _ in all_planner_data:
+        for name, value in rank_scalars.items():
+            if scalars.setdefault(name, value) != value and "$tensor" not in str(value):
                 raise CheckpointError(
-                    f"the optimizer's numbers for {name!r} differ from rank to rank ({counters[name]} and {one}): a "
+                    f"the optimizer's numbers for {name!r} differ from rank to rank ({scalars[name]} and {value}): a "
                     "checkpoint holds one of each, so these cannot be saved"
                 )
-        for fqn, (shape, dtype, order) in described.items():
+        for fqn, (shape, dtype, element_order) in described.items():
             if fqn not in tensors:
-                tensors[fqn] = TensorEntry(shape, dtype, order, sorted(shards.get(fqn, []), key=lambda s: s.start))
-    for fqn, saved in tensors.items():
-        saved.check_complete(directory, fqn)
+                tensors[fqn] = TensorEntry(
+                    shape, dtype, element_order, sorted(shards.get(fqn, []), key=lambda shard: shard.start)
+                )
+    for fqn, entry in tensors.items():
+        entry.check_complete(directory, fqn)
     optimizer = payload.index_fields["optimizer"]
     index = CheckpointIndex(
         files=files,
@@ -229,7 +234,7 @@ def _commit(
         written=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={"zeroshard": zeroshard.__version__, "torch": torch.__version__},
         own=[data for _, _, data in all_planner_data],
-        **{**payload.index_fields, "optimizer": optimizer and {**optimizer, "counters": counters}},
+        **{**payload.index_fields, "optimizer": optimizer and {**optimizer, "counters": scalars}},
     )
     index.write(directory)
     update_latest(directory)

@@ -1,4 +1,4 @@
-"""States: what of a model and its optimizer a checkpoint keeps, sharded or plain, and where its values are."""
+"""The states of a model and its optimizer that a checkpoint contains, sharded or not, and where their values are."""
 
 from __future__ import annotations
 
@@ -19,89 +19,91 @@ from zeroshard.optim.sharded_optimizer import ShardedOptimizer, allocate_state
 from zeroshard.optim.slices import is_elementwise
 from zeroshard.sharding.layout import Range
 
-# options of a group that say how an optimizer computes, not what: a run keeps its own
+# param group options that select an implementation and do not change the result: a load keeps the current ones
 IMPLEMENTATION_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass
 class LocalTensor:
-    """A tensor, and the stretches of its line that this rank holds."""
+    """A tensor, and the shards of the flattened tensor that this rank owns."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     element_order: ElementOrder
     shards: list[tuple[Range, torch.Tensor]] = field(default_factory=list)
     is_stable_until_step: bool = False
-    """Whether it changes by a step alone, so that it can be read until the next one."""
+    """Whether only an optimizer step changes the tensor, so that it can be read until the next step."""
 
     @classmethod
     def from_full_tensor(cls, name: str, tensor: torch.Tensor) -> LocalTensor:
-        """A tensor that this rank holds all of."""
+        """Describe a tensor that this rank has in full."""
         tensor = tensor.detach()
-        order = ElementOrder.from_tensor(tensor)
+        element_order = ElementOrder.from_tensor(tensor)
         try:
-            line = tensor.permute(order.dim_order).view(-1)  # never a copy: a load writes into it
+            flat = tensor.permute(element_order.dim_order).view(-1)  # must be a view: a load writes into it
         except RuntimeError as error:
             raise CheckpointError(f"{name!r} is a view with gaps or overlaps: make it contiguous") from error
-        parts = [(Range(0, line.numel()), line)] if line.numel() else []
-        return cls(tuple(tensor.shape), tensor.dtype, order, parts)
+        shards = [(Range(0, flat.numel()), flat)] if flat.numel() else []
+        return cls(tuple(tensor.shape), tensor.dtype, element_order, shards)
 
 
 @dataclass
 class NamedParamGroup:
-    """A parameter group: its parameters' names and its options."""
+    """A param group: the names of its parameters, and its options."""
 
     names: list[str]
     options: dict[str, Any]
 
 
 class TrainState(Protocol):
-    """The training states of one model and, where given, its optimizer."""
+    """The training states of a model and, if given, its optimizer."""
 
     def parameters(self) -> dict[str, LocalTensor]:
-        """Every parameter, in the most exact copy there is."""
+        """Return every parameter, in the highest precision available."""
 
     def optimizer_states(self) -> dict[str, LocalTensor]:
-        """The optimizer's states with a value for each element, by ``NAME/STATE``."""
+        """Return the optimizer's elementwise states by ``NAME/STATE``."""
 
     def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's other states (step counts) of the parameters this rank holds something of."""
+        """Return the scalar states (step counts) of the parameters that this rank has elements of."""
 
     def param_groups(self) -> list[NamedParamGroup]:
-        """The optimizer's groups."""
+        """Return the optimizer's param groups."""
 
     def allocate_optimizer_states(
         self, groups: list[NamedParamGroup] | None, states: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Set groups' options, where given, and make room for states: see ``ShardedOptimizer.allocate_states``."""
+        """Set the groups' options, if given, and allocate states: see ``ShardedOptimizer.allocate_states``."""
 
     def sync_loaded_parameters(self) -> None:
-        """Make what was written into the parameters' values count."""
+        """Apply the values that a load wrote into the tensors of :meth:`parameters`."""
 
 
 @dataclass(frozen=True)
 class _FlattenedParam:
-    """The line of a sharded parameter, and where in it begins what this rank of the tensor axis has."""
+    """The flattened form of a sharded parameter, and the offset of this rank's TP shard in it."""
 
-    full_shape: tuple[int, ...]  # of the whole parameter
+    full_shape: tuple[int, ...]  # of the parameter before TP sharding
     element_order: ElementOrder
     tp_start: int
 
     @classmethod
     def from_flat_param(cls, flat_param: FlatParam, index: int) -> _FlattenedParam:
-        """Of a flat's parameter."""
-        part, share = (
+        """Describe the parameter at ``index`` of a FlatParam."""
+        local, tp_shard = (
             torch.empty_strided(flat_param.shapes[index], flat_param.strides[index], device="meta"),
             flat_param.tp_shards[index],
         )
-        start = share.offset_of_rank(share.rank) if share is not None else 0
+        start = tp_shard.offset_of_rank(tp_shard.rank) if tp_shard is not None else 0
         return cls(
-            tuple(part.shape if share is None else share.full_shape), ElementOrder.from_tensor(part, share), start
+            tuple(local.shape if tp_shard is None else tp_shard.full_shape),
+            ElementOrder.from_tensor(local, tp_shard),
+            start,
         )
 
 
 class ShardedTrainState:
-    """Those of a sharded model."""
+    """The training states of a sharded model."""
 
     def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
         self._engine, self._optimizer = engine, optimizer
@@ -113,45 +115,45 @@ class ShardedTrainState:
         }
 
     def parameters(self) -> dict[str, LocalTensor]:
-        """Every parameter: the master's values where there are any."""
+        """Return every parameter; master weights if there are any."""
         self._engine.state_guard.check_no_pending_edits()
         self._engine.state_guard.wait_updates()
-        found: dict[str, LocalTensor] = {}
+        tensors: dict[str, LocalTensor] = {}
         for flat in self._flat_params:
             dtype = flat.dtype if flat.master is None else flat.master.dtype
-            steady = flat.master is not None or flat.is_partitioned  # else the user may write into it
+            is_stable = flat.master is not None or flat.is_partitioned  # otherwise the user may write into it
             for name in flat.names:
-                found[name] = LocalTensor(
+                tensors[name] = LocalTensor(
                     self._flattened[name].full_shape,
                     dtype,
                     self._flattened[name].element_order,
-                    is_stable_until_step=steady,
+                    is_stable_until_step=is_stable,
                 )
-            for index, within, values in flat.owned_slices():
+            for index, element_range, values in flat.owned_slices():
                 name = flat.names[index]
-                found[name].shards.append((within.shift(self._flattened[name].tp_start), values))
-        return found
+                tensors[name].shards.append((element_range.shift(self._flattened[name].tp_start), values))
+        return tensors
 
     def optimizer_states(self) -> dict[str, LocalTensor]:
-        """The optimizer's elementwise states."""
+        """Return the optimizer's elementwise states by ``NAME/STATE``."""
         self._engine.state_guard.wait_updates()
-        found: dict[str, LocalTensor] = {}
-        for name, key, within, values in self._optimizer.local_states() if self._optimizer is not None else ():
-            line = self._flattened[name]
-            held = found.setdefault(
+        tensors: dict[str, LocalTensor] = {}
+        for name, key, element_range, values in self._optimizer.local_states() if self._optimizer is not None else ():
+            flattened = self._flattened[name]
+            local = tensors.setdefault(
                 f"{name}/{key}",
-                LocalTensor(line.full_shape, values.dtype, line.element_order, is_stable_until_step=True),
+                LocalTensor(flattened.full_shape, values.dtype, flattened.element_order, is_stable_until_step=True),
             )
-            if within.numel:
-                held.shards.append((within.shift(line.tp_start), values))
-        return found
+            if element_range.numel:
+                local.shards.append((element_range.shift(flattened.tp_start), values))
+        return tensors
 
     def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's counters."""
+        """Return the optimizer's scalar states by parameter name."""
         return {} if self._optimizer is None else self._optimizer.local_scalars()
 
     def param_groups(self) -> list[NamedParamGroup]:
-        """The optimizer's groups."""
+        """Return the optimizer's param groups."""
         if self._optimizer is None:
             return []
         pairs = zip(self._optimizer.param_groups, self._optimizer.group_param_names, strict=True)
@@ -160,30 +162,30 @@ class ShardedTrainState:
     def allocate_optimizer_states(
         self, groups: list[NamedParamGroup] | None, states: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Make room in the optimizer."""
+        """Set the groups' options and allocate states in the optimizer."""
         if self._optimizer is not None:
             _set_options(self._optimizer, groups)
             self._optimizer.allocate_states(states)
 
     def sync_loaded_parameters(self) -> None:
-        """Bring the parameters in computation into line."""
+        """Update the compute parameters from the master weights."""
         self._engine.state_guard.sync_from_masters()
         self._engine.release_retained()
 
 
 class PlainTrainState:
-    """Those of a model that is not sharded."""
+    """The training states of an unsharded model."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._optimizer = optimizer
-        strange = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
-        if any(id(parameter) not in self._names for parameter in strange):
+        optimized = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+        if any(id(parameter) not in self._names for parameter in optimized):
             raise CheckpointError("the optimizer holds parameters that are not the model's: give the model they are of")
 
     def parameters(self) -> dict[str, LocalTensor]:
-        """Every parameter, whole."""
+        """Return every parameter as a full tensor."""
         return {name: LocalTensor.from_full_tensor(name, parameter) for name, parameter in self._parameters.items()}
 
     def _iter_optimizer_states(self) -> Iterator[tuple[str, torch.Tensor, str, Any]]:
@@ -192,7 +194,7 @@ class PlainTrainState:
                 yield self._names[id(parameter)], parameter, key, value
 
     def optimizer_states(self) -> dict[str, LocalTensor]:
-        """The optimizer's elementwise states, whole."""
+        """Return the optimizer's elementwise states as full tensors."""
         return {
             f"{name}/{key}": LocalTensor.from_full_tensor(f"{name}/{key}", value)
             for name, parameter, key, value in self._iter_optimizer_states()
@@ -200,16 +202,16 @@ class PlainTrainState:
         }
 
     def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's counters."""
-        found: dict[str, dict[str, Any]] = {}
+        """Return the optimizer's scalar states by parameter name."""
+        all_scalars: dict[str, dict[str, Any]] = {}
         for name, parameter, key, value in self._iter_optimizer_states():
-            counters = found.setdefault(name, {})
+            scalars = all_scalars.setdefault(name, {})
             if not is_elementwise(key, value, parameter.shape):
-                counters[key] = value
-        return found
+                scalars[key] = value
+        return all_scalars
 
     def param_groups(self) -> list[NamedParamGroup]:
-        """The optimizer's groups."""
+        """Return the optimizer's param groups."""
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         return [
             NamedParamGroup([self._names[id(p)] for p in group["params"]], _saved_options(group)) for group in groups
@@ -218,7 +220,7 @@ class PlainTrainState:
     def allocate_optimizer_states(
         self, groups: list[NamedParamGroup] | None, states: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Make room in the optimizer."""
+        """Set the groups' options and allocate states in the optimizer."""
         if self._optimizer is None:
             return
         _set_options(self._optimizer, groups)
@@ -230,35 +232,36 @@ class PlainTrainState:
                     self._optimizer.state[parameter][key] = allocate_state(key, value, parameter, on_device)
 
     def sync_loaded_parameters(self) -> None:
-        """Nothing: what was written into is what computes."""
+        """Do nothing: a load writes into the compute parameters themselves."""
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """The model itself where ``torch.compile`` has wrapped it."""
+    """Return the model inside a ``torch.compile`` wrapper, or the model itself."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine of a sharded model; None of a plain one."""
+    """Return the engine of a sharded model, or None for an unsharded one."""
     sharded = model.__dict__.get("_zeroshard")
     engine: Engine | None = sharded.engine if sharded is not None else None
     return engine
 
 
 def get_train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainState:
-    """The states of a model and its optimizer, as they are; refuses a pair that does not belong together."""
+    """Return the states of a model and its optimizer; raise if the two do not belong together."""
     engine = engine_of(model)
     if engine is None:
         if any(param_info(parameter) is not None for parameter in model.parameters()):
             raise CheckpointError(f"this {type(model).__name__} is part of a sharded model: give the whole model")
         if isinstance(optimizer, ShardedOptimizer):
             raise CheckpointError("the optimizer is sharded and the model is not: give the model shard() returned")
-        divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-        if divided:
+        dtensor_names = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+        if dtensor_names:
             raise CheckpointError(
-                f"{divided[0]!r} is a DTensor, and this {type(model).__name__} is not sharded by zeroshard: give it to "
-                "shard(), with a mesh whose last axis is the tensor axis, and then save and load what shard() returns"
+                f"{dtensor_names[0]!r} is a DTensor, and this {type(model).__name__} is not sharded by zeroshard: give "
+                "it to shard(), with a mesh whose last axis is the tensor axis, and then save and load what shard() "
+                "returns"
             )
         return PlainTrainState(model, optimizer)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
@@ -267,7 +270,7 @@ def get_train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to a model's state, by name."""
+    """Yield the name and tensor of each persistent buffer."""
     for prefix, module in model.named_modules():
         for key, buffer in module.named_buffers(prefix, recurse=False):
             if key.rpartition(".")[2] not in module._non_persistent_buffers_set:
@@ -275,7 +278,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _replicated_to_local(name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer itself, of which torch makes a DTensor where it divides the module's parameters."""
+    """Return the local tensor of a buffer. Torch makes buffers DTensors when it shards a module's parameters."""
     if not isinstance(buffer, DTensor):
         return buffer
     if any(not isinstance(placement, Replicate) for placement in buffer.placements):
@@ -287,10 +290,10 @@ def _replicated_to_local(name: str, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Other names under which a parameter is found → the first one, which is the one it is kept under."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    everywhere = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in everywhere if first[id(parameter)] != name}
+    """Map each further name of a tied parameter to its first name, under which it is saved."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    all_names = model.named_parameters(remove_duplicate=False)
+    return {name: first_names[id(parameter)] for name, parameter in all_names if first_names[id(parameter)] != name}
 
 
 def _saved_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,9 +305,9 @@ def _set_options(optimizer: torch.optim.Optimizer, groups: list[NamedParamGroup]
         for key, value in saved.options.items():
             if key in IMPLEMENTATION_OPTIONS:
                 continue
-            own = group.get(key)  # a learning rate that is a tensor here stays one, on its device; and the reverse
-            if isinstance(own, torch.Tensor):
-                value = torch.as_tensor(value).to(own.device, own.dtype)
-            elif isinstance(value, torch.Tensor) and isinstance(own, (int, float)):
+            current = group.get(key)  # keep its type: a tensor lr stays a tensor on its device, a float stays a float
+            if isinstance(current, torch.Tensor):
+                value = torch.as_tensor(value).to(current.device, current.dtype)
+            elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
                 value = value.item()
             group[key] = value

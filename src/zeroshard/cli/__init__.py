@@ -1,1 +1,1 @@
-"""The commands of `zeroshard`, one file each, with a `main(argv)` that returns the exit status."""
+"""The commands of `zeroshard`: one file each, with a `main(argv)` that returns the exit status."""

@@ -1,4 +1,4 @@
-"""Console: what commands share that tell a lot and write files: a flag's numbers, lines, targets checked first."""
+"""Shared helpers of the commands: parse numbers, print lines, check output files before the work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-STDOUT = "-"  # as the target of --json
-HTML_REQUIREMENTS = ("plotly", "jinja2")  # what a page is made with
+STDOUT = "-"  # value of --json for standard output
+HTML_REQUIREMENTS = ("plotly", "jinja2")  # packages needed to write a page
 
 
 def positive_int(text: str) -> int:
-    """A flag's whole number from 1 up.
+    """Parse a positive integer.
 
     >>> positive_int("64")
     64
@@ -25,37 +25,39 @@ def positive_int(text: str) -> int:
 
 
 def make_echo(stream: TextIO) -> Callable[[str], None]:
-    """What prints lines there, for as long as someone reads them.
+    """Return a function that prints lines to ``stream``, and stops silently when the reader closes the pipe.
 
     >>> import sys
     >>> make_echo(sys.stdout)("a line")
     a line
     """
 
-    def say(text: str) -> None:
+    def echo(text: str) -> None:
         try:
             print(text, file=stream, flush=True)
-        except BrokenPipeError:  # of `zeroshard … | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else the interpreter tells of it at its end
+        except BrokenPipeError:  # as in `zeroshard … | head`
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), stream.fileno()
+            )  # otherwise the interpreter prints an error at exit
 
-    return say
+    return echo
 
 
 def check_output_files(*, json: str | None = None, html: str | None = None) -> None:
-    """Refuse files that cannot be written, and a page that cannot be made, before any work is done for them.
+    """Raise for files that cannot be written and for missing packages, before any work is done.
 
     >>> check_output_files(json="nowhere/plan.json")
     Traceback (most recent call last):
     ValueError: nowhere/plan.json cannot be written: nowhere is no directory here
     """
     for target in (None if json == STDOUT else json, html):
-        why = None if target is None else _write_error(Path(target))
-        if why is not None:
-            raise ValueError(f"{target or repr(target)} cannot be written: {why}")
+        reason = None if target is None else _write_error(Path(target))
+        if reason is not None:
+            raise ValueError(f"{target or repr(target)} cannot be written: {reason}")
     missing = [name for name in HTML_REQUIREMENTS if html is not None and find_spec(name) is None]
     if missing:
-        installed = "is not installed" if len(missing) == 1 else "are not installed"
-        raise ImportError(f"--html needs {' and '.join(missing)}, which {installed}: pip install 'zeroshard[train]'")
+        verb = "is not installed" if len(missing) == 1 else "are not installed"
+        raise ImportError(f"--html needs {' and '.join(missing)}, which {verb}: pip install 'zeroshard[train]'")
 
 
 def _write_error(path: Path) -> str | None:

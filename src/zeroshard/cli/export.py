@@ -1,4 +1,4 @@
-"""The command `zeroshard export`: a checkpoint's weights in Hugging Face's form. It needs torch alone."""
+"""The command `zeroshard export`: write a checkpoint's weights in Hugging Face's format. It needs only torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNIT_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(argv)
     import torch
 
@@ -22,21 +22,21 @@ def main(argv: Sequence[str]) -> int:
     from zeroshard.checkpoint.export import CONFIG_FILE, export
     from zeroshard.memory.report import format_bytes
 
-    name = DTYPES[options.dtype]
+    dtype_name = DTYPES[options.dtype]
     try:
-        with warnings.catch_warnings(record=True) as warned:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             path = export(
                 options.checkpoint,
                 options.directory,
-                dtype=None if name is None else getattr(torch, name),
+                dtype=None if dtype_name is None else getattr(torch, dtype_name),
                 max_shard=options.max_shard,
                 like=options.like,
             )
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         print(f"zeroshard export: {error}", file=sys.stderr)
         return 1
-    for warning in warned:
+    for warning in caught:
         print(f"zeroshard export: {warning.message}", file=sys.stderr)
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
     print(f"{path}: {format_bytes(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
@@ -46,15 +46,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse_size(text: str) -> float:
-    """Bytes, from a number and a unit as Hugging Face's tools take it: 5GB are 5e9, 5GiB are 5·2³⁰.
+    """Parse a size in bytes, as in Hugging Face's tools: 5GB are 5e9, 5GiB are 5·2³⁰.
 
     >>> parse_size("500MB"), parse_size("2GiB")
     (500000000.0, 2147483648.0)
     """
-    found = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"wanted a size above 0 such as 5GB, 500MB or 2GiB, got {text!r}")
-    return float(found[1]) * float(1024 if found[3] else 1000) ** _UNIT_EXPONENTS[found[2]]
+    return float(match[1]) * float(1024 if match[3] else 1000) ** _UNIT_EXPONENTS[match[2]]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The command `zeroshard generate`: a trained model goes on with a text."""
+"""The command `zeroshard generate`: generate text from a trained model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class GenerateOptions:
     """of the draws"""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Validate the options."""
         if self.tokens < 1 or self.temperature < 0 or not self.prompt:
             raise ValueError("wanted: a prompt, tokens from 1 up, a temperature from 0 up")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status."""
+    """Run the command and return the exit status."""
     options = tyro.cli(GenerateOptions, args=list(argv), prog="zeroshard generate")
     try:
         print(generate(options))
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def generate(options: GenerateOptions) -> str:
-    """The prompt and what the model adds to it."""
+    """Return the prompt followed by the generated text."""
     import torch
 
     from zeroshard.train.data.tokenizer import load_tokenizer
@@ -69,7 +69,7 @@ def generate(options: GenerateOptions) -> str:
 
 
 def _load_model(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
-    """The model in a directory, as a function, and its context."""
+    """Load the model in a directory; return its logits function and its context."""
     from zeroshard.train.models.language_model import GPT_MODEL_TYPE, ReferenceGPT
     from zeroshard.utils.atomic_file import read_json
 

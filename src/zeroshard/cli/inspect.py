@@ -1,4 +1,4 @@
-"""The command `zeroshard inspect`: what is in a checkpoint, and whether it is whole. It needs torch alone."""
+"""The command `zeroshard inspect`: show the contents of a checkpoint and verify it. It needs only torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status: 1 where the checkpoint cannot be read, or is found damaged."""
+    """Run the command and return the exit status: 1 if the checkpoint cannot be read or is damaged."""
     options = _parser().parse_args(argv)
     from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
     from zeroshard.checkpoint.errors import CheckpointError
 
     try:
-        with CheckpointReader(options.checkpoint) as contents:
-            told = describe(contents)
+        with CheckpointReader(options.checkpoint) as reader:
+            summary = describe(reader)
             if options.verify:
-                told["damages"] = list(contents.verify())
+                summary["damages"] = list(reader.verify())
     except (CheckpointError, OSError, ValueError) as error:
         print(f"zeroshard inspect: {error}", file=sys.stderr)
         return 1
-    _print(json.dumps(told, indent=2) if options.json else render_text(told))
-    for damage in told.get("damages", ()):
+    _print(json.dumps(summary, indent=2) if options.json else render_text(summary))
+    for damage in summary.get("damages", ()):
         print(f"zeroshard inspect: {damage}", file=sys.stderr)
-    return 1 if told.get("damages") else 0
+    return 1 if summary.get("damages") else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,15 +53,17 @@ def _parser() -> argparse.ArgumentParser:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # of `zeroshard inspect CKPT | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tells of it at its end
+    except BrokenPipeError:  # as in `zeroshard inspect CKPT | head`
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise the interpreter prints an error at exit
 
 
 # ---------------------------------------------------------------------------------------------- as plain data
 
 
 def describe(contents: CheckpointReader) -> dict[str, Any]:
-    """What is in a checkpoint, as JSON has it."""
+    """Return the contents of a checkpoint as plain JSON data."""
     index = contents.index
     tensors = list(_describe_tensors(index))
     return {
@@ -71,7 +73,7 @@ def describe(contents: CheckpointReader) -> dict[str, Any]:
         "ranks": index.ranks,
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
-        "tensor": index.sharding and index.sharding.get("tensor", 1),  # the degree
+        "tensor": index.sharding and index.sharding.get("tensor", 1),  # tensor-parallel degree
         "step": _last_step(contents),
         "files": {record.name: record.nbytes for record in index.files},
         "bytes": sum(record.nbytes for record in index.files),
@@ -95,12 +97,12 @@ def describe(contents: CheckpointReader) -> dict[str, Any]:
             "loss_scale": index.optimizer["loss_scale"],
         },
         "extra": list(_decode_dict(index.extra)),
-        "rank_extra": any(own["extra"] is not None for own in index.own),
+        "rank_extra": any(rank_entry["extra"] is not None for rank_entry in index.own),
     }
 
 
 def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
-    """Parameters in the model's order, then buffers. Of a checkpoint without weights, what the states tell of them."""
+    """Yield parameters in the model's order, then buffers. Without weights, optimizer states give their shapes."""
     from zeroshard.checkpoint.safetensors_files import DTYPE_NAMES
 
     model = index.tensors_of_kind("model")
@@ -109,25 +111,25 @@ def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
         parameter, _, key = name.rpartition("/")
         states.setdefault(parameter, {})[key] = saved
     for name in [*index.parameters, *(name for name in model if name not in index.parameters)]:
-        own, its_states = model.get(name), states.get(name, {})
-        known = own or next(iter(its_states.values()), None)
+        weight, tensor_states = model.get(name), states.get(name, {})
+        shape_source = weight or next(iter(tensor_states.values()), None)
         yield {
             "name": name,
             "kind": {True: "trained", False: "frozen", None: "buffer"}[index.parameters.get(name)],
-            "shape": known and list(known.shape),
-            "numel": known and known.numel,
-            "dtype": own and DTYPE_NAMES[own.dtype],
-            "bytes": own.nbytes if own else 0,
-            "states": {key: DTYPE_NAMES[saved.dtype] for key, saved in its_states.items()},
-            "tied": [other for other, first in index.ties.items() if first == name],
+            "shape": shape_source and list(shape_source.shape),
+            "numel": shape_source and shape_source.numel,
+            "dtype": weight and DTYPE_NAMES[weight.dtype],
+            "bytes": weight.nbytes if weight else 0,
+            "states": {key: DTYPE_NAMES[saved.dtype] for key, saved in tensor_states.items()},
+            "tied": [tied_name for tied_name, first in index.ties.items() if first == name],
         }
 
 
 def _last_step(contents: CheckpointReader) -> float | None:
-    """The step the user has noted, else the most steps that a parameter has seen."""
-    noted = _decode_number(contents, _decode_dict(contents.index.extra).get("step"))
-    if noted is not None or contents.index.optimizer is None:
-        return noted
+    """Return the step that the user saved as extra, or the largest step counter of any parameter."""
+    saved_step = _decode_number(contents, _decode_dict(contents.index.extra).get("step"))
+    if saved_step is not None or contents.index.optimizer is None:
+        return saved_step
     counts = (
         _decode_number(contents, counter.get("step")) for counter in contents.index.optimizer["counters"].values()
     )
@@ -146,23 +148,23 @@ def _decode_number(contents: CheckpointReader, encoded: Any) -> float | None:
 
 
 def _to_plain_json(encoded: Any) -> Any:
-    """What was encoded, in JSON's own types: see [Note: plain data] in checkpoint/json_codec.py."""
+    """Return encoded data in plain JSON types: see [Note: JSON encoding] in checkpoint/json_codec.py."""
     if isinstance(encoded, list):
         return [_to_plain_json(item) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
-    mark = next(iter(encoded), "")
-    if mark == "$tensor":
-        return f"tensor {encoded[mark]}"
+    tag = next(iter(encoded), "")
+    if tag == "$tensor":
+        return f"tensor {encoded[tag]}"
     return (
-        _to_plain_json(encoded[mark])
-        if mark.startswith("$")
+        _to_plain_json(encoded[tag])
+        if tag.startswith("$")
         else {key: _to_plain_json(value) for key, value in encoded.items()}
     )
 
 
 def _decode_dict(encoded: Any) -> dict[str, Any]:
-    """A dict by its keys as text: ``encode`` writes pairs where not all of them are."""
+    """Return a dict with string keys: ``encode`` writes pairs if not all keys are strings."""
     if isinstance(encoded, dict) and "$items" in encoded:
         return {str(_to_plain_json(key)): value for key, value in encoded["$items"]}
     return dict(encoded or {})
@@ -172,7 +174,7 @@ def _decode_dict(encoded: Any) -> dict[str, Any]:
 
 
 def render_text(summary: dict[str, Any]) -> str:
-    """The same for people."""
+    """Return the summary as readable text."""
     lines = [summary["path"], *(f"  {label:<12}{text}" for label, text in _summary_lines(summary))]
     rows = [("name", "shape", "dtype", "size", "kind", "optimizer states"), *map(_tensor_row, summary["tensors"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -196,10 +198,10 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from zeroshard.memory.report import format_bytes
 
     yield "written", f"{summary['written']} by {', '.join(f'{name} {v}' for name, v in summary['versions'].items())}"
-    sharded = summary["stage"] is not None
-    how = f"stage {summary['stage']}, precision {summary['precision']}" if sharded else "not sharded"
-    tensor = f", tensor parallel over {summary['tensor']}" if sharded and summary["tensor"] > 1 else ""
-    yield "ranks", f"{summary['ranks']}, {how}{tensor}"
+    is_sharded = summary["stage"] is not None
+    sharding = f"stage {summary['stage']}, precision {summary['precision']}" if is_sharded else "not sharded"
+    tensor_note = f", tensor parallel over {summary['tensor']}" if is_sharded and summary["tensor"] > 1 else ""
+    yield "ranks", f"{summary['ranks']}, {sharding}{tensor_note}"
     yield "step", "unknown" if summary["step"] is None else str(summary["step"])
     kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in summary["bytes_by_kind"].items())
     yield "size", f"{format_bytes(summary['bytes'])} in {len(summary['files'])} files: {kinds}"
@@ -210,9 +212,9 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if summary["optimizer"] is not None:
         scale = summary["optimizer"]["loss_scale"]
         yield "optimizer", summary["optimizer"]["class"] + (f", loss scale {scale}" if scale is not None else "")
-        for number, group in enumerate(summary["optimizer"]["groups"]):
+        for index, group in enumerate(summary["optimizer"]["groups"]):
             options = ", ".join(f"{key} {value}" for key, value in group.items() if key != "parameters")
-            yield f"  group {number}", f"{group['parameters']} parameters, {options}"
+            yield f"  group {index}", f"{group['parameters']} parameters, {options}"
     else:
         yield "optimizer", "none"
     if summary["extra"]:

@@ -1,4 +1,4 @@
-"""The command `zeroshard`: finds the command that was asked for. Torch is imported late, so that `--help` is quick."""
+"""The command `zeroshard`: run the given subcommand. Torch is imported late, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zeroshard {__version__}")
         return 0
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        matches = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {matches[0]!r}?" if matches else f"the commands are {', '.join(COMMANDS)}"
         print(f"zeroshard: unknown command {command!r}: {hint}", file=sys.stderr)
         return 2
     try:

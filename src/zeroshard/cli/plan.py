@@ -1,6 +1,6 @@
-"""The command `zeroshard plan`: what training a model takes, what fits and what to set.
+"""The command `zeroshard plan`: predict memory and time of training a model, and choose options that fit.
 
-It needs torch alone, but for the HTML page.
+It needs only torch, except for the HTML page.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ PRECISION_CHOICES = ("auto", "bf16", "fp16", "fp32")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status: 0 where something fits, 1 where nothing does, 2 for what cannot be planned."""
+    """Run the command and return the exit status: 0 if a plan fits, 1 if none does, 2 if planning is not possible."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.model is None and not options.calibrate:
         parser.error("wanted is a MODEL: a preset, a Hugging Face model's directory or config.json, or module:callable")
     if options.model is not None and options.devices is None:
         parser.error("wanted is --devices N, how many devices train it together")
-    say = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
+    echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
         check_output_files(json=options.json, html=options.html)
         if options.calibrate:
-            _calibrate(say)
+            _calibrate(echo)
             options.machine = options.machine or "here"
-        return _plan(options, say) if options.model is not None else 0
+        return _plan(options, echo) if options.model is not None else 0
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"zeroshard plan: {error}", file=sys.stderr)
         return 2
 
 
-# ---------------------------------------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------------------------------------- options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +133,7 @@ def _split_commas(text: str) -> list[str]:
     return text.split(",")
 
 
-# ---------------------------------------------------------------------------------------------- what is done
+# ---------------------------------------------------------------------------------------------- planning
 
 
 def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
@@ -148,7 +148,7 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
     model, inputs, description = open_model(options.model, sequence=options.sequence)
     if options.inputs is not None:
         inputs = open_inputs(options.inputs)
-    model_arguments(model, inputs, 1, options.sequence)  # says what is wrong with them, before anything is told
+    model_arguments(model, inputs, 1, options.sequence)  # raises for invalid inputs before anything is printed
     tokens = tokens_per_sample(model, inputs, options.sequence)
     for line in _heading(description, model, machine, options.devices, tokens):
         echo(line)
@@ -157,8 +157,8 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
     if options.html is not None:
         from zeroshard.planner.page.plan_page import write_page
 
-        how = _usage_lines(plans, options)
-        echo(f"\npage: {write_page(Path(options.html), plans, model=description, tokens=tokens, usage=how)}")
+        usage = _usage_lines(plans, options)
+        echo(f"\npage: {write_page(Path(options.html), plans, model=description, tokens=tokens, usage=usage)}")
     return 0 if plans.best is not None else 1
 
 
@@ -167,48 +167,51 @@ def _heading(description: str, model: nn.Module, machine: Machine, devices: int,
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    share = "" if trained == parameters else f", {trained:,} of them trained"
+    trained_note = "" if trained == parameters else f", {trained:,} of them trained"
     nodes = -(-devices // machine.devices)
-    where = f"{nodes} nodes of {machine.devices}" if nodes > 1 else "one node"
+    nodes_text = f"{nodes} nodes of {machine.devices}" if nodes > 1 else "one node"
     samples = "" if tokens is None else f", {tokens:,} tokens a sample"
     return [
-        f"model     {description}, {parameters:,} parameters{share}{samples}",
-        f"machine   {devices} × {machine.name}, {where}: {format_bytes(machine.memory)} a device, "
+        f"model     {description}, {parameters:,} parameters{trained_note}{samples}",
+        f"machine   {devices} × {machine.name}, {nodes_text}: {format_bytes(machine.memory)} a device, "
         f"{format_bytes(machine.host_memory)} of host memory a node",
     ]
 
 
 def _plans_for_options(options: argparse.Namespace, model: nn.Module, inputs: Inputs, machine: Machine) -> Plans:
-    """All plans that the options allow."""
+    """Return all plans that the options allow."""
     from zeroshard.planner.plan import plan
     from zeroshard.planner.tracing.trace_model import UntraceableError
 
-    given: dict[str, Any] = {
+    constraints: dict[str, Any] = {
         name: value
         for name in ("batch", "micro_batch", "sequence", "stage", "tensor", "checkpoint")
         if (value := getattr(options, name)) is not None
     }
     if options.precision != "auto":
-        given["precision"] = options.precision
-    far = options.offload
-    if far in ("host", "disk") and machine.kind == "cpu":
-        raise ValueError(f"there is no --offload {far} on a CPU, whose memory is the host's already: leave it out")
-    given["offload"] = None if far == "none" else "every"
+        constraints["precision"] = options.precision
+    offload = options.offload
+    if offload in ("host", "disk") and machine.kind == "cpu":
+        raise ValueError(f"there is no --offload {offload} on a CPU, whose memory is the host's already: leave it out")
+    constraints["offload"] = None if offload == "none" else "every"
     try:
-        plans = plan(model, inputs, devices=options.devices, machine=machine, **given)
+        plans = plan(model, inputs, devices=options.devices, machine=machine, **constraints)
     except UntraceableError as error:
         raise ValueError(str(error)) from error
-    if far in ("host", "disk"):
+    if offload in ("host", "disk"):
         plans = replace(
-            plans, candidates=tuple(one for one in plans.candidates if _is_offloaded_to(one.strategy.offload, far))
+            plans,
+            candidates=tuple(
+                candidate for candidate in plans.candidates if _is_offloaded_to(candidate.strategy.offload, offload)
+            ),
         )
         if not plans.candidates:
-            raise ValueError(f"no plan has --offload {far} here: take --stage 3, or leave it out")
+            raise ValueError(f"no plan has --offload {offload} here: take --stage 3, or leave it out")
     return plans
 
 
 def _is_offloaded_to(offload: Any, tier: str) -> bool:
-    """Whether that is the farthest tier that states rest in."""
+    """Return whether ``tier`` is the slowest tier that states are placed in."""
     return offload is not None and offload.needs_disk == (tier == "disk")
 
 
@@ -230,19 +233,19 @@ def _print_plans(
 
 
 def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
-    """What to type for the chosen plan."""
+    """Return the command and the Python calls for the chosen plan."""
     from zeroshard.planner.render_flags import python_calls, train_command
 
     best = plans.best
     if best is None:
         return []
-    said = []
+    lines = []
     if ":" not in options.model:
-        line = train_command(
+        command = train_command(
             best.strategy, options.model, plans.devices, plans.machine, plans.precision, options.sequence
         )
-        said.append(("to train it so", line))
-    return [*said, ("in your own script", python_calls(best.strategy, plans.devices, plans.machine, plans.precision))]
+        lines.append(("to train it so", command))
+    return [*lines, ("in your own script", python_calls(best.strategy, plans.devices, plans.machine, plans.precision))]
 
 
 def _calibrate(echo: Callable[[str], None]) -> None:
@@ -250,10 +253,10 @@ def _calibrate(echo: Callable[[str], None]) -> None:
     from zeroshard.planner.machines import cache
 
     echo("measuring this machine, which takes up to a minute …")
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         machine = calibrate()
-    for warning in warned:
+    for warning in caught:
         print(f"zeroshard plan: {warning.message}", file=sys.stderr)
     for label, text in describe_machine(machine):
         echo(f"  {label:<16}{text}")
@@ -262,7 +265,7 @@ def _calibrate(echo: Callable[[str], None]) -> None:
 
 
 def describe_machine(machine: Machine) -> list[tuple[str, str]]:
-    """What is known of a machine, in words.
+    """Return the properties of a machine as pairs of label and text.
 
     >>> from zeroshard.planner.machines.machine import Machine
     >>> dict(describe_machine(Machine.resolve("h100")))["computing"]

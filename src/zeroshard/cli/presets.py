@@ -1,4 +1,4 @@
-"""The command `zeroshard presets`: the models, and the configurations of ZeRO, that have a name."""
+"""The command `zeroshard presets`: list the named models and ZeRO configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PresetsOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status."""
+    """Run the command and return the exit status."""
     tyro.cli(PresetsOptions, args=list(argv), prog="zeroshard presets")
     print(f"{'name':<14}{'parameters':>12}{'layers':>8}{'heads':>7}{'width':>7}{'context':>9}{'vocabulary':>12}")
     for name, preset in PRESETS.items():
@@ -25,8 +25,10 @@ def main(argv: Sequence[str]) -> int:
         shape = f"{preset.layers:>8}{preset.heads:>7}{preset.width:>7}{preset.context:>9}{preset.vocabulary:>12}"
         print(f"{name:<14}{count:>12}{shape}")
     print(f"\n{'configuration':<16}{'in the paper':<19}{'stage':<7}activation checkpoints")
-    for name, chosen in CONFIGURATIONS.items():
-        kept = "partitioned over the tensor axis" if chosen.partition_activations else "whole on every rank"
-        where = ", in host memory" if chosen.offload_activations else ""
-        print(f"{name:<16}{chosen.notation:<19}{chosen.stage:<7}{kept}{where}")
+    for name, configuration in CONFIGURATIONS.items():
+        checkpoints = (
+            "partitioned over the tensor axis" if configuration.partition_activations else "whole on every rank"
+        )
+        location = ", in host memory" if configuration.offload_activations else ""
+        print(f"{name:<16}{configuration.notation:<19}{configuration.stage:<7}{checkpoints}{location}")
     return 0

@@ -1,4 +1,4 @@
-"""The command `zeroshard report`: the HTML report of a run, made anew from what the run wrote."""
+"""The command `zeroshard report`: regenerate the HTML report of a run from its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReportOptions:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status."""
+    """Run the command and return the exit status."""
     options = tyro.cli(ReportOptions, args=list(argv), prog="zeroshard report")
     from zeroshard.train.report.html_report import write_html_report
 

@@ -1,4 +1,4 @@
-"""The command `zeroshard simulate`: how training scales with the number of devices, and the paper computed anew."""
+"""The command `zeroshard simulate`: how training scales with the number of devices, and the paper's results."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ OFFLOAD_CHOICES = ("none", "host", "disk")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status: 2 for what cannot be simulated."""
+    """Run the command and return the exit status: 2 if it cannot be simulated."""
     parser = _parser()
     options = parser.parse_args(argv)
-    say = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
+    echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
         check_output_files(json=options.json)
         if options.model == PAPER:
             _reject_ignored_flags(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(options)))))
-        told = _simulate_paper(say) if options.model == PAPER else _simulate(options, say)
+        result = _simulate_paper(echo) if options.model == PAPER else _simulate(options, echo)
         if options.json is not None:
-            _write_json(told, options.json)
+            _write_json(result, options.json)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         print(f"zeroshard simulate: {error}", file=sys.stderr)
         return 2
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _reject_ignored_flags(given: argparse.Namespace) -> None:
-    """Refuse flags that change nothing of the paper; ``given`` has None for what was not, defaults or not."""
+    """Raise for flags that `paper` ignores; in ``given`` a flag that was not given is None, even with a default."""
     names = [name for name, value in vars(given).items() if value is not None and name not in ("model", "json")]
     if names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -116,17 +116,17 @@ def _write_json(record: dict[str, Any], target: str) -> None:
 
 
 def _parse_device_counts(text: str) -> list[int]:
-    """Numbers, and ranges of powers of two."""
-    found: list[int] = []
+    """Parse numbers, and ranges in powers of two."""
+    counts: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        begin, end = positive_int(first), positive_int(last) if dash else positive_int(first)
-        if begin > end:
+        start, end = positive_int(first), positive_int(last) if dash else positive_int(first)
+        if start > end:
             raise argparse.ArgumentTypeError(f"wanted is a range from the fewest to the most devices, got {part!r}")
-        found.append(begin)
-        while dash and found[-1] < end:
-            found.append(min(2 * found[-1], end))
-    return found
+        counts.append(start)
+        while dash and counts[-1] < end:
+            counts.append(min(2 * counts[-1], end))
+    return counts
 
 
 def _parse_stages(text: str) -> list[int]:
@@ -146,11 +146,11 @@ def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
         f"{PAPER_CURVE.half:.3g} FLOPs."
         "\nNumbers of the paper's figures are read off their bars, to 2 %."
     )
-    found = []
-    for exhibit in paper_results():
-        echo(f"\n{paper_table(exhibit)}")
-        found.append(exhibit)
-    return paper_to_dict(found)
+    results = []
+    for result in paper_results():
+        echo(f"\n{paper_table(result)}")
+        results.append(result)
+    return paper_to_dict(results)
 
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
     echo(f"{description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
     if options.largest:
         return _find_largest(options, model, inputs, machine, description, echo)
-    found = simulate(
+    simulation = simulate(
         model,
         inputs,
         devices=options.devices,
@@ -188,15 +188,17 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
         offload=_make_offload(options.offload),
         precision=options.precision,
     )
-    echo(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(found)}")
-    return simulation_to_dict(found, description, tokens_per_sample(model, inputs, options.sequence))
+    echo(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(simulation)}")
+    return simulation_to_dict(simulation, description, tokens_per_sample(model, inputs, options.sequence))
 
 
 def _make_offload(name: str) -> Any:
     from zeroshard.config.offload import Offload
 
     if name == "disk":
-        return Offload(optimizer="disk", directory=".")  # only its rates and its size count here
+        return Offload(
+            optimizer="disk", directory="."
+        )  # any directory: only the rates and the size of the disk matter here
     return None if name == "none" else Offload(optimizer="host")
 
 
@@ -210,28 +212,28 @@ def _find_largest(
     from zeroshard.planner.scaling.scaling_table import largest_table
     from zeroshard.planner.strategy import Strategy
 
-    known = find_family(model)
-    if known is None:
+    family = find_family(model)
+    if family is None:
         raise ValueError(
             f"it is not known how to make a {type(model).__name__} deeper: give a preset, or call "
             "zeroshard.planner.scaling.largest_model.find_largest_model with a function of the number of layers"
         )
-    begin = DepthExtrapolatedModel(
-        known[0], FIRST_DEPTHS[0], inputs, sequence=options.sequence, precision=options.precision
+    base_model = DepthExtrapolatedModel(
+        family[0], FIRST_DEPTHS[0], inputs, sequence=options.sequence, precision=options.precision
     )
-    found: dict[tuple[int, int], LargestModel] = {}
+    largest: dict[tuple[int, int], LargestModel] = {}
     for devices in options.devices:
         for stage in options.stage if devices % options.tensor == 0 else ():
-            choice = Strategy(
+            strategy = Strategy(
                 stage=stage,
                 tensor=options.tensor,
                 checkpoint=options.checkpoint,
                 offload=_make_offload(options.offload),
                 micro_batch=options.micro_batch or 1,
             )
-            found[devices, stage] = find_deepest_member(begin, choice, devices, machine)
-    if not found:
+            largest[devices, stage] = find_deepest_member(base_model, strategy, devices, machine)
+    if not largest:
         raise ValueError(f"no number of devices is a multiple of the {options.tensor} that divide each layer")
-    echo(f"\nthe deepest of this width that fits, micro-batch {options.micro_batch or 1}\n{largest_table(found)}")
-    told = {"model": description, "machine": json.loads(machine.to_json()), "versions": versions()}
-    return {**told, "largest": largest_to_dict(found)}
+    echo(f"\nthe deepest of this width that fits, micro-batch {options.micro_batch or 1}\n{largest_table(largest)}")
+    header = {"model": description, "machine": json.loads(machine.to_json()), "versions": versions()}
+    return {**header, "largest": largest_to_dict(largest)}

@@ -1,4 +1,4 @@
-"""The command `zeroshard train`: a rank of a job, or what starts the ranks."""
+"""The command `zeroshard train`: run one rank, or launch the ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from zeroshard.train.options import TrainOptions
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it and return the exit status."""
+    """Run the command and return the exit status."""
     options = read_options(argv)
     from zeroshard.train.errors import TrainingError
     from zeroshard.train.launch import default_ranks, launch
     from zeroshard.train.rank_info import launcher_environment
 
     try:
-        place = launcher_environment(os.environ)
-        if place is not None and not options.run.dry_run:
-            run_rank(options, int(place["RANK"]))
+        rank_environment = launcher_environment(os.environ)
+        if rank_environment is not None and not options.run.dry_run:
+            run_rank(options, int(rank_environment["RANK"]))
         ranks = options.sharding.ranks or default_ranks(options.sharding.device)
         if options.run.dry_run:
             from zeroshard.train.dry_run import dry_run
 
-            if place is None or place["RANK"] == "0":
-                print(dry_run(options, int(place["WORLD_SIZE"]) if place is not None else ranks))
+            if rank_environment is None or rank_environment["RANK"] == "0":
+                print(dry_run(options, int(rank_environment["WORLD_SIZE"]) if rank_environment is not None else ranks))
             return 0
         from zeroshard.train.option_checks import check_options
 
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_rank(options: TrainOptions, rank: int) -> None:
-    """Be one rank of the job, and end the process: with 128 + the signal where one has stopped it.
+    """Run one rank and exit the process, with status 128 + the signal number if a signal stopped the run.
 
-    A rank that fails leaves at once: the others wait for nobody.
+    A rank that fails exits immediately, so that the others do not wait for it.
     """
     import torch.distributed as dist
 
@@ -50,10 +50,10 @@ def run_rank(options: TrainOptions, rank: int) -> None:
     from zeroshard.train.trainer import Trainer
     from zeroshard.train.training_setup import prepare_training
 
-    stop = StopRequest()
+    stop_request = StopRequest()
     try:
-        world = RankInfo.init(options.sharding.device, options.sharding.timeout)
-        trainer = Trainer(prepare_training(options, world), stop)
+        rank_info = RankInfo.init(options.sharding.device, options.sharding.timeout)
+        trainer = Trainer(prepare_training(options, rank_info), stop_request)
         trainer.run()
         trainer.setup.directory.unlock()
         dist.barrier()
@@ -63,4 +63,4 @@ def run_rank(options: TrainOptions, rank: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    sys.exit(0 if trainer.is_finished else 128 + (stop.signal or signal.SIGTERM))
+    sys.exit(0 if trainer.is_finished else 128 + (stop_request.signal or signal.SIGTERM))

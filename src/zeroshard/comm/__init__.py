@@ -1,1 +1,1 @@
-"""Collectives over the mesh, the order they run in, and the checks that all ranks do the same."""
+"""Collectives over the mesh, their recorded order, and the checks that all ranks do the same."""

@@ -1,4 +1,4 @@
-"""The mesh and its collectives: asynchronous, counted, and with an error instead of a hang."""
+"""Collectives over the mesh: asynchronous, counted, and raising an error instead of hanging."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.consistency import POLL_INTERVAL, ConsistencyChecker, RanksDisagreeError
 from zeroshard.comm.wait_timer import WaitTimer
 
-# torch 2.13 renamed these two and warns for the old names; 2.11 has only the old ones.
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-TENSOR_AXIS_NAMES = ("tensor", "tp")  # what the mesh's axis of tensor parallelism may be called
+TENSOR_AXIS_NAMES = ("tensor", "tp")  # accepted names of the mesh's tensor-parallel axis
 
 
 class CollectiveWork(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
-        """Make the result usable by what comes next on this thread and stream."""
+        """Make the result available to later work on this thread and stream."""
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of the mesh: the ranks that this rank partitions with, or replicates with."""
+    """One axis of the mesh: the ranks that this rank shards or replicates with."""
 
-    group: dist.ProcessGroup | None  # None: this rank alone
+    group: dist.ProcessGroup | None  # None: this rank only
     size: int
     rank: int
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None) -> MeshAxis:
-        """Describe ``group`` as this rank sees it."""
+        """Describe ``group`` from this rank's view."""
         if group is None:
             return cls(None, 1, 0)
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
@@ -49,8 +49,11 @@ class MeshAxis:
 
 @dataclass
 class Traffic:
-    """Collectives of one kind. Bytes as the paper counts them: an all-gather by its output, a reduce-scatter by its
-    input, an all-reduce by twice its length."""
+    """Collectives of one kind.
+
+    Bytes are counted as in the paper: an all-gather by its output, a reduce-scatter by its input, an all-reduce by
+    twice its length.
+    """
 
     count: int = 0
     bytes: int = 0
@@ -58,7 +61,7 @@ class Traffic:
 
 @dataclass
 class CollectiveCounters:
-    """What was communicated since the last step ended, in the step before, and in all."""
+    """Traffic of the current step, of the last step, and in total."""
 
     current_step: dict[str, Traffic] = field(default_factory=dict)
     last_step: dict[str, Traffic] = field(default_factory=dict)
@@ -66,24 +69,24 @@ class CollectiveCounters:
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count one collective."""
-        for counted in (self.current_step, self.total):
-            traffic = counted.get(kind)
+        for by_kind in (self.current_step, self.total):
+            traffic = by_kind.get(kind)
             if traffic is None:
-                traffic = counted[kind] = Traffic()
+                traffic = by_kind[kind] = Traffic()
             traffic.count += 1
             traffic.bytes += nbytes
 
     def end_step(self) -> None:
-        """End the step."""
+        """Start the counts of a new step."""
         self.last_step, self.current_step = self.current_step, {}
 
 
 class Communicator:
-    """This rank's place in the mesh and the collectives over it.
+    """This rank's position in the mesh, and the collectives over it.
 
-    ``shard`` is the axis states are partitioned over; ``replicas`` are the axes that hold copies, over which gradients
-    are only summed. Plain data parallelism is a mesh whose shard axis has one rank. Along ``tensor`` the ranks compute
-    one model together, each with its share of the parameters, on the same data.
+    States are sharded over ``shard_axis``. The ranks of ``replicate_axes`` hold copies; over them gradients are only
+    summed. Plain data parallelism is a mesh whose shard axis has one rank. The ranks of ``tensor_axis`` compute one
+    model together, each with its TP shards of the parameters, on the same data.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Communicator:
         self.shard_axis = inner if partitioned else MeshAxis(None, 1, 0)
         self.replicate_axes = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
         self.tensor_axis = tensor_axis or MeshAxis(None, 1, 0)
-        self.data_parallel_size = 1  # that gradients are averaged over
+        self.data_parallel_size = 1  # number of ranks that gradients are averaged over
         for axis in axes:
             self.data_parallel_size *= axis.size
         self.device = device
@@ -107,16 +110,16 @@ class Communicator:
         backend = group_backend(inner.group, device)
         self._is_host_blocking = backend == "gloo"
         self.wait_timer = WaitTimer(on_stream=device.type == "cuda" and not self._is_host_blocking)
-        # NCCL orders what is launched on one communicator: gathers and reductions would take turns on the wire.
+        # NCCL serializes work on one communicator: all-gathers and reductions would not overlap.
         self._reduce_group = _second_group(self.shard_axis.group) if backend == "nccl" else self.shard_axis.group
 
     @property
     def reduce_scatter_overwrites_input(self) -> bool:
-        """Whether :meth:`reduce_scatter` writes into what it is given."""
+        """Whether :meth:`reduce_scatter` overwrites its input."""
         return self._is_host_blocking and self.shard_axis.size > 1
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
-        """Collect every rank's ``shard`` into ``output``, in rank order."""
+        """All-gather every rank's ``shard`` into ``output``, in rank order."""
         self.counters.add("all-gather", output.nbytes)
         try:
             return self._wrap_work(_all_gather(output, shard, group=self.shard_axis.group, async_op=True), what)
@@ -126,7 +129,7 @@ class Communicator:
     def all_gather_activation(
         self, output: torch.Tensor, part: torch.Tensor, axis: MeshAxis, what: str
     ) -> CollectiveWork:
-        """Collect every rank's ``part`` of an activation, which is the same on all ranks of ``axis``."""
+        """All-gather every rank's ``part`` of an activation that is replicated over ``axis``."""
         self.counters.add("activation gather", output.nbytes)
         try:
             return self._wrap_work(_all_gather(output, part, group=axis.group, async_op=True), what)
@@ -134,17 +137,20 @@ class Communicator:
             raise self.consistency.explain_failure(what, error) from error
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> CollectiveWork:
-        """Sum ``packed`` over the ranks, and leave this rank's part in ``shard``; see also ``overwrites``."""
+        """Sum ``packed`` over the ranks and store this rank's part in ``shard``.
+
+        See also :attr:`reduce_scatter_overwrites_input`.
+        """
         if self.shard_axis.size == 1:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)
             return _CompletedWork()
         self.counters.add("reduce-scatter", packed.nbytes)
         try:
-            if self._is_host_blocking:  # gloo's own is an all-reduce of a copy inside, and heeds no timeout
+            if self._is_host_blocking:  # gloo's reduce-scatter is an all-reduce of a copy, and ignores the timeout
                 work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
-                mine = packed.view(self.shard_axis.size, -1)[self.shard_axis.rank]
-                return _MonitoredWork(work, what, self.consistency, self.wait_timer, partial(shard.copy_, mine))
+                local_part = packed.view(self.shard_axis.size, -1)[self.shard_axis.rank]
+                return _MonitoredWork(work, what, self.consistency, self.wait_timer, partial(shard.copy_, local_part))
             return self._wrap_work(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
         except RuntimeError as error:
             raise self.consistency.explain_failure(what, error) from error
@@ -167,15 +173,15 @@ class Communicator:
             self.all_reduce(tensor, axis, what, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Copy ``tensor`` of the mesh's rank ``source`` (counted along the axes, outer first) to all."""
+        """Copy ``tensor`` from rank ``source`` of the mesh (counted along the axes, outer first) to all ranks."""
         for position, axis in enumerate(self.data_axes):
-            inner = 1
+            inner_size = 1
             for other in self.data_axes[position + 1 :]:
-                inner *= other.size
-            self.broadcast_over_axis(axis, tensor, what, source // inner % axis.size)
+                inner_size *= other.size
+            self.broadcast_over_axis(axis, tensor, what, source // inner_size % axis.size)
 
     def broadcast_over_axis(self, axis: MeshAxis, tensor: torch.Tensor, what: str, source: int = 0) -> None:
-        """Copy the first rank's ``tensor``, or another one's, to the others of one axis."""
+        """Copy ``tensor`` from rank ``source`` of one axis to its other ranks."""
         self.counters.add("broadcast", tensor.nbytes)
         try:
             work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
@@ -186,11 +192,11 @@ class Communicator:
             raise self.consistency.explain_failure(what, error) from error
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Collect small plain values of all ranks on the shard axis."""
+        """Return the small picklable values of all ranks of the shard axis."""
         return all_gather_object(value, self.shard_axis.group, what, self.consistency)
 
     def read_to_host(self, tensor: torch.Tensor, what: str) -> list[Any]:
-        """Wait for a result and return its values; raise where a fault of another rank has made them useless."""
+        """Wait for a result and return its values; raise if a fault of another rank has made them invalid."""
         values: list[Any] = tensor.reshape(-1).tolist()
         if self.consistency.faults:
             self.consistency.raise_on_fault(self.consistency.position()[0], what)
@@ -208,7 +214,7 @@ class Communicator:
 
 
 class _CompletedWork:
-    """A collective of one rank with itself."""
+    """A collective of a single rank: nothing to wait for."""
 
     def wait(self) -> None:
         pass
@@ -226,7 +232,7 @@ class _TimedWork:
 
 
 class _MonitoredWork:
-    """A collective whose ``wait`` blocks the host: where it is in vain, an error names the rank that is missing."""
+    """A collective whose ``wait`` blocks the host: if it will never complete, an error names the missing rank."""
 
     def __init__(
         self,
@@ -240,27 +246,27 @@ class _MonitoredWork:
         self._wait_timer, self._on_done = wait_timer, on_done
 
     def wait(self) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         with self._wait_timer:
             try:
                 self._work.wait(POLL_INTERVAL / 100 if self._consistency.faults else POLL_INTERVAL)
-            except RuntimeError:  # it takes longer, or has failed
-                self._consistency.wait_for_work(self._work, self._description, began)
+            except RuntimeError:  # still running, or failed
+                self._consistency.wait_for_work(self._work, self._description, start)
         if self._on_done is not None:
             self._on_done()
 
 
 def all_gather_sync(output: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> None:
-    """Collect every rank's ``part`` over an axis, without a communicator, and wait for it."""
+    """All-gather every rank's ``part`` over an axis without a communicator, and wait for it."""
     _all_gather(output, part, group=axis.group)
 
 
 def all_gather_object(
     value: Any, group: dist.ProcessGroup | None, what: str, consistency: ConsistencyChecker | None
 ) -> list[Any]:
-    """Collect a small plain value of every rank of a group, as ``dist.all_gather_object``.
+    """Return the small picklable value of every rank of a group, like ``dist.all_gather_object``.
 
-    With ``control``, a rank that dies, ends or differs meanwhile is an error that names it, and not a hang.
+    With ``consistency``, a rank that dies, exits or deviates meanwhile causes an error that names it instead of a hang.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
@@ -270,22 +276,25 @@ def all_gather_object(
             values: list[Any] = [None] * size
             dist.all_gather_object(values, value, group=group)
             return values
-        mine, lengths = _to_byte_tensor(value), torch.empty(size, dtype=torch.int64)
+        data, lengths = _to_byte_tensor(value), torch.empty(size, dtype=torch.int64)
         _wait_monitored(
-            _all_gather(lengths, torch.tensor([mine.numel()]), group=group, async_op=True), what, consistency
+            _all_gather(lengths, torch.tensor([data.numel()]), group=group, async_op=True), what, consistency
         )
-        longest = int(lengths.max())
-        everything, padded = torch.empty(size * longest, dtype=torch.uint8), torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        _wait_monitored(_all_gather(everything, padded, group=group, async_op=True), what, consistency)
-    parts = zip(everything.view(size, longest), lengths.tolist(), strict=True)
+        max_length = int(lengths.max())
+        gathered, padded = torch.empty(size * max_length, dtype=torch.uint8), torch.zeros(max_length, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, consistency)
+    parts = zip(gathered.view(size, max_length), lengths.tolist(), strict=True)
     return [pickle.loads(part[:length].numpy().tobytes()) for part, length in parts]
 
 
 def broadcast_object(
     value: Any, group: dist.ProcessGroup | None, what: str, consistency: ConsistencyChecker | None
 ) -> Any:
-    """Return the first rank's plain value on all of a group, as ``dist.broadcast_object_list``; see also above."""
+    """Return the first rank's picklable value on all ranks of a group, like ``dist.broadcast_object_list``.
+
+    ``consistency``: see :func:`all_gather_object`.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return value
     with _explain_errors(consistency, what):
@@ -312,28 +321,28 @@ def _wait_monitored(work: Any, what: str, consistency: ConsistencyChecker) -> No
 
 @contextmanager
 def _explain_errors(consistency: ConsistencyChecker | None, what: str) -> Iterator[None]:
-    """Have a failure name the rank that it comes from, where there are others to ask."""
+    """Turn a failure into an error that names the rank that caused it, if there are other ranks."""
     try:
         yield
     except RanksDisagreeError:
         raise
-    except Exception as error:  # bytes of a collective that was ended may be read as anything
+    except Exception as error:  # any error: an aborted collective may leave arbitrary bytes
         if consistency is None or not (isinstance(error, RuntimeError) or consistency.faults):
             raise
         raise consistency.explain_failure(what, error) from error
 
 
 def group_timeout_seconds(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Seconds after which a group's own collectives fail."""
+    """Return the timeout of a group's own collectives, in seconds."""
     try:
         seconds: float = group._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # no group, or a backend that has none
+    except (AttributeError, RuntimeError):  # no group, or a backend without a timeout
         seconds = dist.distributed_c10d.default_pg_timeout.total_seconds()
     return seconds
 
 
 def group_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """The backend that serves tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
+    """Return the backend for tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
     if group is None:
         return ""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -341,40 +350,43 @@ def group_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 
 def _second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A second communicator over the same ranks: made once, then found again among the job's groups."""
+    """Return a second communicator over the same ranks, created once and then found among the job's groups."""
     if group is None or dist.get_world_size(group) == 1:
         return group
     ranks, purpose = dist.get_process_group_ranks(group), "zeroshard reductions"
     for other in dist.distributed_c10d._world.pg_map:
         if other.group_desc == purpose and dist.get_process_group_ranks(other) == ranks:
             return other
-    twin: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
-    return twin
+    second: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
+    return second
 
 
 def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
     """Return the data-parallel axes, outer first, (shard,) or (replicate, shard), and the tensor axis.
 
-    No mesh: all ranks of the job share the states. A mesh without an axis named "tensor" (or "tp") divides no tensor.
+    Without a mesh, all ranks of the job shard the states. Without an axis named "tensor" (or "tp"), there is no tensor
+    parallelism.
     """
-    alone = MeshAxis(None, 1, 0)
+    single = MeshAxis(None, 1, 0)
     if mesh is None:
-        return [MeshAxis.from_group(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)], alone
+        return [
+            MeshAxis.from_group(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+        ], single
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a torch DeviceMesh or None, got {type(mesh).__name__}: see init_device_mesh")
     name = tensor_axis_name(mesh)
     axes = [MeshAxis.from_group(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    data, tensor = (axes, alone) if name is None else (axes[:-1], axes[-1])
+    data, tensor = (axes, single) if name is None else (axes[:-1], axes[-1])
     if len(data) > 2:
         raise ValueError(
             "mesh has one axis (shard) or two (replicate, shard) for data, and perhaps a last one named 'tensor', got "
             f"{mesh}"
         )
-    return data or [alone], tensor
+    return data or [single], tensor
 
 
 def tensor_axis_name(mesh: DeviceMesh) -> str | None:
-    """The name of the mesh's tensor axis, None where it has none."""
+    """Return the name of the mesh's tensor axis; None if it has none."""
     names = mesh.mesh_dim_names or ()
     found = [name for name in names if name in TENSOR_AXIS_NAMES]
     if found and (len(found) > 1 or names[-1] != found[0]):

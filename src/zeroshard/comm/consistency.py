@@ -1,13 +1,14 @@
-"""Agreement: a slow side channel over which ranks say where they are, used only when something is not as expected.
+"""ConsistencyChecker: a slow side channel over which ranks compare their positions, used only for unexpected events.
 
-[Note: agreement]
-Collectives carry no name: two ranks that gather different units at the same moment hang, crash, or, where sizes agree,
-silently exchange each other's data. Naming every collective would cost a round trip each. Instead every rank predicts
-the next collective from the recorded order (``comm/collective_order.py``). Ranks with one history predict the same; a
-rank that does what was predicted needs to ask nobody. A rank about to do something *else* first announces it here and
-waits until all have announced the same. So a mismatched collective is never launched: the ranks get an error at once
-when all have announced and differ, and within seconds when one of them has gone past that moment with something else,
-has died, raised or ended (see [Note: watch]). Where the others may only be slow, the error comes at the timeout.
+[Note: consistency of ranks]
+Collectives carry no name: two ranks that all-gather different units at the same time hang, crash, or, if the sizes are
+equal, silently exchange wrong data. Naming every collective would cost a round trip each. Instead every rank predicts
+the next collective from the recorded order (``comm/collective_order.py``). Ranks with the same history predict the
+same, so a rank that does what was predicted does not need to ask. A rank about to do something *else* first announces
+it here and waits until all ranks have announced the same. So a mismatched collective is never launched. The ranks get
+an error at once if all have announced and differ, and within seconds if one of them has passed that event index with
+another event, has died, raised or exited (see [Note: heartbeats and faults]). If the others may only be slow, the error
+comes at the timeout.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from zeroshard.comm.heartbeat_monitor import FAULT_ERROR, BarrierWait, Heartbeat
 
 __all__ = ["PASS_START", "POLL_INTERVAL", "ConsistencyChecker", "RanksDisagreeError"]
 
-PASS_START = "start "  # the event with which a pass begins
-POLL_INTERVAL = timedelta(seconds=1)  # of a wait, after which the rank looks whether it waits in vain
-LATE_AFTER_SECONDS = 1.0  # of waiting, after which the others are asked where they are
+PASS_START = "start "  # prefix of the event that starts a pass
+POLL_INTERVAL = timedelta(seconds=1)  # a waiting rank checks for faults this often
+LATE_AFTER_SECONDS = 1.0  # a rank that waits longer asks the others to compare positions
 _ADVICE = (
     "All ranks must run the same units in the same order: look for a branch on rank or data around that unit, or a "
     "rank that skipped a call."
@@ -35,19 +36,19 @@ _ADVICE = (
 
 
 class CollectiveProgress(Protocol):
-    """How far this rank has come, as :class:`zeroshard.comm.collective_order.CollectiveOrder` knows it."""
+    """This rank's position, as :class:`zeroshard.comm.collective_order.CollectiveOrder` records it."""
 
     event_count: int
 
     def event_at(self, event_index: int) -> str:
-        """What this rank did at a moment."""
+        """Return this rank's event at an index."""
 
     def describe_last_event(self) -> str:
-        """The last event, in words."""
+        """Describe the last event."""
 
 
 class ConsistencyChecker:
-    """The announcements of the ranks of one sharded model, in the process group's key-value store.
+    """Announcements of the ranks of one sharded model, in the process group's key-value store.
 
     >>> ConsistencyChecker(None, "", 0, 1, 1.0).is_distributed  # one rank alone
     False
@@ -63,14 +64,14 @@ class ConsistencyChecker:
         global_ranks: Sequence[int] = (),
         heartbeat_timeout: float = 8.0,
     ) -> None:
-        self._store = store  # None: one rank, or a backend that communicates nothing
+        self._store = store  # None: one rank, or a backend without communication
         self._prefix = prefix
         self.rank, self._mesh_size = rank, mesh_size
-        self.global_ranks = list(global_ranks)  # the ranks of the mesh, as the job counts them
+        self.global_ranks = list(global_ranks)  # global ranks of the mesh's ranks
         self.timeout = timeout
-        self._last_confirmed = -1  # the last moment all ranks announced and agreed at
-        self._last_announced = (-1, "")  # the moment this rank announced last, and what
-        self._stale_keys: list[str] = []  # its keys, deleted once every rank has come to a later one
+        self._last_confirmed = -1  # last event index that all ranks announced and confirmed
+        self._last_announced = (-1, "")  # event index and event that this rank announced last
+        self._stale_keys: list[str] = []  # of the last confirmation; deleted at the next one
         self._progress: weakref.ref[CollectiveProgress] | None = None
         self._max_poll_seconds = 0.02 if mesh_size <= 64 else 0.2
         self._monitor: HeartbeatMonitor | None = None
@@ -80,68 +81,68 @@ class ConsistencyChecker:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other ranks that really answer."""
+        """Whether there are other ranks that really communicate."""
         return self._store is not None
 
     def track_progress(self, progress: CollectiveProgress) -> None:
-        """Say whose moments these are."""
+        """Set the object that knows this rank's position."""
         self._progress = weakref.ref(progress)
         if self._monitor is not None:
-            self._monitor.wake()  # by now all ranks have said who they are
+            self._monitor.wake()  # by now all ranks have registered
 
     def close(self) -> None:
-        """Watch over the other ranks no longer: the model is plain again."""
+        """Stop monitoring the other ranks: the model is no longer sharded."""
         if self._monitor is not None:
             self._monitor.close()
 
     def announce_model_dropped(self, position: tuple[int, str]) -> None:
-        """The model is dropped, after it came to this number of events, and to this one at last."""
+        """Announce that this rank dropped the model, at ``position``: its event count and last event."""
         if self._monitor is not None:
             self._monitor.announce_model_dropped(position)
 
     def __del__(self) -> None:
-        """End the watch of a model that was refused before it had an order."""
-        watch = getattr(self, "_monitor", None)
-        if watch is not None:
-            watch.announce_model_dropped()
+        """Stop the heartbeat monitor of a model whose sharding failed before its order was recorded."""
+        monitor = getattr(self, "_monitor", None)
+        if monitor is not None:
+            monitor.announce_model_dropped()
 
-    # -- agreeing -----------------------------------------------------------------------------------------------
+    # -- confirmation -------------------------------------------------------------------------------------------
 
     def confirm(self, event_index: int, what: str, expected: str) -> None:
-        """Go on when all ranks are at ``moment`` and about to do ``what``; raise when they are not.
+        """Return when all ranks are at ``event_index`` and about to do ``what``; raise if they are not.
 
-        ``expected`` is what the recorded order has there: what ranks that announce nothing are doing.
+        ``expected`` is the event in the recorded order: what ranks that announce nothing are doing.
         """
         if self._store is None:
             return
-        began = time.monotonic()
+        start = time.monotonic()
         key = f"{self._prefix}/{event_index}"
         try:
             self._last_announced = (event_index, what)
             self._store.set(f"{self._prefix}/rank {self.rank}", f"{event_index}:{what}")
             self._store.add(f"{key}/{what}", 1)
-            last = self._store.add(f"{key}/all", 1) == self._mesh_size
-            if last:
-                same = self._store.add(f"{key}/{what}", 0) == self._mesh_size
-                self._store.set(f"{key}/verdict", "go" if same else "differ")
-            if not self._wait_for_key(f"{key}/verdict", what, event_index, began):
+            is_last = self._store.add(f"{key}/all", 1) == self._mesh_size
+            if is_last:
+                is_equal = self._store.add(f"{key}/{what}", 0) == self._mesh_size
+                self._store.set(f"{key}/verdict", "go" if is_equal else "differ")
+            if not self._wait_for_key(f"{key}/verdict", what, event_index, start):
                 raise self._disagreement_error(
-                    f"waited {_elapsed(began)} to {what}, where the recorded order has: {expected}"
+                    f"waited {_elapsed(start)} to {what}, where the recorded order has: {expected}"
                 )
             if self._store.get(f"{key}/verdict") != b"go":
                 raise self._disagreement_error(f"is about to {what}, where the recorded order has: {expected}")
-            if last:  # every rank has read the verdict before this one
+            if is_last:  # every rank has read the previous result by now
                 for stale in self._stale_keys:
                     self._store.delete_key(stale)
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
-            raise self.explain_failure(what, error, began) from error
+            raise self.explain_failure(what, error, start) from error
         self._last_confirmed = event_index
         self._stale_keys = [f"{key}/{what}", f"{key}/all", f"{key}/verdict"]
 
     def broadcast_text(self, topic: str, text: str) -> str | None:
-        """Return what rank 0 says on a topic; None where there is nobody to ask."""
+        """Return rank 0's text on a topic; None if there is only one rank."""
         if self._store is None:
             return None
         key = f"{self._prefix}/{topic}"
@@ -150,7 +151,7 @@ class ConsistencyChecker:
         return str(self._wait_for_value(key, f"hear from rank 0 about the {topic}").decode())
 
     def gather_text(self, topic: str, text: str) -> dict[int, str]:
-        """Tell all ranks of a complaint, or of none (""), and return all complaints by rank."""
+        """Publish this rank's error text, "" for none, and return the non-empty error texts of all ranks by rank."""
         if self._store is None:
             return {}
         key = f"{self._prefix}/{topic}"
@@ -158,42 +159,42 @@ class ConsistencyChecker:
         self._store.add(f"{key} bad", 1 if text else 0)
         if self._store.add(f"{key} told", 1) == self._mesh_size:
             self._store.set(f"{key} verdict", str(self._store.add(f"{key} bad", 0)))
-        bad = int(self._wait_for_value(f"{key} verdict", f"hear what all ranks say about the {topic}"))
-        if not bad:
+        error_count = int(self._wait_for_value(f"{key} verdict", f"hear what all ranks say about the {topic}"))
+        if not error_count:
             return {}
-        said = {rank: self._store.get(f"{key} {rank}").decode() for rank in range(self._mesh_size)}
-        return {rank: text for rank, text in said.items() if text}
+        texts = {rank: self._store.get(f"{key} {rank}").decode() for rank in range(self._mesh_size)}
+        return {rank: text for rank, text in texts.items() if text}
 
     def _wait_for_value(self, key: str, what: str) -> bytes:
         if self._store is None or self._monitor is None:
             raise ValueError("there is no store to read")
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            if not self._wait_for_key(key, what, None, began):
+            if not self._wait_for_key(key, what, None, start):
                 missing = self._monitor.missing_ranks()
-                told = f": ranks {missing} have not called it" if missing else ""
-                text = f"rank {self.rank} waited {_elapsed(began)} to {what}: have all ranks called shard(){told}?"
+                hint = f": ranks {missing} have not called it" if missing else ""
+                text = f"rank {self.rank} waited {_elapsed(start)} to {what}: have all ranks called shard(){hint}?"
                 self._monitor.post_fault(FAULT_ERROR, text)
                 raise RanksDisagreeError(text)
             return self._store.get(key)
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
-            raise self.explain_failure(what, error, began) from error
+            raise self.explain_failure(what, error, start) from error
 
     def _wait_for_key(self, key: str, what: str, event_index: int | None, began: float) -> bool:
-        """Wait until a key is in the store; return False at the timeout, and raise where it will never be."""
+        """Wait until a key is in the store. Return False at the timeout; raise if it will never be there."""
         if self._store is None or self._monitor is None:
             raise ValueError("there is no store to read")
-        pause, late = 0.0002, False
-        while not self._store.check([key]):  # a wait in the store could not be left, and blocks its other users
+        pause, is_late = 0.0002, False
+        while not self._store.check([key]):  # store.wait() is not interruptible and blocks other users
             waited = time.monotonic() - began
             if self._blocking_fault(event_index) is not None and not self._store.check([key]):
                 raise self._fault_error(what, began, event_index)
             if waited > self.timeout:
                 return False
-            if waited > LATE_AFTER_SECONDS and not late:
-                late = True
+            if waited > LATE_AFTER_SECONDS and not is_late:
+                is_late = True
                 self._monitor.request_comparison()
             time.sleep(pause)
             pause = min(1.5 * pause, self._max_poll_seconds)
@@ -202,12 +203,12 @@ class ConsistencyChecker:
     # -- faults -------------------------------------------------------------------------------------------------
 
     def raise_on_fault(self, event_index: int, what: str) -> None:
-        """Raise where a fault is known that keeps this rank from its event number ``moment``."""
+        """Raise if a known fault keeps this rank from reaching ``event_index``."""
         if self._blocking_fault(event_index) is not None:
             raise self._fault_error(what, None, event_index)
 
     def wait_for_work(self, work: Any, what: str, began: float) -> None:
-        """Wait on for a collective that took longer than a slice; raise when it will not end any more."""
+        """Wait for a collective that took longer than a poll interval; raise when it will never complete."""
         while True:
             if work.is_completed():
                 try:
@@ -219,11 +220,11 @@ class ConsistencyChecker:
                 raise self._fault_error(what, began, None)
             if time.monotonic() - began > self.timeout:
                 raise self._disagreement_error(f"could not finish to {what} within {_elapsed(began)}")
-            with contextlib.suppress(RuntimeError):  # it has not ended, or has failed: is_completed() tells
+            with contextlib.suppress(RuntimeError):  # not complete, or failed: is_completed() shows which
                 work.wait(POLL_INTERVAL / 4)
 
     def explain_failure(self, what: str, error: BaseException, began: float | None = None) -> RanksDisagreeError:
-        """Explain a collective, or a look into the store, that failed: mostly because a rank has gone."""
+        """Return an error that explains a failed collective or store access: usually a rank has died."""
         first_line = str(error).partition("\n")[0]
         if self._monitor is None:
             return RanksDisagreeError(f"{what} failed: {first_line}")
@@ -234,20 +235,20 @@ class ConsistencyChecker:
             return self._fault_error(what, began, None, first_line)
         try:
             return self._disagreement_error(f"could not finish to {what}{_elapsed_clause(began)} ({first_line})")
-        except RuntimeError:  # the store went down with its rank
+        except RuntimeError:  # the store died with its rank
             return RanksDisagreeError(
                 f"rank {self.rank} could not finish to {what}{_elapsed_clause(began)}: {first_line}"
             )
 
     def announce_failure(self, why: str) -> None:
-        """Leave word for the ranks that will wait for this one in vain: it has left its pass by an exception."""
+        """Record the reason for ranks that will wait for this one: it left its pass by an exception."""
         if self._store is not None and self._monitor is not None:
-            with contextlib.suppress(RuntimeError):  # the store went down with its rank
+            with contextlib.suppress(RuntimeError):  # the store died with its rank
                 self._store.set(f"{self._prefix}/note {self.rank}", f"{self.position()[0]}:{why}")
                 self._monitor.request_comparison()
 
     def position(self) -> tuple[int, str]:
-        """How many events this rank has come to, and the last of them in words."""
+        """Return how many events this rank has reached, and a description of the last."""
         progress = self._progress() if self._progress is not None else None
         return (0, "shard()") if progress is None else (progress.event_count, progress.describe_last_event())
 
@@ -257,32 +258,32 @@ class ConsistencyChecker:
         failure_notes: dict[int, tuple[int, str]],
         barrier: BarrierWait | None,
     ) -> str:
-        """Say how this rank differs from what others have announced; "" where it does not, or not yet.
+        """Describe how this rank differs from what others have announced; "" if it does not, or not yet.
 
-        What others announced at a moment that this rank has passed cannot be agreed on any more: it would have
-        announced it, too, had it seen the need. After an exception has ended a pass, a rank's next event can only be
-        the start of another one.
+        If others announced an event index that this rank has passed, it can no longer be confirmed: had the event been
+        unexpected here, this rank would have announced it too. After an exception has ended a pass, a rank's next event
+        can only be the start of another pass.
         """
         progress = self._progress() if self._progress is not None else None
         if progress is None:
             return ""
-        passed = progress.event_count  # first: what was agreed on is settled before it is passed
-        settled, (asking, asked) = self._last_confirmed, self._last_announced
-        for moment in sorted({moment for moment, _ in announced.values() if moment > settled}):
-            theirs = {rank: what for rank, (at, what) in announced.items() if at == moment}
-            mine = progress.event_at(moment) if moment <= passed else asked if moment == asking else ""
-            if moment <= passed or (moment == asking and any(what != asked for what in theirs.values())):
-                said = "; ".join(f"rank {rank} is about to {what}" for rank, what in theirs.items())
+        passed = progress.event_count  # read first: an event is confirmed before it is passed
+        confirmed, (asked_index, asked_event) = self._last_confirmed, self._last_announced
+        for index in sorted({index for index, _ in announced.values() if index > confirmed}):
+            theirs = {rank: what for rank, (at, what) in announced.items() if at == index}
+            mine = progress.event_at(index) if index <= passed else asked_event if index == asked_index else ""
+            if index <= passed or (index == asked_index and any(what != asked_event for what in theirs.values())):
+                others = "; ".join(f"rank {rank} is about to {what}" for rank, what in theirs.items())
                 return (
-                    f"ranks disagree: {said}, where rank {self.rank} has come to: {mine or 'another call'}. {_ADVICE}"
+                    f"ranks disagree: {others}, where rank {self.rank} has come to: {mine or 'another call'}. {_ADVICE}"
                 )
-        for rank, (moment, what) in announced.items():
-            if barrier is not None and moment > max(settled, passed) and self.global_ranks[rank] in barrier.ranks:
+        for rank, (index, what) in announced.items():
+            if barrier is not None and index > max(confirmed, passed) and self.global_ranks[rank] in barrier.ranks:
                 here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.call_site})"
                 return f"ranks disagree: rank {rank} is about to {what}, where {here}. {_ADVICE}"
-        for rank, (moment, why) in failure_notes.items():
-            after = moment + 1
-            mine = progress.event_at(after) if after <= passed else asked if after == asking else ""
+        for rank, (index, why) in failure_notes.items():
+            after = index + 1
+            mine = progress.event_at(after) if after <= passed else asked_event if after == asked_index else ""
             if mine and not mine.startswith(PASS_START):
                 return f"rank {rank} failed: {why}. Rank {self.rank} has come to: {mine}"
         return ""
@@ -294,22 +295,24 @@ class ConsistencyChecker:
         self, what: str, began: float | None, event_index: int | None, error: str = ""
     ) -> RanksDisagreeError:
         fault = self._blocking_fault(event_index) or self.faults[0]
-        told = f" ({error})" if error else ""
+        error_clause = f" ({error})" if error else ""
         notes = "".join(f" {note}." for note in self._announced_failures() if note not in fault.text)
-        return RanksDisagreeError(f"rank {self.rank} cannot {what}{_elapsed_clause(began)}: {fault.text}{told}{notes}")
+        return RanksDisagreeError(
+            f"rank {self.rank} cannot {what}{_elapsed_clause(began)}: {fault.text}{error_clause}{notes}"
+        )
 
     def _announced_failures(self) -> list[str]:
-        """What other ranks said of themselves before they left their pass: see :meth:`announce_failure`."""
+        """Return the reasons other ranks recorded before they left their pass: see :meth:`announce_failure`."""
         found = []
-        with contextlib.suppress(RuntimeError):  # the store went down with its rank
+        with contextlib.suppress(RuntimeError):  # the store died with its rank
             for rank in range(self._mesh_size):
-                moment, why = self._read_announcement("note", rank) if rank != self.rank else (-1, "")
-                if why and moment >= self._last_confirmed:
+                index, why = self._read_announcement("note", rank) if rank != self.rank else (-1, "")
+                if why and index >= self._last_confirmed:
                     found.append(f"rank {rank} failed: {why}")
         return found
 
     def _disagreement_error(self, what: str) -> RanksDisagreeError:
-        """Say where all ranks are, here and to the others."""
+        """Describe the positions of all ranks, in the returned error and to the other ranks."""
         if self._store is None or self._monitor is None:
             raise ValueError("one rank cannot disagree with itself")
         elsewhere = []
@@ -317,9 +320,9 @@ class ConsistencyChecker:
         for rank in range(self._mesh_size):
             if rank == self.rank:
                 continue
-            moment, said = self._read_announcement("rank", rank)
-            if moment > self._last_confirmed:
-                elsewhere.append(f"rank {rank} is about to {said}")
+            index, event = self._read_announcement("rank", rank)
+            if index > self._last_confirmed:
+                elsewhere.append(f"rank {rank} is about to {event}")
             else:
                 known = f"the last it was known to come to: {positions[rank]}" if rank in positions else "not heard of"
                 elsewhere.append(f"rank {rank} has announced nothing ({known})")
@@ -332,8 +335,8 @@ class ConsistencyChecker:
         key = f"{self._prefix}/{topic} {rank}"
         if self._store is None or not self._store.check([key]):
             return -1, ""
-        moment, _, said = self._store.get(key).decode().partition(":")
-        return int(moment), said
+        index, _, event = self._store.get(key).decode().partition(":")
+        return int(index), event
 
 
 def _elapsed(began: float) -> str:

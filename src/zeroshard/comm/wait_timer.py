@@ -1,4 +1,4 @@
-"""Stopwatch: how long computation waited for communication."""
+"""WaitTimer: how long computation waits for communication."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ import torch
 
 
 class WaitTimer:
-    """Entered around everything that makes computation wait for a collective. Off, it costs next to nothing.
+    """Context manager around everything that makes computation wait for a collective. Costs almost nothing when off.
 
-    Where waiting blocks the host (gloo), host time is counted; on a GPU, the time the compute stream stood still, by
-    events that are read only when asked for, so that timing makes no host sync.
+    If waiting blocks the host (gloo), it measures host time; on a GPU, the time the compute stream is idle, with events
+    that are read only on request, so that timing does not synchronize the host.
 
-    >>> stopwatch = WaitTimer(on_stream=False)
-    >>> with stopwatch:
+    >>> timer = WaitTimer(on_stream=False)
+    >>> with timer:
     ...     pass
-    >>> stopwatch.seconds
+    >>> timer.seconds
     0.0
     """
 
     def __init__(self, on_stream: bool) -> None:
         self.is_running = False
         self._is_on_stream = on_stream
-        self._compute_stream: torch.cuda.Stream | None = None  # side streams may wait for each other as they like
+        self._compute_stream: torch.cuda.Stream | None = None  # waits between side streams are not timed
         self._wait_started = 0.0
         self._host_seconds = 0.0
         self._events: list[torch.cuda.Event] = []  # begin, end, begin, end, …
 
     def start(self) -> None:
-        """Begin to count, from nothing."""
+        """Start timing from zero."""
         self.is_running, self._host_seconds = True, 0.0
         self._events.clear()
         self._compute_stream = torch.cuda.current_stream() if self._is_on_stream else None
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop timing."""
         self.is_running = False
 
     @property
     def seconds(self) -> float:
-        """What was waited between start and stop. On a GPU, waits for the device."""
+        """Seconds waited between start and stop. On a GPU, reading it synchronizes with the device."""
         if self._events:
             self._events[-1].synchronize()
         pairs = zip(self._events[::2], self._events[1::2], strict=True)

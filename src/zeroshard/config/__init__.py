@@ -1,1 +1,1 @@
-"""Everything a user may set: ``Config`` and ``Offload``, validated when they are made."""
+"""All user options: ``Config`` and ``Offload``, validated on creation."""

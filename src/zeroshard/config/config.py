@@ -29,94 +29,92 @@ class Config:
     """
 
     stage: int = 3
-    """Which states are partitioned. 0: none (plain data parallelism). 1: optimizer states. 2: and gradients.
-    3: and parameters. The stage changes memory and traffic, never the numbers. :func:`zeroshard.shard` also takes
-    "auto" for it, and for ``offload``."""
+    """Which states are partitioned. 0: none (plain data parallelism). 1: optimizer states. 2: also gradients. 3: also
+    parameters. The stage changes memory and traffic, never the numbers. :func:`zeroshard.shard` also accepts "auto" for
+    it, and for ``offload``."""
 
     precision: str | None = None
-    """None: each parameter is computed and updated in the dtype it has. "fp32": all in fp32. "bf16", "fp16": computed
-    in 16 bits, updated in an fp32 master copy that is partitioned like the optimizer states."""
+    """None: each parameter is computed and updated in its own dtype. "fp32": everything in fp32. "bf16", "fp16":
+    compute in 16 bits, update an fp32 master weight that is partitioned like the optimizer states."""
 
     reduce_dtype: str | torch.dtype | None = None
-    """The dtype gradients are summed, and kept, in. None: that of the parameters in computation."""
+    """The dtype in which gradients are reduced and stored. None: the compute dtype of the parameters."""
 
     keep_fp32: tuple[str | type[nn.Module], ...] = ()
     """Modules, by class or by shell pattern of their name, and parameters, by pattern, that stay in fp32 under "bf16"
-    and "fp16". Such a module gets its floating-point inputs in fp32 and gives its outputs back in 16 bits. Batch norms
+    and "fp16". Such a module gets its floating-point inputs in fp32 and returns its outputs in 16 bits. Batch norms
     always stay in fp32, because their running statistics need it."""
 
     cast_inputs: bool = True
-    """Under "bf16" and "fp16", cast the model's floating-point inputs, and those of torch's own layers inside it where
-    a module is given floats of another dtype. A module with code of its own is given what it is called with."""
+    """Under "bf16" and "fp16", cast the model's floating-point inputs, and those of torch's own layers inside it if
+    they get floats of another dtype. Other modules get their inputs unchanged."""
 
     cast_on_gather: bool = True
-    """Stage 3 under "bf16" and "fp16": keep no 16-bit copy of this rank's part of the parameters; each gather casts the
-    master. 14Ψ/N bytes of states instead of 16Ψ/N, for reading 4 bytes an element instead of 2 whenever a unit is
-    brought. So one rank alone brings and releases units, too: its parameters are there in forward and backward only, as
-    those of many ranks are. Off, or in another stage, one rank alone has its parameters all the time. What is not
-    trained, stays in fp32 or rests outside the device keeps what it has; in other precisions nothing changes. The
-    numbers are the same to the bit."""
+    """Stage 3 under "bf16" and "fp16": keep no 16-bit copy of this rank's parameter shard; each all-gather casts the
+    master weights. States take 14Ψ/N bytes instead of 16Ψ/N, but unsharding a unit reads 4 bytes per element instead of
+    2. With a single rank, too, parameters then exist only during forward and backward. Off, or in another stage, a
+    single rank always has its parameters. Parameters that are frozen, stay in fp32 or are offloaded keep their copy;
+    other precisions are not affected. The numbers are bitwise equal."""
 
     units: tuple[str | type[nn.Module], ...] | None = None
     """Which modules are units: classes, or shell patterns of module names ("layers.*"). None: the repeated blocks of
-    the model are found by themselves."""
+    the model, detected automatically."""
 
     bucket_size: int = 2**27
-    """Elements of one collective and of each fused buffer, whatever the size of the model (the paper's C_B). A
-    parameter of at least a third of them has collectives of its own, and its gradient needs no copy before it is
-    reduced. A step also updates that many elements at a time: torch's elementwise optimizers are stepped several times
-    where a rank's part is larger. An optimizer of another class, or one with hooks on its ``step`` or a ``step`` of its
-    own, is called once, with all of its part's gradients: where these need a copy in fp32, that takes 4Ψ/N bytes."""
+    """Elements per collective and per fused buffer, independent of the size of the model (the paper's C_B). A parameter
+    of at least a third of this has its own collectives, and its gradient is reduced without a copy. A step also updates
+    this many elements at a time: torch's elementwise optimizers are stepped several times if a rank's shard is larger.
+    An optimizer of another class, or one with hooks on ``step`` or its own ``step``, is called once, with all gradients
+    of its shard: if these need an fp32 copy, that takes 4Ψ/N bytes."""
 
     ring: int = 2
-    """How many gradient buckets may be on their way at once. Each takes ``bucket_size`` elements, and up to a third
-    more where there are short ones too."""
+    """How many gradient buckets may be in flight at once. Each takes ``bucket_size`` elements, and up to a third more
+    if there are short ones too."""
 
     prefetch: bool = True
-    """Gather the next unit while the present one computes. Off: one unit less in memory, no overlap."""
+    """All-gather the next unit while the current one computes. Off: one unit less in memory, no overlap."""
 
     broadcast_buffers: bool = True
-    """Copy rank 0's buffers (running statistics) to all ranks before a forward in which they have changed, as DDP."""
+    """Copy rank 0's buffers (running statistics) to all ranks before a forward in which they have changed, like DDP."""
 
     defragment: bool = True
-    """On a GPU, find out in the first steps which segments PyTorch's allocator is best given beforehand, so that the
-    model's own temporaries take least memory (the paper's M_D); its cache is emptied for it; and have one workspace of
-    cuBLAS's at a time, where each thread would keep its own. Off: the allocator is left alone."""
+    """On a GPU, find out in the first steps which segments to preallocate in PyTorch's allocator, so that the model's
+    temporaries take the least memory (the paper's M_D); this empties the allocator's cache. Also keep one cuBLAS
+    workspace at a time instead of one per thread. Off: the allocator is not touched."""
 
     offload: Any = None
-    """Which states rest in host memory or on disk: "host" (optimizer states, and gradients with them), a
+    """Which states are placed in host memory or on disk: "host" (optimizer states, and gradients with them), a
     :class:`zeroshard.Offload`, or its options as a dictionary. Changes memory and time, never the numbers."""
 
     elementwise: bool | None = None
-    """Whether the optimizer updates each element from that element alone, as it has to: it is run on flat slices of the
-    parameters. None: torch's own elementwise optimizers are known, others are tried on small tensors, and refused where
-    that shows a difference or decides nothing. True: your word for it, and nothing is tried."""
+    """Whether the optimizer updates each element from that element alone. This is required: it runs on flat slices of
+    the parameters. None: torch's own elementwise optimizers are known; others are tested on small tensors, and rejected
+    if the test shows a difference or is inconclusive. True: you assert it, and nothing is tested."""
 
     init_fn: Callable[[nn.Module], None] | None = None
     """Called on every module of a model built on the meta device, instead of its own ``reset_parameters``."""
 
     timeout: float | None = None
-    """Seconds that a rank waits for others that live and have done nothing else meanwhile; then it raises
-    :class:`RanksDisagreeError`. None: the process group's own. A rank that has died, raised, ended or does something
-    else is named to all within 10 seconds, whatever this is. Under NCCL the process group's own holds for collectives
-    on the device."""
+    """Seconds that a rank waits for others that are alive and have done nothing else meanwhile; then it raises
+    :class:`RanksDisagreeError`. None: the timeout of the process group. A rank that has died, raised, exited or does
+    something else is named to all ranks within 10 seconds, independent of this. Under NCCL the process group's timeout
+    applies to collectives on the device."""
 
     heartbeat_timeout: float = 8.0
-    """Seconds without a sign of life after which a rank on another machine counts as dead. Of a rank on the same
-    machine the operating system knows whether it lives. Give more where Python code holds the interpreter's lock for
-    longer."""
+    """Seconds without a heartbeat after which a rank on another machine counts as dead. For ranks on the same machine
+    the operating system knows. Increase it if Python code holds the GIL for longer."""
 
     loss_scale: float = 2.0**16
-    """fp16: the first loss scale of ``optimizer.scale(loss)``. It halves after an overflow and doubles after 2000 steps
-    without one."""
+    """fp16: the initial loss scale of ``optimizer.scale(loss)``. It halves after an overflow and doubles after 2000
+    steps without one."""
 
     def __new__(cls, **options: Any) -> Config:
-        """Refuse unknown names, with the nearest right one."""
+        """Reject unknown option names, and suggest the closest one."""
         _check_option_names(options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, saying what was got and what is wanted."""
+        """Validate all options and convert them to one form."""
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
             hint = ", which zeroshard.shard() takes and settles" if str(self.stage) == "auto" else ""
             raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}{hint}")
@@ -146,17 +144,17 @@ class Config:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype that ``precision`` asks computation to be in; None leaves each parameter as it is."""
+        """The compute dtype that ``precision`` sets; None leaves each parameter as it is."""
         return None if self.precision is None else _DTYPES[self.precision]
 
     @property
     def has_master(self) -> bool:
-        """Whether parameters have an fp32 master copy apart from the one in computation."""
+        """Whether parameters have fp32 master weights separate from the compute-dtype parameters."""
         return self.precision in ("bf16", "fp16")
 
     @property
     def needs_cast_on_gather(self) -> bool:
-        """Whether that is the only copy that a rank keeps of what it has of partitioned parameters."""
+        """Whether the master weights are a rank's only copy of its shard of partitioned parameters."""
         return self.cast_on_gather and self.has_master
 
 
@@ -173,7 +171,7 @@ def _parse_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | No
 def _parse_patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] | None:
     if value is None:
         return None
-    if isinstance(value, (str, type)) or not isinstance(value, Iterable):  # one name, where a tuple of one was meant
+    if isinstance(value, (str, type)) or not isinstance(value, Iterable):  # a single value instead of a tuple
         value = (value,)
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
@@ -185,6 +183,6 @@ def _check_option_names(options: dict[str, Any]) -> None:
     known = [field.name for field in fields(Config)]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {matches[0]!r}?" if matches else f"the options are {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}: {hint}")

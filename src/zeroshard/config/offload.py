@@ -1,4 +1,4 @@
-"""Offload: which training states rest outside the device, in which tier, and how much of them."""
+"""Offload: which training states are placed outside the device, in which tier, and how much of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-TIERS = ("device", "host", "disk")  # the nearest first
+TIERS = ("device", "host", "disk")  # the fastest first
 STATE_KINDS = ("optimizer", "gradients", "parameters")
 _BYTES_PER_UNIT = {
     "": 1,
@@ -24,15 +24,15 @@ _BYTES_PER_UNIT = {
 _SIZE_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 TierSpec = str | tuple[str, float] | Mapping[str, float]
-"""A tier, a tier and a fraction, or fractions by tier; what is left over stays on the device."""
+"""A tier, a tier and a fraction, or fractions by tier; the remainder stays on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where states rest. Each kind goes wholly or by fraction; the units that come first in forward stay nearest.
+    """Where states are placed. Each kind moves fully or by fraction; the first units in forward get the fastest tier.
 
-    Backward comes to those last, so their gradients arrive last and the next forward wants them first: what is near
-    them need not wait for a slower tier.
+    Backward visits those units last, so their gradients are ready last, and the next forward needs them first: in the
+    fastest tier they do not wait for a slower one.
 
     >>> Offload(optimizer=("host", 0.75)).optimizer
     {'host': 0.75}
@@ -45,35 +45,35 @@ class Offload:
     """
 
     optimizer: Any = "device"
-    """Optimizer states with their master copy of the parameters: "host", "disk", ("host", 0.5), or
-    {"host": 0.5, "disk": 0.5}. What rests outside the device is updated by the host's processors."""
+    """Optimizer states and master weights: "host", "disk", ("host", 0.5), or {"host": 0.5, "disk": 0.5}. The CPU
+    updates what is offloaded."""
 
     gradients: Any = None
-    """Reduced gradients, where they are partitioned (stages 2 and 3, or one rank). None: on the host where none
-    of the optimizer's states are on the device, since they go there in any case; else on the device."""
+    """Reduced gradients, if they are partitioned (stages 2 and 3, or one rank). None: on the host if no optimizer
+    states are on the device, since the gradients are copied there in any case; else on the device."""
 
     parameters: Any = "device"
-    """This rank's part of the parameters, in stage 3: brought to the device for each use."""
+    """This rank's parameter shards, in stage 3: copied to the device for each use."""
 
     host_bytes: int | str | None = None
-    """The most host memory this rank may take, as a number of bytes or "64GB". What does not fit stays nearer."""
+    """Host memory limit of this rank: bytes, or a string like "64GB". What does not fit stays in a faster tier."""
 
     disk_bytes: int | str | None = None
     """The same for disk."""
 
     directory: str | os.PathLike[str] | None = None
-    """Where this rank's file lies, for what rests on disk. The file has no name, so nothing is left after a crash."""
+    """Directory of this rank's file, for states on disk. The file has no name, so nothing is left after a crash."""
 
     speculate: bool = True
-    """Begin to update on the host while backward is still running, where the loop is expected to step next. The result
-    is written beside the old values and counts only once ``step()`` confirms it; that takes as much host memory again,
-    as far as there is some. Off: the update begins with ``step()``."""
+    """Start CPU updates while backward is still running, if the loop is expected to step next. Results are written to
+    shadow buffers and take effect only when ``step()`` commits them; that needs the same amount of host memory
+    again, and is limited to what is available. Off: updates start with ``step()``."""
 
     threads: int | None = None
-    """Threads that update on the host. None: this rank's share of the processors, less two for PyTorch's own."""
+    """Threads for CPU updates. None: this rank's share of the cores, less two for PyTorch."""
 
     def __new__(cls, **options: Any) -> Offload:
-        """Refuse unknown names."""
+        """Reject unknown option names."""
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -81,7 +81,7 @@ class Offload:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, and bring every kind into one form: fractions by tier, the farthest first."""
+        """Validate all options, and convert every kind to fractions by tier, the slowest first."""
         for kind in STATE_KINDS:
             given = getattr(self, kind)
             if kind != "gradients" or given is not None:
@@ -101,7 +101,7 @@ class Offload:
 
     @classmethod
     def from_option(cls, option: Any) -> Offload | None:
-        """What was given to ``shard(offload=…)``: None, a tier for the optimizer's states, a dictionary, or an Offload.
+        """Convert the ``offload`` option: None, a tier for the optimizer states, a dictionary, or an Offload.
 
         >>> Offload.from_option("host") == Offload.from_option({"optimizer": "host"}) == Offload(optimizer="host")
         True
@@ -119,23 +119,23 @@ class Offload:
         return option if any(getattr(option, kind) for kind in STATE_KINDS) else None
 
     def byte_limit(self, tier: str) -> int | None:
-        """The most bytes of a tier."""
-        found: int | None = getattr(self, f"{tier}_bytes", None)
-        return found
+        """Return the byte limit of a tier; None if there is none."""
+        limit: int | None = getattr(self, f"{tier}_bytes", None)
+        return limit
 
     @property
     def summary(self) -> str:
-        """What all ranks must have alike, in words. Where a rank's file lies, and its threads, are its own."""
+        """The options that must be equal on all ranks. The directory and the threads may differ."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in (*STATE_KINDS, "host_bytes", "disk_bytes"))
 
     @property
     def needs_disk(self) -> bool:
-        """Whether anything rests on disk."""
+        """Whether anything is placed on disk."""
         return any("disk" in (getattr(self, kind) or ()) for kind in STATE_KINDS)
 
 
 def _parse_fractions(kind: str, given: Any) -> dict[str, float]:
-    """Fractions by tier, the farthest first, none that is zero, the device's left out."""
+    """Return nonzero fractions by tier, the slowest first, without the device's."""
     if isinstance(given, str):
         given = {given: 1.0}
     elif isinstance(given, (tuple, list)) and len(given) == 2:
@@ -156,14 +156,14 @@ def _parse_fractions(kind: str, given: Any) -> dict[str, float]:
 
 
 def parse_bytes(name: str, given: Any) -> int | None:
-    """A number of bytes as it may be given: as such, as in "64GB", or None.
+    """Return a number of bytes given as an integer, as a string like "64GB", or as None.
 
     >>> parse_bytes("host_bytes", "1.5GiB")
     1610612736
     """
-    found = _SIZE_PATTERN.fullmatch(given) if isinstance(given, str) else None
-    if found is not None and found[2] in _BYTES_PER_UNIT:
-        return int(float(found[1]) * _BYTES_PER_UNIT[found[2]])
+    match = _SIZE_PATTERN.fullmatch(given) if isinstance(given, str) else None
+    if match is not None and match[2] in _BYTES_PER_UNIT:
+        return int(float(match[1]) * _BYTES_PER_UNIT[match[2]])
     if given is None or (type(given) is int and given >= 0):
         return given
     raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB' or '60GiB', got {given!r}")

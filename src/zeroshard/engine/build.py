@@ -1,4 +1,4 @@
-"""Building: from a plain model to units that hold their partitions, one unit at a time."""
+"""Build: turns a plain model into sharded units, one unit at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zeroshard.tensor_parallel.parallelize import TensorParallelState
 
 
 def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
-    """Refuse what cannot be sharded, with the parameter's name. ``divided``: there is a tensor axis."""
+    """Raise if the model cannot be sharded, and name the parameter. ``has_tensor_axis``: the mesh has a tensor axis."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
     check_modules(model)
@@ -41,18 +41,18 @@ def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
                 f"{name!r} is a DTensor: give shard() the mesh it is divided over, whose last axis is named 'tensor'"
             )
         if hasattr(parameter, "_zeroshard"):
-            raise ValueError(f"{name!r} is sharded already: call zeroshard.unshard() on its model first")
+            raise ValueError(f"{name!r} is sharded already: call zeroshard.unwrap() on its model first")
     check_parameters(model)
 
 
 def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Give a meta parameter memory without changing which object it is."""
+    """Give a meta parameter memory, and keep its object identity."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
 class UnitBuilder:
-    """Makes the units of one model."""
+    """Builds the units of one model."""
 
     def __init__(
         self,
@@ -71,9 +71,7 @@ class UnitBuilder:
     ) -> None:
         self._model, self._config = model, config
         self._tiers = tiers
-        self._state_bytes_per_element = (
-            state_bytes_per_element  # of an element in fp32, of the optimizer's states, the master's not
-        )
+        self._state_bytes_per_element = state_bytes_per_element  # optimizer states of an fp32 element, without master
         self._has_partitioned_grads = placement.gradients
         self._tp_state = tp_state
         self._tp_params = tp_state.tp_params if tp_state is not None else {}
@@ -82,54 +80,55 @@ class UnitBuilder:
         self._parameters = dict(model.named_parameters())
         self._original_classes = {id(p): type(p) for p in self._parameters.values()}
         self._meta_param_names = {name for name, p in self._parameters.items() if p.is_meta}
-        self._optimized_ids = optimized_ids  # ids of the parameters an optimizer updates
+        self._optimized_ids = optimized_ids  # ids of the parameters that an optimizer updates
         self._unit_specs = unit_specs
-        lane = SideStream(comm.device, comm.wait_timer)
+        all_gather_stream = SideStream(comm.device, comm.wait_timer)
         self.units = [
-            Unit(p.name, self._make_flats(p), comm, tracker, lane, self._has_partitioned_params) for p in unit_specs
+            Unit(p.name, self._make_flats(p), comm, tracker, all_gather_stream, self._has_partitioned_params)
+            for p in unit_specs
         ]
         round_alloc_bytes([flat for unit in self.units for flat in unit.flats])
 
     def build(self) -> list[Unit]:
-        """Place shards in arenas, then fill them unit by unit: never more than the shards and one whole unit."""
+        """Allocate all shards, then fill them unit by unit: memory never exceeds the shards and one full unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
         self._assign_tiers(flats)
-        near = {flat: self._device_master_ranges(flat) for flat in flats}
-        numel = sum(span.numel for spans in near.values() for span in spans)
+        device_ranges = {flat: self._device_master_ranges(flat) for flat in flats}
+        numel = sum(range_.numel for ranges in device_ranges.values() for range_ in ranges)
         masters = Arena("master weights", numel, torch.float32, self._pool, self._tracker) if numel else None
         shards: dict[torch.dtype, Arena] = {}
-        self._tracker.add("parameters", 0)  # to be told, though a rank may keep none
-        resting = [
+        self._tracker.add("parameters", 0)  # to appear in reports even if this rank has none
+        sharded = [
             flat
             for flat in flats
             if self._has_partitioned_params and not flat.is_offloaded and not self._is_cast_from_master(flat)
         ]
-        for dtype in dict.fromkeys(flat.dtype for flat in resting):
-            numel = sum(flat.layout.shard_numel for flat in resting if flat.dtype == dtype)
+        for dtype in dict.fromkeys(flat.dtype for flat in sharded):
+            numel = sum(flat.layout.shard_numel for flat in sharded if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._tracker)
-        reader = self._tiers.make_prefetcher(
+        prefetcher = self._tiers.make_prefetcher(
             [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.is_on_disk]
         )
-        for unit, plan in zip(self.units, self._unit_specs, strict=True):
+        for unit, spec in zip(self.units, self._unit_specs, strict=True):
             for flat in unit.flats:
                 self._allocate_flat(flat, shards)
-                flat.prefetcher = reader if flat.is_on_disk else None
+                flat.prefetcher = prefetcher if flat.is_on_disk else None
                 if self._has_master(flat):
-                    flat.master = self._make_master(flat, masters, near[flat])
-            self._init_unit(unit, plan)
+                    flat.master = self._make_master(flat, masters, device_ranges[flat])
+            self._init_unit(unit, spec)
         self._move_buffers_to_device()
         if self._comm.device.type == "cuda" and self._config.defragment:
-            torch.cuda.empty_cache()  # what units were staged in is as large as they are whole, and of no use any more
+            torch.cuda.empty_cache()  # the staging memory is as large as full units, and not needed any more
         return self.units
 
     def _assign_tiers(self, flats: list[FlatParam]) -> None:
-        """Say in which tier each state of each flat rests."""
+        """Assign a tier to each state of each flat."""
         offload = self._config.offload
         if offload is None:
             for flat in flats:
                 flat.tier_placement.optimizer = [(Range(0, flat.layout.shard_numel), "device")]
             return
-        bodies = [
+        sizes = [
             FlatSizes(
                 flat.shard_ranges,
                 self._is_optimized(flat),
@@ -140,51 +139,53 @@ class UnitBuilder:
             )
             for flat in flats
         ]
-        buffers = self._tiers.staging_bytes(bodies)
-        rests, self._tiers.spare_host_bytes = assign_tiers(bodies, offload, self._has_partitioned_grads, buffers)
-        for flat, rest in zip(flats, rests, strict=True):
-            flat.tier_placement = rest
+        staging_bytes = self._tiers.staging_bytes(sizes)
+        placements, self._tiers.spare_host_bytes = assign_tiers(
+            sizes, offload, self._has_partitioned_grads, staging_bytes
+        )
+        for flat, placement in zip(flats, placements, strict=True):
+            flat.tier_placement = placement
 
     def _allocate_flat(self, flat: FlatParam, shards: dict[torch.dtype, Arena]) -> None:
-        """Allocate a flat: its shard in its tier, if it keeps one, or all of it on the device."""
+        """Allocate a flat: its shard in its tier, if it has one, or all of it on the device."""
         shard, numel = None, flat.layout.shard_numel
         if self._has_partitioned_params and flat.is_offloaded:
             shard = self._tiers.zeros("parameters", flat.tier_placement.parameters, numel, flat.dtype, pinned=True)
         elif self._has_partitioned_params and not self._is_cast_from_master(flat):
             shard = shards[flat.dtype].allocate(numel)
-        # What is partitioned has its full memory for a moment only: the pool would keep it, for one unit's size.
+        # Partitioned flats have full memory only briefly: the pool would keep that of one unit.
         with nullcontext() if self._has_partitioned_params else self._pool:
             flat.allocate(self._comm, self._has_partitioned_params, shard)
         if not self._has_partitioned_params:
             self._tracker.add("parameters", flat.full.nbytes)
 
     def _master_dtype(self, flat: FlatParam) -> torch.dtype:
-        """The dtype that a flat is updated in."""
+        """Return the dtype in which the optimizer updates a flat."""
         return torch.float32 if self._precision.has_master(flat.dtype) else flat.dtype
 
     def _device_master_ranges(self, flat: FlatParam) -> list[Range]:
-        """The stretches of which the device has a copy for the optimizer, beside the one in computation."""
+        """Return the ranges with a master weight on the device, in addition to the parameter used in compute."""
         if not self._has_master(flat) or (self._master_dtype(flat) == flat.dtype and not flat.is_offloaded):
             return []
-        return [span for span, tier in flat.tier_placement.optimizer if tier == "device"]
+        return [range_ for range_, tier in flat.tier_placement.optimizer if tier == "device"]
 
     def _make_master(self, flat: FlatParam, arena: Arena | None, device_ranges: list[Range]) -> TieredTensor:
-        """What the optimizer updates: stretches in their tiers, and this rank's part itself where that will do."""
-        stretches: list[TierSegment] = []
-        for span, tier in flat.tier_placement.optimizer:
+        """Return the master weights: segments in their tiers, or the local shard itself where no copy is needed."""
+        segments: list[TierSegment] = []
+        for range_, tier in flat.tier_placement.optimizer:
             if tier != "device":
-                for part in split_chunks(span, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
+                for part in split_chunks(range_, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
                     tensor = self._tiers.zeros("master weights", tier, part.numel, self._master_dtype(flat))
-                    stretches.append(TierSegment(part, tier, tensor))
-            elif span in device_ranges and arena is not None:
-                stretches.append(TierSegment(span, tier, arena.allocate(span.numel)))
+                    segments.append(TierSegment(part, tier, tensor))
+            elif range_ in device_ranges and arena is not None:
+                segments.append(TierSegment(range_, tier, arena.allocate(range_.numel)))
             else:
-                for home, owned in zip(flat.shard_ranges, flat.local_shards, strict=True):
-                    common = span.intersect(home)
+                for shard_range, shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
+                    common = range_.intersect(shard_range)
                     if common is not None:
-                        part = common.shift(-home.start)
-                        stretches.append(TierSegment(common, tier, owned[part.start : part.end]))
-        return TieredTensor(stretches)
+                        part = common.shift(-shard_range.start)
+                        segments.append(TierSegment(common, tier, shard[part.start : part.end]))
+        return TieredTensor(segments)
 
     def _make_flats(self, spec: UnitSpec) -> list[FlatParam]:
         kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
@@ -195,32 +196,32 @@ class UnitBuilder:
         flats = []
         for (dtype, _), names in kinds.items():
             parameters = [self._parameters[name] for name in names]
-            divided = [self._tp_params.get(name) for name in names]
-            shares = [d.shard if d is not None else None for d in divided]
+            tp_params = [self._tp_params.get(name) for name in names]
+            tp_shards = [tp_param.shard if tp_param is not None else None for tp_param in tp_params]
             numels = [
-                share.local_shape.numel() if share is not None else p.numel()
-                for p, share in zip(parameters, shares, strict=True)
+                tp_shard.local_shape.numel() if tp_shard is not None else p.numel()
+                for p, tp_shard in zip(parameters, tp_shards, strict=True)
             ]
             layout = FlatLayout.build(numels, self._config.bucket_size, self._comm.shard_axis.size)
-            flats.append(FlatParam(names, parameters, layout, dtype, self._comm.device, divided))
+            flats.append(FlatParam(names, parameters, layout, dtype, self._comm.device, tp_params))
         return flats
 
     def _is_optimized(self, flat: FlatParam) -> bool:
         return flat.is_trainable and any(id(parameter) in self._optimized_ids for parameter in flat.parameters)
 
     def _has_master(self, flat: FlatParam) -> bool:
-        """Whether an optimizer updates something else than the parameters in computation: exacter, or elsewhere."""
-        apart = (
+        """Return whether the optimizer updates master weights: in a higher precision, or in another tier."""
+        is_separate = (
             self._precision.has_master(flat.dtype) or flat.tier_placement.has_offloaded_optimizer or flat.is_offloaded
         )
-        return self._is_optimized(flat) and apart
+        return self._is_optimized(flat) and is_separate
 
     def _is_cast_from_master(self, flat: FlatParam) -> bool:
-        """Whether a partitioned flat keeps its master alone: see [Note: cast on gather]."""
-        near = not flat.is_offloaded and not flat.tier_placement.has_offloaded_optimizer
+        """Return whether a flat keeps only its master weights: see [Note: all-gathering from master weights]."""
+        is_on_device = not flat.is_offloaded and not flat.tier_placement.has_offloaded_optimizer
         return (
             self._config.needs_cast_on_gather
-            and near
+            and is_on_device
             and self._has_master(flat)
             and self._master_dtype(flat) != flat.dtype
         )
@@ -229,37 +230,40 @@ class UnitBuilder:
     def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:
         staged = [self._stage_values(flat) for flat in unit.flats]
         self._init_meta_modules(spec)
-        for flat, (values, wholes) in zip(unit.flats, staged, strict=True):
-            self._broadcast_over_tensor_axis(flat, values, wholes)
-            for bucket in flat.layout.buckets:  # rank 0's values count, as under DDP
+        for flat, (values, full_tensors) in zip(unit.flats, staged, strict=True):
+            self._broadcast_over_tensor_axis(flat, values, full_tensors)
+            for bucket in flat.layout.buckets:  # rank 0's values count, as in DDP
                 self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
             flat.load_full(values, self._comm.shard_axis.rank)
             self._install_dtensors(flat)
         unit.bind(self._original_classes)
-        for values, wholes in staged:
-            self._tracker.add("staging", -values.nbytes - sum(whole.nbytes for whole in wholes.values()))
+        for values, full_tensors in staged:
+            self._tracker.add("staging", -values.nbytes - sum(full.nbytes for full in full_tensors.values()))
         if self._has_partitioned_params:
             unit.init_sharded()
 
     def _stage_values(self, flat: FlatParam) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Lay the parameters' values, or room for them, out as the flat does; apart, whole what is to be divided."""
+        """Copy the parameters' values into a buffer with the flat's layout, or reserve space for meta parameters.
+
+        Returns it, and the full tensors of parameters that are still to be split over the tensor axis, by index.
+        """
         dtype = flat.dtype if flat.master is None else flat.master.dtype
         values = torch.zeros(flat.layout.numel, dtype=dtype, device=self._comm.device)
-        wholes: dict[int, torch.Tensor] = {}
+        full_tensors: dict[int, torch.Tensor] = {}
         for index, parameter in enumerate(flat.parameters):
             view = flat.view(values, index)
-            if isinstance(parameter, DTensor):  # the user's: divided already
+            if isinstance(parameter, DTensor):  # made by the user: already tensor-parallel
                 self._copy_from_dtensor(flat.names[index], parameter, view)
                 continue
             if flat.tp_shards[index] is not None:
-                view = wholes[index] = torch.empty(parameter.shape, dtype=dtype, device=self._comm.device)
+                view = full_tensors[index] = torch.empty(parameter.shape, dtype=dtype, device=self._comm.device)
             if parameter.is_meta:
                 _materialize(parameter, view)
             else:
                 view.copy_(parameter.data)
                 parameter.data = view
-        self._tracker.add("staging", values.nbytes + sum(whole.nbytes for whole in wholes.values()))
-        return values, wholes
+        self._tracker.add("staging", values.nbytes + sum(full.nbytes for full in full_tensors.values()))
+        return values, full_tensors
 
     def _copy_from_dtensor(self, name: str, parameter: DTensor, view: torch.Tensor) -> None:
         if parameter.is_meta:
@@ -272,29 +276,31 @@ class UnitBuilder:
     def _broadcast_over_tensor_axis(
         self, flat: FlatParam, values: torch.Tensor, full_tensors: dict[int, torch.Tensor]
     ) -> None:
-        """Bring the first tensor rank's values to all of its axis, and keep this rank's share of what is divided."""
+        """Broadcast the first tensor rank's values over its axis; keep this rank's TP shard of split parameters."""
         if self._comm.tensor_axis.size == 1:
             return
-        for index, share in enumerate(flat.tp_shards):
+        for index, tp_shard in enumerate(flat.tp_shards):
             what = f"share {flat.names[index]!r} over the tensor axis"
-            if share is None:
-                place = flat.layout.range_of_param(index)
-                self._comm.broadcast_over_axis(self._comm.tensor_axis, values[place.start : place.end], what)
+            if tp_shard is None:
+                param_range = flat.layout.range_of_param(index)
+                self._comm.broadcast_over_axis(
+                    self._comm.tensor_axis, values[param_range.start : param_range.end], what
+                )
             elif index in full_tensors:
                 self._comm.broadcast_over_axis(self._comm.tensor_axis, full_tensors[index], what)
-                flat.view(values, index).copy_(share.slice(full_tensors[index]))
+                flat.view(values, index).copy_(tp_shard.slice(full_tensors[index]))
 
     def _install_dtensors(self, flat: FlatParam) -> None:
-        """Put DTensors in the place of plain parameters that are divided: see [Note: divided parameters]."""
+        """Replace plain parameters that are tensor-parallel by DTensors: see [Note: tensor-parallel parameters]."""
         parameters = list(flat.parameters)
         for index, (name, parameter) in enumerate(flat.named_parameters):
-            divided = flat.tp_params[index]
-            if divided is None or self._tp_state is None:
+            tp_param = flat.tp_params[index]
+            if tp_param is None or self._tp_state is None:
                 continue
             if isinstance(parameter, DTensor):
-                set_data_and_dtype(parameter, flat.views[index], divided)  # its dtype may be another in computation
+                set_data_and_dtype(parameter, flat.views[index], tp_param)  # its compute dtype may differ
                 continue
-            new = nn.Parameter(divided.to_dtensor(flat.views[index]), requires_grad=parameter.requires_grad)
+            new = nn.Parameter(tp_param.to_dtensor(flat.views[index]), requires_grad=parameter.requires_grad)
             self._original_classes[id(new)] = type(new)
             self._tp_state.replace_param(name, new)
             parameter.data = flat.placeholder(parameter.shape)
@@ -302,15 +308,15 @@ class UnitBuilder:
         flat.parameters = tuple(parameters)
 
     def _init_meta_modules(self, spec: UnitSpec) -> None:
-        """Run the initialisation of the unit's modules that were built on the meta device."""
-        here = set(spec.parameters)
+        """Initialise the unit's modules that were built on the meta device."""
+        inside = set(spec.parameters)
         for name, module in self._model.named_modules():
             own = {key for key, _ in module.named_parameters(name, recurse=False)}
-            if not own & here & self._meta_param_names:
+            if not own & inside & self._meta_param_names:
                 continue
-            if not own <= here:
+            if not own <= inside:
                 raise ValueError(
-                    f"{name!r} shares {sorted(own - here)} with another unit, so it cannot be initialised alone from "
+                    f"{name!r} shares {sorted(own - inside)} with another unit, so it cannot be initialised alone from "
                     "the meta device: build the model on a real device"
                 )
             self._init_meta_module(name, module)
@@ -334,7 +340,7 @@ class UnitBuilder:
                 module._buffers[key] = torch.empty_like(buffer, device=self._comm.device)
 
     def _move_buffers_to_device(self) -> None:
-        """Bring buffers to the device; those of modules without parameters are initialised here."""
+        """Move buffers to the device; initialise meta buffers of modules without parameters."""
         for name, module in self._model.named_modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
                 self._init_meta_module(name, module)

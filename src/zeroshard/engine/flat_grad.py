@@ -1,4 +1,4 @@
-"""FlatGradient: the gradient of one flat, what this rank has summed of it and what it owns of the mean."""
+"""FlatGrad: the gradient of one FlatParam: this rank's local sum, and its shard of the reduced gradient."""
 
 from __future__ import annotations
 
@@ -11,71 +11,75 @@ from zeroshard.sharding.layout import ParamRange, Range
 
 
 class FlatGrad:
-    """The gradient of one trainable flat: what this rank has summed itself, and its part of the reduced whole."""
+    """The gradient of one trainable flat: this rank's local sum, and its shard of the reduced gradient."""
 
     def __init__(self, flat: FlatParam, dtype: torch.dtype) -> None:
         self.flat = flat
         self.dtype = dtype
-        self.local_sum: torch.Tensor | None = None  # [numel]: this rank's own sum, not reduced yet
-        self.shard: torch.Tensor | None = None  # [shard_numel]: the mean over the ranks, this rank's part
-        self.single_param_buckets = [
-            flat.layout.single_param(bucket) for bucket in flat.layout.buckets
-        ]  # buckets within one parameter
-        self.bucket_shards: list[torch.Tensor] = []  # of ``shard``, by bucket, where gradients are partitioned
-        self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before, where ``local`` is reused
-        self.arena: Arena | None = None  # that ``shard``, and ``local`` where gradients are replicated, lies in
+        self.local_sum: torch.Tensor | None = None  # [numel]: this rank's sum, not reduced yet
+        self.shard: torch.Tensor | None = None  # [shard_numel]: this rank's shard of the mean over the ranks
+        # for each bucket inside one parameter, its range in that; else None
+        self.single_param_buckets = [flat.layout.single_param(bucket) for bucket in flat.layout.buckets]
+        self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket, if gradients are partitioned
+        self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before ``local_sum`` was reused
+        self.arena: Arena | None = None  # holds ``shard``, or ``local_sum`` if gradients are replicated
         self.has_local_sum = False
         self.has_shard = False
-        self.is_param_used = [False] * len(flat.parameters)  # got a gradient on this rank since zero_grad()
-        self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, of a gradient outside the device: see ``measure``
+        self.is_param_used = [False] * len(flat.parameters)  # has got a gradient on this rank since zero_grad()
+        self.norms: dict[int, list[torch.Tensor]] = {}  # by bucket, if offloaded: recorded before the copy
         self.max_abs: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
-        self.copy_done: torch.cuda.Event | None = None  # when all of a far shard is there
-        self.local_sum_views: list[torch.Tensor] = []  # the parameters' places in ``local``
+        self.copy_done: torch.cuda.Event | None = None  # when an offloaded shard is complete
+        self.local_sum_views: list[torch.Tensor] = []  # each parameter's view of ``local_sum``
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the reduced gradient rests outside the device."""
+        """Return whether the reduced gradient is offloaded."""
         return self.flat.tier_placement.gradients != "device"
 
     @property
     def needs_reduce_buffer(self) -> bool:
-        """Whether its parts are reduced into a buffer first: to be added to what is there, or sent off."""
+        """Return whether buckets are reduced into a buffer first, to be added to the shard or to be offloaded."""
         return self.has_shard or (self.is_offloaded and self.flat.layout.shard_count > 1)
 
     def set_shard(self, shard: torch.Tensor) -> None:
-        """Have the reduced gradient here from now on."""
+        """Use ``shard`` for the reduced gradient from now on."""
         self.shard = shard
-        self.bucket_shards = [shard[home.slice] for home in self.flat.shard_ranges]
+        self.bucket_shards = [shard[span.slice] for span in self.flat.shard_ranges]
 
     def set_local_sum(self, local_sum: torch.Tensor) -> None:
-        """Sum this rank's own gradients here from now on."""
+        """Use ``local_sum`` for this rank's sum from now on."""
         self.local_sum = local_sum
         self.local_sum_views = [self.flat.view(local_sum, index) for index in range(len(self.flat.parameters))]
 
     def detach_arena(self) -> None:
-        """Have no memory any more: somebody else may hold a part of it."""
+        """Drop all references to the arena, because the user may hold views of it."""
         self.arena = self.local_sum = self.shard = None
         self.local_sum_views, self.bucket_shards = [], []
 
     def wait_copy(self) -> None:
-        """Wait until all of a shard outside the device is there."""
+        """Wait until an offloaded shard is copied completely."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
 
     def norm_ranges(self, bucket_index: int, include_replicated: bool) -> list[Range]:
-        """What of one bucket's part of the shard counts in a norm: all of it, or what no other tensor rank has too."""
-        home = self.flat.shard_ranges[bucket_index]
-        stretches = [home] if include_replicated else self.flat.tp_sharded_ranges()
-        return [common for stretch in stretches if (common := stretch.intersect(home)) is not None]
+        """Return the ranges of one bucket's shard that count in a norm.
+
+        Without ``include_replicated``, only those that are not replicated over the tensor axis.
+        """
+        bucket_range = self.flat.shard_ranges[bucket_index]
+        spans = [bucket_range] if include_replicated else self.flat.tp_sharded_ranges()
+        return [common for span in spans if (common := span.intersect(bucket_range)) is not None]
 
     def pop_autograd_grads(self) -> list[torch.Tensor | None]:
-        """Take what autograd has put into the parameters' ``grad``."""
-        taken = pop_autograd_grads(self.flat.parameters)
-        self.is_param_used = [before or now is not None for before, now in zip(self.is_param_used, taken, strict=True)]
-        return taken
+        """Return the gradients that autograd has stored in the parameters' ``grad``, and clear it."""
+        autograd_grads = pop_autograd_grads(self.flat.parameters)
+        self.is_param_used = [
+            was_used or grad is not None for was_used, grad in zip(self.is_param_used, autograd_grads, strict=True)
+        ]
+        return autograd_grads
 
     def in_place_input(self, param_range: ParamRange, autograd_grads: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """A part of a parameter's gradient, where it can be reduced without being packed."""
+        """Return a range of a parameter's gradient that can be reduced without packing, or None."""
         tensor = autograd_grads[param_range.param_index]
         if (
             tensor is None
@@ -83,27 +87,27 @@ class FlatGrad:
             or tensor.stride() != self.flat.strides[param_range.param_index]
         ):
             return None
-        if tensor.is_conj() or tensor.is_neg():  # its memory has other values
+        if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
             return None
         return self.flat.flatten(tensor, param_range.param_index)[param_range.elements.slice]
 
     def has_autograd_grads(self) -> bool:
-        """Whether autograd has left gradients here."""
+        """Return whether autograd has stored gradients in the parameters."""
         return has_autograd_grads(self.flat.parameters)
 
     def clear_norms(self) -> None:
-        """The gradient changes where it rests: what was measured on its way there does not hold any more."""
+        """Clear the norms that were recorded before the copy, because the gradient changes."""
         self.norms.clear()
         self.max_abs.clear()
 
     def clear_param(self, index: int) -> None:
-        """Forget the gradient of one parameter."""
+        """Clear the gradient of one parameter."""
         self.is_param_used[index] = False
         pop_autograd_grads(self.flat.parameters[index : index + 1])
         self.zero_param(index)
 
     def zero_param(self, index: int) -> None:
-        """Make the gradient of one parameter zero."""
+        """Set the gradient of one parameter to zero."""
         self.clear_norms()
         zero_autograd_grads(self.flat.parameters[index : index + 1])
         if self.has_local_sum:
@@ -111,20 +115,23 @@ class FlatGrad:
         reduced = self.shard if self.carried_over is None else self.carried_over
         if self.has_shard and reduced is not None:
             self.wait_copy()
-            for piece in self.flat.owned_ranges:
-                if piece.param_index == index:
-                    reduced[piece.offset : piece.offset + piece.elements.numel].zero_()
+            for param_range in self.flat.owned_ranges:
+                if param_range.param_index == index:
+                    reduced[param_range.offset : param_range.offset + param_range.elements.numel].zero_()
 
     def param_shards(self, index: int) -> list[tuple[Range, torch.Tensor]]:
-        """What this rank has of one parameter's reduced gradient: which elements, and where they lie."""
+        """Return (elements, values) for each range of one parameter's reduced gradient in this rank's shard."""
         if self.shard is None or not self.has_shard:
             return []
-        pieces = [piece for piece in self.flat.owned_ranges if piece.param_index == index]
-        return [(piece.elements, self.shard[piece.offset : piece.offset + piece.elements.numel]) for piece in pieces]
+        ranges = [param_range for param_range in self.flat.owned_ranges if param_range.param_index == index]
+        return [
+            (param_range.elements, self.shard[param_range.offset : param_range.offset + param_range.elements.numel])
+            for param_range in ranges
+        ]
 
 
 def compute_norms(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each tensor, in fp32; torch refuses to narrow those of float64, and of complex numbers, by itself."""
+    """Return the norm of each tensor in fp32 (for float64 and complex tensors, torch rejects ``dtype=float32``)."""
     if not tensors:
         return []
     if tensors[0].dtype == torch.float64 or tensors[0].is_complex():

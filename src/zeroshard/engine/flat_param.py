@@ -1,4 +1,4 @@
-"""Flat: the parameters of one unit that share dtype and trainability, and where their values are."""
+"""FlatParam: the parameters of one unit that share dtype and trainability, and where their values are."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from zeroshard.tensor_parallel.tp_shard import TPShard
 
 
 class PendingUpdate(Protocol):
-    """Values that are on their way from another tier."""
+    """New values that are being computed in, or copied from, another tier."""
 
     def wait(self) -> None:
-        """Return when what comes next on this thread and stream may use them."""
+        """Wait until later work on this thread and stream may use the values."""
 
 
 class FlatParam:
-    """The parameters of one unit that share dtype and trainability, laid end to end in one tensor.
+    """The parameters of one unit that share dtype and trainability, packed into one tensor.
 
-    [Note: breathing storage]
-    The parameters are views into ``full``. When they are partitioned, releasing them resizes the storage of ``full``
-    to zero and gathering resizes it back: the storage object stays the same, so views that autograd saved stay valid,
-    and the all-gather lands where the views look, without a copy. ``parameter.data = view`` gives each parameter a
-    version counter of its own, so refilling the storage does not look like an in-place change to autograd.
+    [Note: storage resizing]
+    The parameters are views into ``full``. When they are partitioned, resharding resizes the storage of ``full`` to
+    zero and unsharding resizes it back. The storage object stays the same, so views that autograd saved stay valid,
+    and the all-gather writes directly into the views' memory, without a copy. ``parameter.data = view`` gives each
+    parameter its own version counter, so refilling the storage does not look like an in-place change to autograd.
 
-    [Note: cast on gather]
-    Where ``Config.cast_on_gather`` asks for it, a partitioned flat with an fp32 master on the device has no shard: what
-    this rank owns, in the dtype of computation, is the master's, cast. A gather casts it into its place in ``full``,
-    which is where an all-gather wants it. The optimizer then writes the master alone. Since the shard of other flats is
-    always their master, cast, no number changes.
+    [Note: all-gathering from master weights]
+    With ``Config.cast_on_gather``, a partitioned flat with an fp32 master on the device has no shard in the compute
+    dtype: unsharding casts the master into this rank's slots in ``full``, which are the all-gather's input. The
+    optimizer then writes only the master. The shard of any other flat always equals its master, cast, so the numerical
+    results are the same.
     """
 
     def __init__(
@@ -56,77 +56,74 @@ class FlatParam:
         self.is_trainable = parameters[0].requires_grad
         self.original_dtypes = tuple(p.dtype for p in parameters)
         self.tp_params = tuple(tp_params)  # which parameters are DTensors over the tensor axis, and how
-        self.has_dtensors = any(d is not None for d in tp_params)
-        self.tp_shards: tuple[TPShard | None, ...] = tuple(d.shard if d is not None else None for d in tp_params)
-        self.full_shapes = tuple(p.shape for p in parameters)  # shapes of the undivided parameters
-        # from here on, "parameter" is what this rank of the tensor axis has of it
+        self.has_dtensors = any(tp_param is not None for tp_param in tp_params)
+        self.tp_shards: tuple[TPShard | None, ...] = tuple(
+            tp_param.shard if tp_param is not None else None for tp_param in tp_params
+        )
+        self.full_shapes = tuple(p.shape for p in parameters)  # shapes before tensor parallelism
+        # from here on, "parameter" means its TP shard
         self.shapes = tuple(
-            whole if share is None else share.local_shape
-            for whole, share in zip(self.full_shapes, self.tp_shards, strict=True)
+            full_shape if tp_shard is None else tp_shard.local_shape
+            for full_shape, tp_shard in zip(self.full_shapes, self.tp_shards, strict=True)
         )
         self.strides = tuple(
-            _dense_stride(p) if d is None else torch.empty(shape, device="meta").stride()
-            for p, d, shape in zip(parameters, tp_params, self.shapes, strict=True)
+            _dense_stride(p) if tp_param is None else torch.empty(shape, device="meta").stride()
+            for p, tp_param, shape in zip(parameters, tp_params, self.shapes, strict=True)
         )
         self.device = device
         self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
-        self.is_partitioned = False  # whether ``full`` comes and goes
-        self.shard: torch.Tensor | None = None  # [layout.shard_numel] when partitioned, unless it is cast
-        self.local_shards: list[
-            torch.Tensor
-        ] = []  # this rank's part of each bucket: of ``shard``, or of ``full``, if kept
-        self.shard_slots: list[torch.Tensor] = []  # the same parts' places in ``full``
-        self._cast_pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (
-            None  # landings, and what is cast into them
-        )
-        self.shard_ranges = tuple(
-            layout.shard_range(bucket) for bucket in layout.buckets
-        )  # the same parts' places in the shard
-        self.tier_placement = TierPlacement()  # in which tiers its states rest
-        self.master: TieredTensor | None = (
-            None  # [layout.shard_numel], what an optimizer updates in the parameters' stead
-        )
-        self.pending_update: PendingUpdate | None = (
-            None  # of new values for ``owned``, from an update outside the device
-        )
+        self.is_partitioned = False  # whether ``full`` is freed by resharding
+        self.shard: torch.Tensor | None = None  # [layout.shard_numel] if partitioned and not cast from the master
+        # this rank's shard of each bucket: a view of ``shard``, or of ``full`` if that is replicated
+        self.local_shards: list[torch.Tensor] = []
+        self.shard_slots: list[torch.Tensor] = []  # the slots of the same shards in ``full``
+        # slots in ``full``, and the master's values that are cast into them
+        self._cast_pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        # the ranges of the same shards in ``shard``
+        self.shard_ranges = tuple(layout.shard_range(bucket) for bucket in layout.buckets)
+        self.tier_placement = TierPlacement()  # the tiers that its states are placed in
+        # [layout.shard_numel], the master weights, which the optimizer updates instead of the parameters
+        self.master: TieredTensor | None = None
+        # new values for ``local_shards``, from an update of offloaded states
+        self.pending_update: PendingUpdate | None = None
         self.prefetcher: ParamPrefetcher | None = None  # of a shard on disk
         self.views: list[torch.Tensor] = []  # each parameter in ``full``
-        self.placeholders: list[torch.Tensor] = []  # what each absent parameter points at between passes
-        self.owned_ranges: list[ParamRange] = []  # the parts of parameters this rank owns
-        self.shard_rank = 0  # on the axis that the flat is partitioned over
+        self.placeholders: list[torch.Tensor] = []  # what each guarded parameter points at between passes
+        self.owned_ranges: list[ParamRange] = []  # the parameter ranges in this rank's shard
+        self.shard_rank = 0  # this rank's index on the shard axis
         self.bucket_views: list[torch.Tensor] = []  # each bucket of ``full``
-        # where the parameters lie, and how often they were changed in place, when last looked at: resident flats alone
+        # the parameters' addresses and version counters when last checked: replicated flats only
         self.known_data_ptrs: list[int] | None = None
         self.known_versions: list[int] = []
         self.alloc_bytes = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``round_alloc_bytes``
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether this rank's part of the parameters rests outside the device."""
+        """Return whether this rank's parameter shard is offloaded."""
         return self.tier_placement.parameters != "device"
 
     @property
     def is_cast_from_master(self) -> bool:
-        """Whether the master is all that this rank keeps of its part: see [Note: cast on gather]."""
+        """Return whether only the master of the shard is kept: see [Note: all-gathering from master weights]."""
         return self.is_partitioned and self.shard is None
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether it rests on disk."""
+        """Return whether this rank's parameter shard is on disk."""
         return self.tier_placement.parameters == "disk"
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters with their names."""
+        """Yield (name, parameter) pairs."""
         return zip(self.names, self.parameters, strict=True)
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """View parameter ``index`` inside a tensor laid out like this flat, in the strides it was made with."""
+        """Return a view of parameter ``index``, with its original strides, in a tensor with this flat's layout."""
         start = flat.storage_offset() + self.layout.starts[index]
         return flat.as_strided(self.shapes[index], self.strides[index], start)
 
     def flatten(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Flatten a tensor of parameter ``index``'s shape into the order its elements have in the flat."""
+        """Flatten a tensor of parameter ``index``'s shape, in the element order of the flat."""
         if tensor.stride() != self.strides[index]:
             tensor = torch.empty_strided(
                 self.shapes[index], self.strides[index], dtype=tensor.dtype, device=tensor.device
@@ -134,7 +131,10 @@ class FlatParam:
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def allocate(self, comm: Communicator, is_partitioned: bool, shard: torch.Tensor | None) -> None:
-        """Allocate: the breathing storage when partitioned, beside a shard or a master; else the full tensor alone."""
+        """Allocate ``full``.
+
+        If partitioned, its storage is empty until unshard, and ``shard`` or the master holds this rank's values.
+        """
         self.is_partitioned, self.shard, self.shard_rank = is_partitioned, shard, comm.shard_axis.rank
         self._allocate_full()
         self._placeholder_value = torch.full(
@@ -145,7 +145,7 @@ class FlatParam:
         self.local_shards = self.shard_slots
         if is_partitioned:
             self.local_shards = (
-                [shard[home.start : home.end] for home in self.shard_ranges] if shard is not None else []
+                [shard[span.start : span.end] for span in self.shard_ranges] if shard is not None else []
             )
             self.full.untyped_storage().resize_(0)
 
@@ -153,15 +153,16 @@ class FlatParam:
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
         self.bucket_views = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
-        parts = [self.layout.bucket_shard(bucket, self.shard_rank) for bucket in self.layout.buckets]
-        self.shard_slots = [self.full[part.start : part.end] for part in parts]
+        shards = [self.layout.bucket_shard(bucket, self.shard_rank) for bucket in self.layout.buckets]
+        self.shard_slots = [self.full[span.start : span.end] for span in shards]
         self._cast_pairs = None
 
     def free(self, keep_storage: bool) -> bool:
-        """Free the full values: see [Note: breathing storage]. Return whether ``views`` are others from now on.
+        """Free the full values: see [Note: storage resizing]. Return whether ``views`` were replaced.
 
-        Memory that a NumPy array shares (``parameter.detach().numpy()``) can never be resized again, and what was
-        ``lent`` somebody may still read: it is left to whoever holds it, and the flat takes a new storage.
+        Memory that a NumPy array shares (``parameter.detach().numpy()``) can never be resized again. With
+        ``keep_storage``, the user may still read a returned view. In both cases the old storage is left to its holders,
+        and the flat gets a new one.
         """
         storage = self.full.untyped_storage()
         if storage.resizable() and not keep_storage:
@@ -172,90 +173,95 @@ class FlatParam:
         return True
 
     def placeholder(self, shape: torch.Size) -> torch.Tensor:
-        """A value of no use, for a parameter of ``shape`` to point at: see [Note: absent parameters]."""
+        """Return a placeholder for a guarded parameter of ``shape``: see [Note: guarded parameters]."""
         return self._placeholder_value.expand(shape)
 
     def load_full(self, values: torch.Tensor, rank: int) -> None:
-        """Keep this rank's part of ``values``, a full tensor laid out like this flat."""
-        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
-            part = self.layout.bucket_shard(bucket, rank)
+        """Write this rank's shard of ``values``, a full tensor with this flat's layout, to the shard and the master."""
+        for bucket_index, (bucket, span) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
+            bucket_shard = self.layout.bucket_shard(bucket, rank)
             if not self.is_cast_from_master:
-                self.local_shards[number].copy_(values[part.start : part.end])
+                self.local_shards[bucket_index].copy_(values[bucket_shard.start : bucket_shard.end])
             if self.master is not None:
-                self.master.write(home, values[part.start : part.end])
+                self.master.write(span, values[bucket_shard.start : bucket_shard.end])
         if not self.is_partitioned:
             self.full.copy_(values)
 
     def local_shard(self, bucket_index: int) -> torch.Tensor:
-        """This rank's part of a bucket, in the dtype of computation, wherever it rests."""
+        """Return this rank's shard of a bucket, in the compute dtype, on the device or offloaded."""
         if not self.is_cast_from_master or self.master is None:
             return self.local_shards[bucket_index]
         return self.master.read(self.shard_ranges[bucket_index], self.device).to(self.dtype)
 
     def owned_slices(self) -> Iterator[tuple[int, Range, torch.Tensor]]:
-        """Yield (parameter, elements of it, their exact values, the master's where there is one) this rank owns."""
-        for number, (bucket, home) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
-            for piece in self.layout.owned_ranges_in_bucket(bucket, self.shard_rank):
+        """Yield (param_index, elements, values) of this rank's shard; values come from the master if there is one."""
+        for bucket_index, (bucket, span) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
+            for param_range in self.layout.owned_ranges_in_bucket(bucket, self.shard_rank):
                 if self.master is None:
-                    values = self.local_shards[number][piece.offset : piece.offset + piece.elements.numel]
-                    yield piece.param_index, piece.elements, values
+                    values = self.local_shards[bucket_index][
+                        param_range.offset : param_range.offset + param_range.elements.numel
+                    ]
+                    yield param_range.param_index, param_range.elements, values
                     continue
-                first = home.start + piece.offset
-                for common, values in self.master.views_in(Range(first, first + piece.elements.numel)):
-                    yield piece.param_index, common.shift(piece.elements.start - first), values
+                first = span.start + param_range.offset
+                for common, values in self.master.views_in(Range(first, first + param_range.elements.numel)):
+                    yield param_range.param_index, common.shift(param_range.elements.start - first), values
 
     def tp_sharded_ranges(self) -> list[Range]:
-        """Where, in this rank's shard, the values are that no other rank of the tensor axis has too."""
-        stretches: list[Range] = []
-        for piece in self.owned_ranges:
-            if self.tp_shards[piece.param_index] is None:
+        """Return the ranges of this rank's shard that are not replicated over the tensor axis."""
+        ranges: list[Range] = []
+        for param_range in self.owned_ranges:
+            if self.tp_shards[param_range.param_index] is None:
                 continue
-            here = Range(piece.offset, piece.offset + piece.elements.numel)
-            if stretches and stretches[-1].end == here.start:
-                stretches[-1] = Range(stretches[-1].start, here.end)
+            span = Range(param_range.offset, param_range.offset + param_range.elements.numel)
+            if ranges and ranges[-1].end == span.start:
+                ranges[-1] = Range(ranges[-1].start, span.end)
             else:
-                stretches.append(here)
-        return stretches
+                ranges.append(span)
+        return ranges
 
     def master_copy_lists(self, device_only: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's parts and the master's parts they are to be copied from; ``near``: those on the device."""
+        """Return views of this rank's shard, and the master's values to copy into each.
+
+        ``device_only``: without those whose master is offloaded.
+        """
         return ([], []) if self.is_cast_from_master else self._pair_with_master(self.local_shards, device_only)
 
     def _pair_with_master(
         self, shards: list[torch.Tensor], device_only: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Places in parts of the buckets, and what of the master belongs there, unless it is there already."""
-        places: list[torch.Tensor] = []
+        """Return views of ``shards`` and the master's values for them, except where both are the same memory."""
+        targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for home, part in zip(self.shard_ranges, shards, strict=True):
-            for stretch, common in self.master.segments_in(home) if self.master is not None else ():
-                source = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]
-                place = part[common.start - home.start : common.end - home.start]
-                if not (device_only and stretch.is_offloaded) and place.data_ptr() != source.data_ptr():
-                    places.append(place)
+        for span, shard in zip(self.shard_ranges, shards, strict=True):
+            for segment, common in self.master.segments_in(span) if self.master is not None else ():
+                source = segment.tensor[common.start - segment.span.start : common.end - segment.span.start]
+                target = shard[common.start - span.start : common.end - span.start]
+                if not (device_only and segment.is_offloaded) and target.data_ptr() != source.data_ptr():
+                    targets.append(target)
                     sources.append(source)
-        return places, sources
+        return targets, sources
 
     def differs_from_master(self) -> bool:
-        """Whether this rank's part of resident values is not what its master, where it has one, would be cast to.
+        """Return whether this rank's shard of replicated values differs from its master, cast.
 
-        One on disk is not read for that.
+        A master on disk is not read for that: the result is False.
         """
-        if self.master is None or any(stretch.tier == "disk" for stretch in self.master.segments):
+        if self.master is None or any(segment.tier == "disk" for segment in self.master.segments):
             return False
         return any(
-            not torch.equal(part, self.master.read(home, self.device).to(self.dtype))
-            for part, home in zip(self.shard_slots, self.shard_ranges, strict=True)
+            not torch.equal(shard, self.master.read(span, self.device).to(self.dtype))
+            for shard, span in zip(self.shard_slots, self.shard_ranges, strict=True)
         )
 
     def wait_for_update(self) -> None:
-        """Wait for new values of this rank's part that are on their way."""
+        """Wait for the pending update of this rank's shard, if there is one."""
         if self.pending_update is not None:
             self.pending_update.wait()
-            self.pending_update = None  # not before: a wait that was interrupted is begun anew
+            self.pending_update = None  # not earlier: an interrupted wait must start again
 
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        """Return this rank's part of each bucket on the device, for the other ranks to gather."""
+        """Return this rank's shard of each bucket, on the device, as input of the all-gather."""
         self.wait_for_update()
         if self.is_cast_from_master:
             self._cast_pairs = self._cast_pairs or self._pair_with_master(self.shard_slots, device_only=True)
@@ -265,24 +271,24 @@ class FlatParam:
         if not self.is_offloaded or self.shard is None:
             return self.local_shards
         shard = self.shard if self.prefetcher is None else self.prefetcher.acquire(self.shard)
-        for place, home in zip(self.shard_slots, self.shard_ranges, strict=True):
-            place.copy_(shard[home.slice], non_blocking=True)
+        for slot, span in zip(self.shard_slots, self.shard_ranges, strict=True):
+            slot.copy_(shard[span.slice], non_blocking=True)
         if self.prefetcher is not None:
             self.prefetcher.release(self.shard)
         return self.shard_slots
 
     def prefetch(self) -> None:
-        """Start to read a shard that rests on disk, and is not about to change."""
+        """Start to read a shard on disk, unless an update of it is pending."""
         if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
             self.prefetcher.prefetch(self.shard)
 
 
 def round_alloc_bytes(flats: list[FlatParam]) -> None:
-    """Let flats of nearly one size take memory of one size, so that each fits where another was."""
-    for flat, room in zip(flats, round_to_shared_sizes([flat.alloc_bytes for flat in flats]), strict=True):
-        flat.alloc_bytes = room
+    """Round the allocations of flats of similar size to one size, so that each can reuse another's memory."""
+    for flat, nbytes in zip(flats, round_to_shared_sizes([flat.alloc_bytes for flat in flats]), strict=True):
+        flat.alloc_bytes = nbytes
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the tensor's stride where its elements fill their memory (channels last too), else the plain one."""
+    """Return the tensor's stride if it is dense (also channels last), else the contiguous one."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

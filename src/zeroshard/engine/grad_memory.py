@@ -1,23 +1,24 @@
-"""GradientMemory: the device memory that gradients lie in, from a backward to zero_grad().
+"""GradMemory: the device memory of gradients, from a backward to zero_grad().
 
-[Note: gradients that come and go]
-Between zero_grad() and the first reduction of a backward no gradient has a value, and there lies the loss, where a step
-holds most. So zero_grad() gives the memory back, and backward takes it again, where the loss has just been. It does so
-in up to 16 pieces, each of neighbouring flats, about as large as a unit's whole gradient where that makes enough of
-them, and taken with the first of these flats that has one: while most activations are there, few gradients have memory.
+[Note: freeing gradients between steps]
+Between zero_grad() and the first reduction of a backward, no gradient has a value. This interval contains the loss,
+where a step uses the most memory. So zero_grad() frees the memory, and backward allocates it again, in space that the
+loss has just freed. It does so in up to 16 segments, each for consecutive flats. If that gives enough segments, each is
+about as large as one unit's full gradient. A segment is allocated with the first of its flats that gets a gradient:
+while most activations are alive, few gradients have memory.
 
-Whole gradients, of stages 0 and 1 or of one rank alone, are taken at once instead where what the loss has given back
-has room for all: in pieces they would stand among the temporaries of backward for nothing (GPT 1.4B on one rank: of
-31.6 GB 33.2 were reserved with four, and 35.0 flat by flat). What was given back is what is allocated less than when
-forward ended or backward began.
+Full gradients (stages 0 and 1, or a single rank) are allocated all together instead, if the memory that the loss has
+freed is large enough for them: in segments they would only fragment the memory of backward's temporaries (GPT 1.4B on
+one rank, 31.6 GB in use: 33.2 GB reserved with four segments, 35.0 GB flat by flat). The freed memory is the difference
+between the bytes allocated when forward ended or backward began and those allocated now.
 
-Tensors over the memory stay what they are (:meth:`Arena.free_storage`), unless somebody was given one, as
-``parameter.grad``: as in plain PyTorch it is theirs then, and other memory is taken.
+Tensors over the memory stay the same (:meth:`Arena.free_storage`), unless the user was given one as ``parameter.grad``:
+as in plain PyTorch, the user then owns it, and new memory is allocated.
 
-Where gradients are there when a training forward begins, they are there at the loss: several backwards make a step, or
-zero_grad() comes between forward and backward. They are then moved into the pool, once ([Note: memory apart]), and keep
-their memory from then on, which the next backward fills anew whoever holds a part of it. So they do where states rest
-outside the device, whose updates read them while the next forward runs.
+If gradients exist when a training forward begins, they exist at the loss too: a step has several backwards, or
+zero_grad() is called between forward and backward. They are then moved into the separate pool, once ([Note: separate
+pool for long-lived tensors]), and keep their memory from then on. The next backward overwrites it even if the user
+holds a view. The same holds if states are offloaded, because their updates read the gradients during the next forward.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from zeroshard.memory.arena import Arena
 from zeroshard.memory.pool import Pool
 from zeroshard.memory.tracker import MemoryTracker
 
-MIN_SEGMENTS = 4  # pieces that the gradients of a dtype lie in, where there are as many flats
+MIN_SEGMENTS = 4  # segments for the gradients of one dtype, if there are enough flats
 MAX_SEGMENTS = 16
 
 
 def assign_segments(sizes: Sequence[int], shard_count: int) -> list[int]:
-    """Which of the pieces each of neighbouring gradients lies in: where the middle of it does.
+    """Return the segment of each of consecutive gradients: the one that contains the gradient's middle.
 
-    This rank has so many elements of each, one of as many ``parts``.
+    ``sizes`` are the elements that this rank has of each gradient, 1/``shard_count`` of the full gradient.
 
     >>> assign_segments([100, 10, 10, 10, 10, 100], shard_count=2)
     [0, 1, 1, 2, 2, 3]
     >>> assign_segments([10] * 8, shard_count=1)
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    whole, twice = shard_count * max(sizes, default=1) or 1, 2 * sum(sizes) or 1
-    pieces = min(max(MIN_SEGMENTS, -(-sum(sizes) // whole)), MAX_SEGMENTS)
-    middles = [2 * end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]  # twice as far
-    return [min(pieces * middle // twice, pieces - 1) for middle in middles]
+    max_full_size, doubled_total = shard_count * max(sizes, default=1) or 1, 2 * sum(sizes) or 1
+    segment_count = min(max(MIN_SEGMENTS, -(-sum(sizes) // max_full_size)), MAX_SEGMENTS)
+    doubled_middles = [2 * end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    return [min(segment_count * middle // doubled_total, segment_count - 1) for middle in doubled_middles]
 
 
 class GradMemory:
-    """Where the gradients of one model lie on the device: see [Note: gradients that come and go]."""
+    """Allocates the device memory of one model's gradients: see [Note: freeing gradients between steps]."""
 
     def __init__(
         self,
@@ -65,57 +66,61 @@ class GradMemory:
         is_persistent: bool,
     ) -> None:
         self.is_persistent = is_persistent
-        self.is_exposed = False  # somebody may hold a gradient of those that are there
-        self._has_memory = False  # some have memory
-        self._is_single_allocation = is_persistent and not is_partitioned  # all have it together
-        self._peak_allocated_bytes = (
-            0  # bytes that were allocated at the loss, or in a forward since that nothing came back from
-        )
+        self.is_exposed = False  # whether the user may hold a view of the current gradients
+        self._has_memory = False  # whether some gradients have memory
+        self._is_single_allocation = is_persistent and not is_partitioned  # whether all share one allocation
+        self._peak_allocated_bytes = 0  # peak allocated bytes since the last backward
         self._flat_grads, self._is_partitioned, self._pool, self._tracker = flat_grads, is_partitioned, pool, tracker
-        near = [gradient for gradient in flat_grads if not gradient.is_offloaded]
-        self.segments: dict[FlatParam, tuple[torch.dtype, int]] = {}  # that the gradients of flats lie in
-        self._total_bytes = sum(self._grad_numel(one) * one.dtype.itemsize for one in near)
-        for dtype in {gradient.dtype: None for gradient in near}:
-            alike = [gradient for gradient in near if gradient.dtype == dtype]
-            parts = alike[0].flat.layout.shard_count if is_partitioned else 1
-            numbers = assign_segments([self._grad_numel(one) for one in alike], parts)
-            self.segments |= {one.flat: (dtype, number) for one, number in zip(alike, numbers, strict=True)}
+        on_device = [gradient for gradient in flat_grads if not gradient.is_offloaded]
+        self.segments: dict[FlatParam, tuple[torch.dtype, int]] = {}  # the segment of each flat's gradient
+        self._total_bytes = sum(self._grad_numel(flat_grad) * flat_grad.dtype.itemsize for flat_grad in on_device)
+        for dtype in {gradient.dtype: None for gradient in on_device}:
+            same_dtype = [gradient for gradient in on_device if gradient.dtype == dtype]
+            shard_count = same_dtype[0].flat.layout.shard_count if is_partitioned else 1
+            indices = assign_segments([self._grad_numel(flat_grad) for flat_grad in same_dtype], shard_count)
+            self.segments |= {
+                flat_grad.flat: (dtype, segment_index)
+                for flat_grad, segment_index in zip(same_dtype, indices, strict=True)
+            }
 
     @property
     def has_grads(self) -> bool:
-        """Whether there are gradients, of this rank or reduced."""
+        """Return whether there are gradients, local sums or reduced."""
         return any(gradient.has_local_sum or gradient.has_shard for gradient in self._flat_grads)
 
     def record_allocated(self) -> None:
-        """A forward has ended, or a backward begins: note what is allocated."""
+        """Record the allocated bytes; called when a forward ends or a backward begins."""
         if self._is_undecided:
             self._peak_allocated_bytes = max(self._peak_allocated_bytes, self._allocated_bytes())
 
     def allocate(self, flat_grad: FlatGrad) -> None:
-        """Have places for all flats of its piece, in one arena and in their order, so that runs can join them."""
+        """Allocate memory for all flats in the gradient's segment.
+
+        They share one arena, in their order, so that optimizer slices can span them.
+        """
         if self._is_undecided:
             self._decide_single_allocation()
         if flat_grad.arena is not None:
             flat_grad.arena.alloc_storage()
             self._has_memory = True
             return
-        number = self._segment_key(flat_grad)
-        piece = [other for other in self._flat_grads if self._segment_key(other) == number]
-        arena = self._make_arena(sum(map(self._grad_numel, piece)), flat_grad.dtype, separate_pool=self.is_persistent)
+        key = self._segment_key(flat_grad)
+        segment = [other for other in self._flat_grads if self._segment_key(other) == key]
+        arena = self._make_arena(sum(map(self._grad_numel, segment)), flat_grad.dtype, separate_pool=self.is_persistent)
         self._has_memory = True
-        for other in piece:
+        for other in segment:
             other.arena = arena
             (other.set_shard if self._is_partitioned else other.set_local_sum)(arena.allocate(self._grad_numel(other)))
 
     def allocate_local_sum(self, flat_grad: FlatGrad) -> None:
-        """Have a place for what this rank sums of a partitioned gradient, for as long as ``no_sync`` lasts."""
+        """Allocate memory for the local sum of a partitioned gradient, for the duration of ``no_sync``."""
         if flat_grad.local_sum is None:
             flat_grad.set_local_sum(
                 self._make_arena(flat_grad.flat.layout.numel, flat_grad.dtype, separate_pool=True).tensor
             )
 
     def free(self) -> None:
-        """All gradients are forgotten: give their memory back."""
+        """Free the memory of all gradients, which were cleared, unless it is persistent."""
         if not self.is_persistent:
             self._has_memory = False
             for arena in self._arenas():
@@ -125,7 +130,7 @@ class GradMemory:
         self.is_exposed = False
 
     def make_persistent(self) -> None:
-        """A training forward begins: what is there now is there at the loss, and keeps its memory from now on."""
+        """Keep the memory of gradients that exist when a training forward begins: they exist at the loss too."""
         if not self.is_persistent and self.has_grads:
             self.is_persistent = True
             for arena in self._arenas():
@@ -133,30 +138,30 @@ class GradMemory:
 
     @property
     def _is_undecided(self) -> bool:
-        """Whether it is still to be decided if the next ones come at once."""
+        """Return whether the next gradients may still become a single allocation."""
         return not (self._has_memory or self._is_partitioned or self.is_persistent)
 
     def _decide_single_allocation(self) -> None:
-        """None has memory, and the first is about to be taken: for all, or for a piece."""
-        at_once = self._peak_allocated_bytes - self._allocated_bytes() >= self._total_bytes > 0
+        """Decide, before the first gradient is allocated, between one allocation for all and one per segment."""
+        is_single = self._peak_allocated_bytes - self._allocated_bytes() >= self._total_bytes > 0
         self._peak_allocated_bytes = 0
-        if at_once != self._is_single_allocation:
-            self._is_single_allocation = at_once
+        if is_single != self._is_single_allocation:
+            self._is_single_allocation = is_single
             for gradient in self._flat_grads:
                 gradient.detach_arena()
 
     def _allocated_bytes(self) -> int:
-        """Bytes; 0 on a CPU, where pieces stand in nobody's way."""
+        """Return the allocated bytes; 0 on a CPU, where segments cause no fragmentation."""
         device = self._pool.device
         if device.type != "cuda":
             return 0
-        held: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
-        return held
+        allocated: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
+        return allocated
 
     def _segment_key(self, gradient: FlatGrad) -> object:
-        """What gradients in one arena have in common; None for those outside the device."""
-        number = self.segments.get(gradient.flat)
-        return number[0] if number is not None and self._is_single_allocation else number
+        """Return a key that gradients in one arena share; None for offloaded gradients."""
+        segment = self.segments.get(gradient.flat)
+        return segment[0] if segment is not None and self._is_single_allocation else segment
 
     def _grad_numel(self, gradient: FlatGrad) -> int:
         layout = gradient.flat.layout

@@ -1,7 +1,7 @@
-"""Hooks: how module events reach the engine. The model's code and classes stay as they are.
+"""Hooks: report module events to the engine. The model's code and classes do not change.
 
-The hooks are hidden from torch.compile: a compiled block is gathered before and released after its compiled code, which
-sees plain parameters.
+The hooks are hidden from torch.compile: a compiled block is unsharded before and resharded after its compiled code,
+which sees plain parameters.
 """
 
 from __future__ import annotations
@@ -32,41 +32,39 @@ from zeroshard.sharding.precision import cast_floats
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SCANNED_TYPES = {torch.Tensor, list, tuple, dict}
-MAX_CONTAINER_ITEMS = 64  # items of a container that is looked into: losses of some layers, not a vocabulary
+MAX_CONTAINER_ITEMS = 64  # larger containers are skipped: per-layer losses are few, a vocabulary is not
 
 
 class GraphTensorScanner:
-    """A module that may keep tensors of its graph as attributes, or in containers: see [Note: kept inside]."""
+    """Finds graph tensors in a module's attributes and containers: see [Note: losses stored as attributes]."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        # torch's own modules keep none, unless somebody has given them another attribute
-        of_torch = type(module).__module__.startswith("torch.nn.")
-        self._ignored_names = _MODULE_ATTRIBUTES.union(vars(module)) if of_torch else _MODULE_ATTRIBUTES
-        self._candidate_names: frozenset[str] = (
-            frozenset()
-        )  # of the attributes that may keep something, when there were …
-        self._attribute_count = -1  # … so many attributes in all
+        # torch's own modules store none, unless the user has added an attribute
+        is_torch_module = type(module).__module__.startswith("torch.nn.")
+        self._ignored_names = _MODULE_ATTRIBUTES.union(vars(module)) if is_torch_module else _MODULE_ATTRIBUTES
+        self._candidate_names: frozenset[str] = frozenset()  # attributes that may store a tensor
+        self._attribute_count = -1  # of all attributes, when the candidates were found
 
     def find(self) -> list[torch.Tensor]:
-        """The tensors it keeps now, and no hook tells of yet."""
+        """Return the graph tensors that the module stores now and that have no pre-backward hook yet."""
         module = self._module()
         attributes = vars(module) if module is not None else {}
         if len(attributes) != self._attribute_count or not attributes.keys() >= self._candidate_names:
             self._candidate_names, self._attribute_count = frozenset(attributes) - self._ignored_names, len(attributes)
-        found = (
+        names = (
             [name for name in self._candidate_names if type(attributes[name]) in _SCANNED_TYPES]
             if self._candidate_names
             else []
         )
-        if not found:
+        if not names:
             return []
-        tensors = [tensor for name in found for tensor in _tensors_in_containers(attributes[name])]
+        tensors = [tensor for name in names for tensor in _tensors_in_containers(attributes[name])]
         return [tensor for tensor in tensors if tensor.grad_fn is not None and not has_pre_backward_hook(tensor)]
 
 
 def _tensors_in_containers(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dictionaries of few items."""
+    """Yield the tensors in nested lists, tuples and dictionaries of at most MAX_CONTAINER_ITEMS items."""
     kind = type(value)
     if kind is torch.Tensor:
         yield value
@@ -76,11 +74,11 @@ def _tensors_in_containers(value: Any, depth: int = 4) -> Iterator[torch.Tensor]
 
 
 def scanners_for(module: nn.Module, hooked_modules: set[nn.Module]) -> list[GraphTensorScanner]:
-    """A module and those below it, without those that are hooked themselves."""
-    found = [GraphTensorScanner(module)]
+    """Return scanners for a module and its submodules, except submodules that have hooks themselves."""
+    scanners = [GraphTensorScanner(module)]
     for child in module.children():
-        found += scanners_for(child, hooked_modules) if child not in hooked_modules else []
-    return found
+        scanners += scanners_for(child, hooked_modules) if child not in hooked_modules else []
+    return scanners
 
 
 P = ParamSpec("P")
@@ -88,9 +86,9 @@ T = TypeVar("T")
 
 
 def _disable_compile(hook: Callable[P, T]) -> Callable[P, T]:
-    """Hide a hook from compilers. (torch's own decorator imports the compiler at the first call, not here.)"""
-    hidden: Callable[P, T] = torch._compile._disable_dynamo(hook)
-    return hidden
+    """Hide a hook from torch.compile. (torch's own decorator imports the compiler at the first call, not here.)"""
+    disabled: Callable[P, T] = torch._compile._disable_dynamo(hook)
+    return disabled
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
@@ -113,7 +111,7 @@ def _collect_tensors(value: Any, depth: int, found: list[torch.Tensor]) -> None:
 
 
 def _contained_values(value: Any) -> Iterable[Any]:
-    """What a container or an object holds."""
+    """Return the values in a container or the attributes of an object."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return value
     if isinstance(value, Mapping):
@@ -124,13 +122,13 @@ def _contained_values(value: Any) -> Iterable[Any]:
 
 
 def _is_reentrant_call(module: nn.Module) -> bool:
-    """Whether this call of a module is inside another one of the same: in its own forward, or in a hook of it."""
+    """Return whether this call runs inside another call of the same module: in its forward or in one of its hooks."""
     frame: FrameType | None = sys._getframe()
-    calls = 0
+    depth = 0
     while frame is not None:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
         frame = frame.f_back
-    return calls > 1
+    return depth > 1
 
 
 class _PreForwardHook:
@@ -157,39 +155,38 @@ class _PreForwardHook:
 
     @_disable_compile
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if self._replaced_param_detector is not None:
             check_not_wrapped(module)
             self._replaced_param_detector.check(module)
-            self._engine.pre_model_forward(given)
+            self._engine.pre_model_forward(inputs)
         with outside_functorch():
-            outermost = self._is_root and not (self._engine.is_in_forward and _is_reentrant_call(module))
-            self._engine.pre_forward((*self._units, *units_of_views(given, self._units)), self._name, outermost)
+            is_root_call = self._is_root and not (self._engine.is_in_forward and _is_reentrant_call(module))
+            self._engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
         hooks = module._forward_hooks
-        if (
-            next(reversed(hooks), self._post_hook_id) != self._post_hook_id
-        ):  # hooks that came later use the parameters, too
+        # hooks registered later also use the parameters
+        if next(reversed(hooks), self._post_hook_id) != self._post_hook_id:
             hooks.move_to_end(self._post_hook_id)  # type: ignore[attr-defined]
-        if self._layer_casts is not None and self._layer_casts.are_needed(given):
+        if self._layer_casts is not None and self._layer_casts.are_needed(inputs):
             casts, self._layer_casts = self._layer_casts, None
             return casts.install(module, args, kwargs)
         return None
 
 
 def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) -> list[Unit]:
-    """The units, beside the known ones, that a module is given views of: it reads their parameters' own memory."""
+    """Return the other units whose storage the inputs of a module are views of: the module reads their parameters."""
     found: list[Unit] = []
     for tensor in inputs:
         base = tensor._base if type(tensor) is torch.Tensor and tensor._is_view() else None
-        card = param_info(base) if isinstance(base, nn.Parameter) else None
-        unit = card.unit() if card is not None else None
+        info = param_info(base) if isinstance(base, nn.Parameter) else None
+        unit = info.unit() if info is not None else None
         if unit is not None and unit.is_partitioned and unit not in known_units and unit not in found:
             found.append(unit)
     return found
 
 
 class _PostForwardHook:
-    """Runs after a hooked module's forward, also when it raised."""
+    """Runs after a hooked module's forward, also if it raised."""
 
     def __init__(self, engine: Engine, scanners: list[GraphTensorScanner]) -> None:
         self._engine, self._scanners = engine, scanners
@@ -200,20 +197,19 @@ class _PostForwardHook:
             with outside_functorch():
                 self._engine.on_forward_error(error)
             return
-        outputs, lent = [], False
+        outputs, returns_views = [], False
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 outputs.append(tensor)
             base = tensor._base if tensor._is_view() else tensor
-            lent = lent or (isinstance(base, nn.Parameter) and param_info(base) is not None)
-            lent = lent or (
-                tensor.grad_fn is None and self._engine.owns_storage_of(tensor)
-            )  # detached: autograd knows no view
-        hides = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
-        graph = bool(outputs) and torch.is_grad_enabled() and not is_in_backward()
-        kept = [tensor for keeper in self._scanners for tensor in keeper.find()] if graph else []
+            returns_views = returns_views or (isinstance(base, nn.Parameter) and param_info(base) is not None)
+            # a detached tensor is not a view for autograd
+            returns_views = returns_views or (tensor.grad_fn is None and self._engine.owns_storage_of(tensor))
+        detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
+        has_graph = bool(outputs) and torch.is_grad_enabled() and not is_in_backward()
+        stored_tensors = [tensor for scanner in self._scanners for tensor in scanner.find()] if has_graph else []
         with outside_functorch():
-            self._engine.post_forward(outputs, kept, lent, hides)
+            self._engine.post_forward(outputs, stored_tensors, returns_views, detaches_graph)
 
 
 class _CastInputs:
@@ -229,7 +225,7 @@ class _CastInputs:
 
 
 class _CastLayerInputs(_CastInputs):
-    """The same for a layer that mostly needs no cast."""
+    """Casts a layer's inputs; returns early in the common case that no cast is needed."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is self._dtype:
@@ -238,9 +234,10 @@ class _CastLayerInputs(_CastInputs):
 
 
 class _LayerCasts:
-    """Casts of the inputs of torch's own layers in 16 bits, made when a module is first given other floats.
+    """Casts the inputs of torch's own layers to 16 bits; installed when a module first receives another float dtype.
 
-    Such a layer would raise. A module with code of its own gets what it is given: tables in fp32, say, stay exact.
+    Without the cast such a layer raises. Modules with their own code get their inputs unchanged, so that, for example,
+    fp32 tables stay exact.
     """
 
     def __init__(self, dtype: torch.dtype, handles: list[RemovableHandle | AttributeOverride]) -> None:
@@ -251,17 +248,18 @@ class _LayerCasts:
         return any(tensor.dtype in self._other_dtypes for tensor in inputs)
 
     def install(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hook the layers of a module that is about to run; return its own inputs cast where it is such a layer."""
+        """Hook the layers of a module that is about to run; return its cast inputs if it is such a layer itself."""
         layers = [layer for layer in module.modules() if self._needs_cast(layer)]
         for layer in layers:
             cast = _CastLayerInputs(self._dtype)
             self._handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
-        return cast(module, args, kwargs) if module in layers else None  # hooked while its hooks run: not called yet
+        # if it is such a layer itself: its hooks are running already, so the new one is not called yet
+        return cast(module, args, kwargs) if module in layers else None
 
     def _needs_cast(self, layer: nn.Module) -> bool:
-        own = [parameter.dtype for parameter in layer.parameters(recurse=False)]
-        of_torch = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.RMSNorm)
-        return of_torch and self._dtype in own
+        dtypes = [parameter.dtype for parameter in layer.parameters(recurse=False)]
+        is_torch_layer = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, nn.RMSNorm)
+        return is_torch_layer and self._dtype in dtypes
 
 
 class _CastOutputs:
@@ -275,7 +273,7 @@ class _CastOutputs:
 
 
 class _PreLoadStateDictHook:
-    """Runs before ``load_state_dict`` changes anything: refuses what would go wrong in the middle."""
+    """Runs before ``load_state_dict`` changes anything: raises on what would fail halfway."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -288,17 +286,17 @@ class _PreLoadStateDictHook:
                 "others, which nobody would train: leave assign out, or load before zeroshard.shard()"
             )
         for parameter in module.parameters():
-            card = param_info(parameter)
-            unit = card.unit() if card is not None else None
-            if card is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
+            info = param_info(parameter)
+            unit = info.unit() if info is not None else None
+            if info is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
                 raise RuntimeError(
-                    f"load_state_dict() cannot write into {card.name!r}, whose values are not there: load inside `with "
+                    f"load_state_dict() cannot write into {info.name!r}, whose values are not there: load inside `with "
                     "zeroshard.gathered(model, write_rank=0):`, or call zeroshard.load(path, model)"
                 )
 
 
 class _PostLoadStateDictHook:
-    """Runs after ``load_state_dict``: the loaded values go into shards and master copies too."""
+    """Runs after ``load_state_dict``: writes the loaded values back to shards and master weights."""
 
     def __init__(self, engine: Engine, replaced_param_detector: ReplacedParamDetector) -> None:
         self._engine, self._replaced_param_detector = engine, replaced_param_detector
@@ -316,30 +314,34 @@ def install_hooks(
     compute_dtype: torch.dtype | None,
     cast_inputs: bool,
 ) -> list[RemovableHandle | AttributeOverride]:
-    """Hook the model and the modules that units belong to; return the handles that undo it."""
+    """Hook the model and the modules of its units; return the handles that remove the hooks."""
     handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
-    watch = ReplacedParamDetector(model)
-    for name in fp32_modules:  # the casts come before the unit's hook registered below, which is put first
+    detector = ReplacedParamDetector(model)
+    for name in fp32_modules:  # casts are registered first: the unit's hook below is prepended
         module = model.get_submodule(name)
         if compute_dtype is not None:
             handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
     hooked = {model.get_submodule(name) for name in units_by_module}
-    casts = _LayerCasts(compute_dtype, handles) if cast_inputs and engine.config.has_master and compute_dtype else None
+    layer_casts = (
+        _LayerCasts(compute_dtype, handles) if cast_inputs and engine.config.has_master and compute_dtype else None
+    )
     for name, units in ({"": ()} | units_by_module).items():
         module = model.get_submodule(name)
         for unit in units:
             unit.add_module(name, module)
-        of_model = module is model
-        leave = _PostForwardHook(engine, scanners_for(module, hooked) if units else [])
-        after = module.register_forward_hook(leave, always_call=True)
-        enter = _PreForwardHook(engine, units, name, watch if of_model else None, None if of_model else casts, after)
-        handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        handles.append(after)
+        is_root = module is model
+        post_hook = _PostForwardHook(engine, scanners_for(module, hooked) if units else [])
+        post_handle = module.register_forward_hook(post_hook, always_call=True)
+        pre_hook = _PreForwardHook(
+            engine, units, name, detector if is_root else None, None if is_root else layer_casts, post_handle
+        )
+        handles.append(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True))
+        handles.append(post_handle)
     if cast_inputs and compute_dtype is not None:
         handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
     for module in model.modules():
         if module is model or next(module.parameters(recurse=False), None) is not None:
             handles.append(module.register_load_state_dict_pre_hook(_PreLoadStateDictHook(engine)))  # type: ignore[no-untyped-call]
-    handles.append(model.register_load_state_dict_post_hook(_PostLoadStateDictHook(engine, watch)))  # type: ignore[no-untyped-call]
+    handles.append(model.register_load_state_dict_post_hook(_PostLoadStateDictHook(engine, detector)))  # type: ignore[no-untyped-call]
     return handles

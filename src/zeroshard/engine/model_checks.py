@@ -1,4 +1,4 @@
-"""What shard() refuses before it changes anything: modules and tensors that cannot be right afterwards."""
+"""Model checks: shard() raises on unsupported modules and tensors before it changes anything."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse modules that reduce gradients themselves, or that read parameters where no hook is called."""
+    """Raise on modules that reduce gradients themselves, or that read parameters without calling hooks."""
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
         if "_zeroshard" in module.__dict__:
-            raise ValueError(f"{what} is sharded already: call zeroshard.unshard() on it first")
+            raise ValueError(f"{what} is sharded already: call zeroshard.unwrap() on it first")
         kind = next((kind.__name__ for kind in _PARALLEL_WRAPPERS if isinstance(module, kind)), None)
         kind = kind or ("replicate()" if "replicate" in _composable_apis(module) else None)
         if kind is not None:
@@ -42,12 +42,12 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _composable_apis(module: nn.Module) -> Any:
-    """The composable distributed APIs that were applied to a module."""
+    """Return the composable distributed APIs that were applied to a module."""
     return module.__dict__.get(REGISTRY_KEY, ())
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters whose gradients or memory somebody else uses, too."""
+    """Raise on parameters whose gradients or memory are also used elsewhere."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(f"{name!r} has a post-accumulate-grad hook. {POST_HOOK_ERROR}")
@@ -62,7 +62,7 @@ POST_HOOK_ERROR = (
 
 
 def check_max_norm(model: nn.Module, config: Config, ranks: int) -> None:
-    """Refuse embeddings that renormalise their weight in forward, unless one rank updates that very weight."""
+    """Raise on embeddings that renormalise their weight in forward, unless a single rank updates this weight itself."""
     if ranks == 1 and not config.has_master and config.offload is None:
         return
     for name, module in model.named_modules():
@@ -75,34 +75,34 @@ def check_max_norm(model: nn.Module, config: Config, ranks: int) -> None:
             )
 
 
-# -- memory that others view ------------------------------------------------------------------------------------
+# -- views of parameters ----------------------------------------------------------------------------------------
 
 
 def _check_aliases(model: nn.Module) -> None:
-    """Refuse tensors that view a parameter's memory: they would not follow it into its partition."""
+    """Raise on tensors that are views of a parameter: they would keep the old memory when it is sharded."""
     parameters = {id(p): (name, p) for name, p in model.named_parameters()}
-    spans = sorted((*span, name) for name, p in parameters.values() if (span := _address_range(p)) is not None)
+    ranges = sorted((*range_, name) for name, p in parameters.values() if (range_ := _address_range(p)) is not None)
     dense = {name for name, p in parameters.values() if _is_dense(p)}
-    for (_, end, one), (start, _, other) in pairwise(spans):
+    for (_, end, one), (start, _, other) in pairwise(ranges):
         if start < end and one in dense and other in dense:
             raise ValueError(
                 f"{one!r} and {other!r} are two parameters over one memory, which shard() would separate: tie them by "
                 "making them one nn.Parameter, or give one of them a copy"
             )
     for name, tensor in _tensor_attributes(model):
-        span = _address_range(tensor) if id(tensor) not in parameters else None
-        if span is None:
+        range_ = _address_range(tensor) if id(tensor) not in parameters else None
+        if range_ is None:
             continue
-        before = bisect.bisect_left(spans, (span[1],)) - 1  # the last parameter that begins before its end
-        if before >= 0 and span[0] < spans[before][1]:
+        before = bisect.bisect_left(ranges, (range_[1],)) - 1  # the last parameter that starts before its end
+        if before >= 0 and range_[0] < ranges[before][1]:
             raise ValueError(
-                f"{name!r} views the memory of parameter {spans[before][2]!r}, which shard() moves: it would keep the "
+                f"{name!r} views the memory of parameter {ranges[before][2]!r}, which shard() moves: it would keep the "
                 "old values. Make the view where it is used, in forward, or give it a copy"
             )
 
 
 def _address_range(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The addresses between which a tensor's elements lie; None where it has no memory of its own."""
+    """Return the start and end address of a tensor's elements, or None if it has no memory."""
     try:
         start = tensor.data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -114,13 +114,13 @@ def _address_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has every element between its first and its last."""
-    span = _address_range(tensor)
-    return span is not None and span[1] - span[0] == tensor.numel() * tensor.element_size()
+    """Return whether a tensor's elements fill its address range without gaps."""
+    range_ = _address_range(tensor)
+    return range_ is not None and range_[1] - range_[0] == tensor.numel() * tensor.element_size()
 
 
 def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of a model, and the tensors that its modules have as plain attributes."""
+    """Yield the buffers of a model, and the tensors that its modules store as plain attributes."""
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
         # torch's older spectral_norm and weight_norm set such an attribute again before each forward

@@ -1,4 +1,4 @@
-"""Buffers: running statistics and the like, which every rank holds whole and rank 0 decides, as under DDP."""
+"""Broadcast module buffers, such as running statistics, from rank 0 to all ranks, as DDP does."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import nn
 from zeroshard.comm.collective_order import CollectiveOrder
 from zeroshard.comm.collectives import Communicator
 
-MAX_PACKED_ELEMENTS = (
-    2**20
-)  # elements of a broadcast, beyond which one more costs less than a longer one and its copies
+# of one broadcast; beyond that, another broadcast costs less than the copies of a longer one
+MAX_PACKED_ELEMENTS = 2**20
 
 
 class BufferBroadcaster:
-    """Copies rank 0's buffers to all ranks before a forward, when they may have changed since the last time.
+    """Copies rank 0's buffers to all ranks before a forward, if they may have changed since the last copy.
 
-    They may have after a forward in training mode (batch norm changes its statistics without a trace in the version
-    counter), or when the user has changed or replaced one. So generating or evaluating costs nothing.
+    They may have changed after a forward in training mode (batch norm changes its statistics without incrementing the
+    version counter), or if the user has changed or replaced one. So generation and evaluation cost nothing.
 
-    Small ones travel together, packed into at most ``bucket_size`` elements; a larger one travels where it lies.
+    Small buffers are packed together, at most ``bucket_size`` elements per broadcast; larger ones are sent in place.
     """
 
     def __init__(
@@ -37,8 +36,8 @@ class BufferBroadcaster:
         self._max_packed_elements = min(bucket_size, MAX_PACKED_ELEMENTS)
         modules = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
         self._modules = [weakref.ref(module) for module in modules] if enabled and comm.data_parallel_size > 1 else []
-        self._synced_versions: list[tuple[int, int]] = []  # (id, version) of each buffer after the last copy
-        self._has_trained_since_sync = True  # whether a forward in training mode came after it
+        self._synced_versions: list[tuple[int, int]] = []  # (id, version) of each buffer after the last broadcast
+        self._has_trained_since_sync = True  # whether a forward in training mode followed it
 
     def sync_buffers(self) -> None:
         """Broadcast all buffers if one may have changed."""
@@ -59,26 +58,26 @@ class BufferBroadcaster:
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
         what = "broadcast buffers"
         self._order.check(what)
-        for pack in self._pack_groups(buffers):
-            first = pack[0]
-            if len(pack) == 1 and first.is_contiguous() and not first.is_inference():
-                # .data: a graph of an earlier forward may hold the statistics, though in training it does not read them
+        for group in self._pack_groups(buffers):
+            first = group[0]
+            if len(group) == 1 and first.is_contiguous() and not first.is_inference():
+                # .data: an earlier graph may have saved the statistics, although training does not read them
                 self._comm.broadcast(first.data, 0, what)
                 continue
-            packed = torch.cat([buffer.reshape(-1) for buffer in pack])
+            packed = torch.cat([buffer.reshape(-1) for buffer in group])
             self._comm.broadcast(packed, 0, what)
-            for buffer, part in zip(pack, torch.split(packed, [b.numel() for b in pack]), strict=True):
-                buffer.data.copy_(part.view_as(buffer))
+            for buffer, values in zip(group, torch.split(packed, [b.numel() for b in group]), strict=True):
+                buffer.data.copy_(values.view_as(buffer))
 
     def _pack_groups(self, buffers: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Group buffers of one dtype into packs that fit, on every rank alike; a larger one is a pack of its own."""
-        packs: list[list[torch.Tensor]] = []
-        filling: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+        """Group buffers by dtype up to the size limit, the same on all ranks; a larger buffer is its own group."""
+        groups: list[list[torch.Tensor]] = []
+        open_groups: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
         for buffer in buffers:
-            pack, taken = filling.get(buffer.dtype, ([], 0))
-            if not pack or taken + buffer.numel() > self._max_packed_elements:
-                pack, taken = [], 0
-                packs.append(pack)
-            pack.append(buffer)
-            filling[buffer.dtype] = pack, taken + buffer.numel()
-        return packs
+            group, numel = open_groups.get(buffer.dtype, ([], 0))
+            if not group or numel + buffer.numel() > self._max_packed_elements:
+                group, numel = [], 0
+                groups.append(group)
+            group.append(buffer)
+            open_groups[buffer.dtype] = group, numel + buffer.numel()
+        return groups

@@ -1,4 +1,4 @@
-"""Away: all states of a model in host memory for a while, and back where they were, byte for byte."""
+"""Move all states of a model to host memory for a while, and reload them, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from zeroshard.memory.tracker import MODEL_STATE_KINDS
 
 
 class OffloadedStates:
-    """The states that rested on a device. Their storages are emptied, and filled again by :meth:`back`.
+    """Host copies of the states on the device. Their storages are emptied, and filled again by :meth:`reload`.
 
-    Tensors that view a storage go on doing so: nobody who holds one has to be told.
+    Tensors keep viewing the same storages, so references to them stay valid.
     """
 
     def __init__(self, engine: Engine, tiers: TierAllocator) -> None:
@@ -20,7 +20,7 @@ class OffloadedStates:
         self._host_copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         _check_resizable(_device_tensors(engine))  # before anything changes
         engine.state_guard.wait_readers()
-        engine.state_guard.invalidate_speculation()  # first: a speculative update reads gradients that are about to go
+        engine.state_guard.invalidate_speculation()  # first: a speculative update reads gradients
         engine.state_guard.wait_updates()
         engine.gradients.wait_reductions()
         engine.release_retained()
@@ -28,9 +28,9 @@ class OffloadedStates:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().size()}
         try:
             for storage in storages.values():
-                kept = tiers.alloc_temp(storage.nbytes())
-                self._host_copies.append((storage, kept))
-                kept.copy_(_as_bytes(storage), non_blocking=True)
+                host_copy = tiers.alloc_temp(storage.nbytes())
+                self._host_copies.append((storage, host_copy))
+                host_copy.copy_(_as_bytes(storage), non_blocking=True)
         except BaseException:
             self._free_host_copies()
             raise
@@ -38,7 +38,7 @@ class OffloadedStates:
         for storage in storages.values():
             storage.resize_(0)
         kinds = {kind: engine.tracker.by_kind.get((kind, "device")) for kind in MODEL_STATE_KINDS}
-        self._tracked_bytes = {kind: held.now for kind, held in kinds.items() if held is not None}
+        self._tracked_bytes = {kind: usage.now for kind, usage in kinds.items() if usage is not None}
         for kind, nbytes in self._tracked_bytes.items():
             engine.tracker.add(kind, -nbytes)
         for unit in engine.state_guard.replicated_units:
@@ -46,12 +46,12 @@ class OffloadedStates:
         engine.pool.reset()
 
     def reload(self) -> None:
-        """Bring everything back."""
-        self._engine.pool.reserve(kept.nbytes for _, kept in self._host_copies)
+        """Copy all states back to the device, and free the host copies."""
+        self._engine.pool.reserve(host_copy.nbytes for _, host_copy in self._host_copies)
         with self._engine.pool:
-            for storage, kept in self._host_copies:
-                storage.resize_(kept.nbytes)
-                _as_bytes(storage).copy_(kept, non_blocking=True)
+            for storage, host_copy in self._host_copies:
+                storage.resize_(host_copy.nbytes)
+                _as_bytes(storage).copy_(host_copy, non_blocking=True)
         self._synchronize()
         self._free_host_copies()
         for kind, nbytes in self._tracked_bytes.items():
@@ -60,8 +60,8 @@ class OffloadedStates:
             unit.restore_from_host()
 
     def _free_host_copies(self) -> None:
-        for _, kept in self._host_copies:
-            self._tiers.free_temp(kept)
+        for _, host_copy in self._host_copies:
+            self._tiers.free_temp(host_copy)
         self._host_copies = []
 
     def _synchronize(self) -> None:
@@ -70,21 +70,25 @@ class OffloadedStates:
 
 
 def _device_tensors(engine: Engine) -> list[torch.Tensor]:
-    """Every tensor of a model's states that rests on the device."""
+    """Return all tensors of a model's states that are on the device."""
     flats = [flat for unit in engine.units for flat in unit.flats]
     tensors = [flat.full for flat in flats if not flat.is_partitioned]
     tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.is_offloaded]
     for flat in flats:
-        tensors += [s.tensor for s in (flat.master.segments if flat.master is not None else ()) if not s.is_offloaded]
+        tensors += [
+            segment.tensor
+            for segment in (flat.master.segments if flat.master is not None else ())
+            if not segment.is_offloaded
+        ]
     for gradient in engine.gradients.flat_grads.values():
-        near = [gradient.local_sum, gradient.carried_over, None if gradient.is_offloaded else gradient.shard]
-        tensors += [tensor for tensor in near if tensor is not None]
+        on_device = [gradient.local_sum, gradient.carried_over, None if gradient.is_offloaded else gradient.shard]
+        tensors += [tensor for tensor in on_device if tensor is not None]
     states = engine.state_guard.device_states()
     return tensors + (states() if states is not None else [])
 
 
 def _check_resizable(tensors: list[torch.Tensor]) -> None:
-    """Raise where a storage cannot be emptied, because others outside torch hold its memory."""
+    """Raise if a storage cannot be emptied, because something outside this process or torch holds its memory."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         is_shared = storage.device.type == "cpu" and storage.is_shared()
@@ -97,5 +101,5 @@ def _check_resizable(tensors: list[torch.Tensor]) -> None:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage."""
+    """Return a uint8 view of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,27 +1,29 @@
-"""What a parameter is when its values are not there to be used.
+"""Parameter classes: how a parameter behaves while its values are not usable as they are.
 
-[Note: absent parameters]
-Touching a tensor whose storage was resized to zero crashes the interpreter. So while a parameter's values are not in
-place, its ``__class__`` is ``GuardedParameter``: the same object, which whoever holds it (an optimizer, a tied module,
-a user's variable) goes on holding. It answers what needs no values. Anything else first asks its unit to bring the
-values (they may be on their way, or a forward may be running that uses the parameter outside its own module) and
-raises, with the parameter's name and the remedy, when the unit cannot. Swapping ``__class__`` both ways costs 0.3 µs.
+[Note: guarded parameters]
+Access to a tensor whose storage was resized to zero crashes the interpreter. So while a parameter's values are not in
+memory, its ``__class__`` is ``GuardedParameter``. The object stays the same, so every reference to it (in an optimizer,
+a tied module, a user's variable) stays valid. It answers what needs no values. Any other access first asks the unit to
+unshard the values (their all-gather may be under way, or a running forward may use the parameter outside its module),
+and raises an error with the parameter's name and the remedy if the unit cannot. Swapping ``__class__`` both ways costs
+0.3 µs.
 
-A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) never ask the class. So at rest, between passes, ``data``
-is also pointed at a single NaN stretched over the shape: they read NaN, not memory that is gone.
+A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) do not check the class. So between passes ``data`` also
+points at a single NaN, expanded to the parameter's shape: these functions read NaN instead of freed memory.
 
 [Note: many parameters]
-A unit may have hundreds of parameters, and whatever is done for each of them several times a step is most of what the
-host does. So nothing is called for each: loops over parameters read and write attributes alone, lists of views are made
-once, and torch is given whole lists. What is left in a step of stage 3, in µs a parameter on a small CPU machine: two
-writes of ``data`` 1.9, taking ``grad`` and looking for it three times 2.1, copying it 1.3, four changes of class 0.6.
-In stages 0 to 2 a look at where it lies and how often it was changed, once a forward and once a step, adds 0.1 each.
+A unit may have hundreds of parameters, and work that is done for each of them several times a step is most of the
+host's work. So there are no calls per parameter: loops over parameters only read and write attributes, lists of views
+are made once, and torch gets whole lists. What remains in a step of stage 3, in µs per parameter on a small CPU
+machine: two writes of ``data`` 1.9, reading ``grad`` and checking for it three times 2.1, copying it 1.3, four changes
+of class 0.6. In stages 0 to 2, a check of its address and its version counter, once a forward and once a step, adds 0.1
+each.
 
-[Note: divided parameters]
-A parameter that is divided along a tensor axis is a DTensor. What ZeRO partitions is the part this rank has of it, its
-``_local_tensor``: that is pointed at the flat's memory, as ``data`` of a plain parameter is, while the DTensor around
-it, and with it what autograd knows of the parameter, stays. A class of its own (``GuardedDTensor``) takes the place of
-``DTensor``, because Python swaps only classes of one layout.
+[Note: tensor-parallel parameters]
+A tensor-parallel parameter is a DTensor. ZeRO partitions this rank's TP shard of it, its ``_local_tensor``: this points
+at the flat's memory, as ``data`` of a plain parameter does. The DTensor around it does not change, nor does what
+autograd knows about the parameter. While it is guarded, its class is ``GuardedDTensor`` instead of ``DTensor``: Python
+swaps only classes with the same layout.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ PICKLE_ERROR = (
 
 
 class ParamInfo:
-    """What a managed parameter knows about itself. It keeps nothing alive: parameter → card → unit would be a cycle."""
+    """Name, unit and flat of a managed parameter. All references are weak: parameter → info → unit would be a cycle."""
 
     def __init__(self, name: str, unit: Unit, flat: FlatParam, index: int) -> None:
         self.name = name
@@ -66,62 +68,62 @@ class ParamInfo:
         return unit.engine() if unit is not None else None
 
     def __reduce__(self) -> NoReturn:
-        """Refuse: see :data:`PICKLE_ERROR`."""
+        """Raise: see :data:`PICKLE_ERROR`."""
         raise RuntimeError(f"{self.name!r} is sharded: {PICKLE_ERROR}")
 
     def acquire_for_op(self) -> bool:
-        """Bring the values if that may be done now."""
+        """Unshard the values for an operation; return whether that is possible now."""
         unit, engine = self.unit(), self.engine
         return unit is not None and engine is not None and engine.acquire_for_op(unit)
 
     def release_after_op(self, result: object) -> None:
-        """Say what came of the values that were brought: it may be a view of them. To be said after every fetch."""
+        """Release the values after an operation, whose result may be a view. Call it after each acquire_for_op()."""
         unit, engine = self.unit(), self.engine
         if unit is not None and engine is not None:
             engine.release_after_op(unit, result)
 
 
 def param_info(parameter: torch.Tensor) -> ParamInfo | None:
-    """Return the card of a managed parameter, None for any other tensor."""
+    """Return the ParamInfo of a managed parameter, None for any other tensor."""
     return parameter.__dict__.get("_zeroshard")
 
 
-# ``_grad`` is ``grad`` as autograd keeps it, whatever the parameter's class makes of that attribute.
+# ``_grad`` is ``grad`` as autograd stores it, even where the parameter's class overrides ``grad``.
 
 
 def has_autograd_grads(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether autograd has put a gradient into any of the parameters."""
+    """Return whether autograd has stored a gradient in any of the parameters."""
     with torch._C.DisableTorchFunctionSubclass():
         return True in [parameter._grad is not None for parameter in parameters]
 
 
 def pop_autograd_grads(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Take, densely, the gradients autograd has put into the parameters: see [Note: many parameters]."""
+    """Remove and return the gradients that autograd has stored, as dense tensors: see [Note: many parameters]."""
     with torch._C.DisableTorchFunctionSubclass():
-        taken: list[torch.Tensor | None] = [parameter._grad for parameter in parameters]
-        present = [gradient for gradient in taken if gradient is not None]
+        gradients: list[torch.Tensor | None] = [parameter._grad for parameter in parameters]
+        present = [gradient for gradient in gradients if gradient is not None]
         if not present:
-            return taken
+            return gradients
         for parameter in parameters:
             parameter._grad = None
-        plain = set(map(type, present)) == {torch.Tensor}
-        if not plain or {gradient.layout for gradient in present} != {torch.strided}:
-            pairs = zip(taken, parameters, strict=True)
+        is_plain = set(map(type, present)) == {torch.Tensor}
+        if not is_plain or {gradient.layout for gradient in present} != {torch.strided}:
+            pairs = zip(gradients, parameters, strict=True)
             return [
                 None if gradient is None else _local_dense_grad(gradient, parameter) for gradient, parameter in pairs
             ]
-    return taken
+    return gradients
 
 
 def get_autograd_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that is in the parameter itself."""
+    """Return the gradient that is stored in the parameter itself."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = parameter._grad
         return gradient
 
 
 def zero_autograd_grads(parameters: Sequence[nn.Parameter]) -> None:
-    """Make the gradients that are in the parameters themselves zero: somebody may have put them there."""
+    """Zero the gradients stored in the parameters themselves: the user may have set them."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for parameter in parameters:
             if parameter._grad is not None:
@@ -136,7 +138,7 @@ def _local_dense_grad(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.
 
 @torch.no_grad()
 def _local_grad(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a gradient, divided as the parameter is: sums over the tensor axis are made here."""
+    """Return this rank's TP shard of a gradient, placed like the parameter: this sums over the tensor axis."""
     if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     local = gradient._local_tensor
@@ -144,7 +146,7 @@ def _local_grad(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Make ``values`` the parameter's, or of a DTensor this rank's part."""
+    """Set the values of a parameter, or the local tensor of a DTensor."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = values
     else:
@@ -152,7 +154,7 @@ def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def set_data_all(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor], has_dtensors: bool) -> None:
-    """Do so for many. ``divided``: there may be DTensors among them."""
+    """Set the values of many parameters. ``has_dtensors``: some of them may be DTensors."""
     with torch._C.DisableTorchFunctionSubclass():
         for parameter, value in zip(parameters, values, strict=True):
             if has_dtensors:
@@ -162,38 +164,38 @@ def set_data_all(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tens
 
 
 def param_versions(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """How often each parameter has been changed in place, as autograd counts it."""
+    """Return autograd's version counter of each parameter: how often it was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
         return [parameter._version for parameter in parameters]
 
 
 def data_ptrs(parameters: Sequence[nn.Parameter], has_dtensors: bool) -> list[int]:
-    """Where each parameter's values lie. ``divided``: there may be DTensors among them."""
+    """Return the address of each parameter's values. ``has_dtensors``: some of them may be DTensors."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(torch.Tensor.data_ptr, map(local_data, parameters) if has_dtensors else parameters))
 
 
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of each read another object: compare with ==
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # each read makes a new object: compare with ==
 
 
 def local_data(parameter: nn.Parameter) -> torch.Tensor:
-    """The parameter's values, or of a DTensor this rank's part."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else _GET_DATA(parameter)  # not noted
+    """Return the parameter's values, or the local tensor of a DTensor."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else _GET_DATA(parameter)  # not recorded
 
 
 def _check_not_new_optimizer(parameter: Any, frame: FrameType | None) -> None:
-    """Raise where what asks for something of a parameter is an optimizer that was made over it after shard()."""
-    for _ in range(3):  # a method of its own, or a function that this has called
+    """Raise if the access to a parameter comes from an optimizer that was created after shard()."""
+    for _ in range(3):  # a method of the optimizer, or a function that it calls
         if frame is None:
             return
         code = frame.f_code
         owner = frame.f_locals.get("self") if "self" in code.co_varnames[:1] else None
         if isinstance(owner, torch.optim.Optimizer):
-            held = [one for group in owner.param_groups for one in group["params"]]
-            if code.co_name == "add_param_group" or any(one is parameter for one in held):
-                card, kind = param_info(parameter), type(owner).__name__
+            parameters = [other for group in owner.param_groups for other in group["params"]]
+            if code.co_name == "add_param_group" or any(other is parameter for other in parameters):
+                info, kind = param_info(parameter), type(owner).__name__
                 raise RuntimeError(
-                    f"{kind} was given {card.name if card is not None else 'a parameter'!r} of a sharded model. An "
+                    f"{kind} was given {info.name if info is not None else 'a parameter'!r} of a sharded model. An "
                     "optimizer that is made after shard() cannot update it, since the ranks hold shards: make it "
                     f"first and give it to shard(), as in `model, optimizer = zeroshard.shard(model, "
                     f"{kind}(model.parameters(), …))`, and step the one that shard() returns"
@@ -202,50 +204,50 @@ def _check_not_new_optimizer(parameter: Any, frame: FrameType | None) -> None:
 
 
 class _ReducedGradMixin:
-    """A parameter between backward and the next forward: values as usual, but ``grad`` is the reduced gradient.
+    """A parameter between backward and the next forward: plain values, but ``grad`` is the reduced gradient.
 
-    Its gradient is kept elsewhere, so the plain attribute would be None, and ``torch.nn.utils.clip_grad_norm_`` would
-    silently find nothing to clip. ``grad`` is the reduced gradient where this rank holds all of it, else an error.
+    Its gradient is stored elsewhere, so the plain attribute would be None, and ``torch.nn.utils.clip_grad_norm_`` would
+    silently find nothing to clip. ``grad`` returns the reduced gradient if this rank has all of it, and raises if not.
     """
 
-    __slots__ = ()  # as all classes here: swapped classes must have one layout
+    __slots__ = ()  # in all classes here: swapped classes must have the same layout
 
     def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
-        """Refuse: see :data:`PICKLE_ERROR`."""
-        card = param_info(self)
-        raise RuntimeError(f"{card.name!r} is sharded: {PICKLE_ERROR}" if card is not None else PICKLE_ERROR)
+        """Raise: see :data:`PICKLE_ERROR`."""
+        info = param_info(self)
+        raise RuntimeError(f"{info.name!r} is sharded: {PICKLE_ERROR}" if info is not None else PICKLE_ERROR)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy the values into a parameter of its own, which no sharded model knows."""
+        """Copy the values into a new parameter that does not belong to a sharded model."""
         if id(self) not in memo:
             values, kind = self.detach().clone(), type(self).__bases__[-1]
-            divided = isinstance(self, DTensor)
-            make = nn.Parameter if divided else functools.partial(torch.Tensor._make_subclass, kind)
+            is_dtensor = isinstance(self, DTensor)
+            make = nn.Parameter if is_dtensor else functools.partial(torch.Tensor._make_subclass, kind)
             memo[id(self)] = make(values, self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        copy: nn.Parameter = memo[id(self)]
+        return copy
 
     @property
     def grad(self: Any) -> torch.Tensor | None:
-        card = param_info(self)
+        info = param_info(self)
         _check_not_new_optimizer(self, sys._getframe(1))
-        engine = card.engine if card is not None else None
-        return engine.state_guard.reduced_grad(card) if engine is not None and card is not None else None
+        engine = info.engine if info is not None else None
+        return engine.state_guard.reduced_grad(info) if engine is not None and info is not None else None
 
     @grad.setter
     def grad(self: Any, value: torch.Tensor | None) -> None:
-        card = param_info(self)
-        engine = card.engine if card is not None else None
-        if engine is None or card is None:
+        info = param_info(self)
+        engine = info.engine if info is not None else None
+        if engine is None or info is None:
             return
         if value is not None:
             raise RuntimeError(
-                f"the gradient of {card.name!r} is kept by zeroshard and cannot be replaced; None clears it"
+                f"the gradient of {info.name!r} is kept by zeroshard and cannot be replaced; None clears it"
             )
-        engine.state_guard.clear_grad(card)
+        engine.state_guard.clear_grad(info)
 
 
-# What needs no values: answered by the tensor's own metadata.
+# Functions that need no values: the tensor's metadata is enough.
 _METADATA_FUNCTIONS = {
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -276,12 +278,12 @@ _METADATA_FUNCTIONS = {
 }
 
 
-_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # the first that a new optimizer asks for
-_LAYOUT_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # answered as of the values, see ``_meta_like``
+_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]  # what a new optimizer reads first
+_LAYOUT_METHODS = {torch.Tensor.stride, torch.Tensor.is_contiguous}  # of the unsharded values: see ``_meta_like``
 
 
 class _GuardedMixin(_ReducedGradMixin):
-    """A parameter whose values are not in place: see [Note: absent parameters]."""
+    """A parameter whose next access is intercepted: see [Note: guarded parameters]."""
 
     __slots__ = ()
 
@@ -300,23 +302,23 @@ class _GuardedMixin(_ReducedGradMixin):
             return func(*args, **kwargs)
 
     def set_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: torch's own does not ask the class."""
+        """Raise: torch's own method does not call __torch_function__."""
         raise RuntimeError(_access_error(self, torch.Tensor.set_))
 
 
 class GatheredBlock:
-    """One ``with gathered():`` block, as the parameters of a unit know it."""
+    """Whether one ``with gathered():`` block of a unit is still open."""
 
     def __init__(self) -> None:
         self.is_open = True
 
 
 class _GatheredMixin(_ReducedGradMixin):
-    """A partitioned parameter inside ``gathered()``: its full values lie in memory of the block's own.
+    """A partitioned parameter inside ``gathered()``: its full values are in memory that belongs to the block.
 
-    Autograd saves the parameter itself, not its memory, so a backward after the block would find other values there.
-    What an operation computes from it is therefore hooked, and such a backward raises. A module's forward needs none of
-    this: its parameters are plain meanwhile, and its backward brings the unit.
+    Autograd saves the parameter itself, not its memory, so a backward after the block would read other values. So the
+    results of operations on it are hooked, and such a backward raises. A module's forward does not need this: its
+    parameters are plain during the call, and its backward unshards the unit.
     """
 
     __slots__ = ()
@@ -334,12 +336,12 @@ class _GatheredMixin(_ReducedGradMixin):
 
 
 def _forbid_backward_after_block(parameter: Any, result: Any) -> None:
-    """Have a backward through ``result`` raise once the parameter's ``gathered()`` block is over."""
-    card = param_info(parameter)
-    unit = card.unit() if card is not None else None
-    if card is None or unit is None or unit.gathered_block is None:
+    """Make a backward through ``result`` raise after the end of the parameter's ``gathered()`` block."""
+    info = param_info(parameter)
+    unit = info.unit() if info is not None else None
+    if info is None or unit is None or unit.gathered_block is None:
         return
-    name, block = card.name, unit.gathered_block
+    name, block = info.name, unit.gathered_block
 
     def check(gradient: torch.Tensor) -> None:
         if not block.is_open:
@@ -355,12 +357,12 @@ def _forbid_backward_after_block(parameter: Any, result: Any) -> None:
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a level of ``torch.func``, whose graph is gone back through inside the call."""
+    """Return whether a tensor belongs to a ``torch.func`` level, whose backward runs inside the transform's call."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class _DataAliasMixin(_ReducedGradMixin):
-    """The same, and ``data`` is noted: autograd counts no change that is made through it."""
+    """Exposes the reduced gradient and records reads of ``data``: autograd does not count changes made through it."""
 
     __slots__ = ()
 
@@ -374,8 +376,8 @@ class _DataAliasMixin(_ReducedGradMixin):
 
 
 def _record_data_alias(parameter: Any, values: torch.Tensor) -> torch.Tensor:
-    card = param_info(parameter)
-    unit = card.unit() if card is not None else None
+    info = param_info(parameter)
+    unit = info.unit() if info is not None else None
     if unit is not None:
         unit.record_data_alias(values)
     return values
@@ -390,83 +392,83 @@ class GatheredParameter(_GatheredMixin, nn.Parameter):
 
 
 class GuardedParameter(_GuardedMixin, nn.Parameter):
-    """A parameter whose values are not in place."""
+    """A parameter whose next access is intercepted."""
 
 
 class ReducedGradDTensor(_DataAliasMixin, DTensor):
-    """The first of the two for a divided parameter: see [Note: divided parameters]."""
+    """A tensor-parallel parameter between backward and the next forward: see [Note: tensor-parallel parameters]."""
 
     __slots__ = ()
 
 
 class GatheredDTensor(_GatheredMixin, DTensor):
-    """The same inside ``gathered()``."""
+    """A tensor-parallel parameter inside ``gathered()``."""
 
     __slots__ = ()
 
 
 class GuardedDTensor(_GuardedMixin, DTensor):
-    """The second of the two for a divided parameter."""
+    """A tensor-parallel parameter whose next access is intercepted."""
 
     __slots__ = ()
 
-    # methods of DTensor's own, which do not ask __torch_function__
+    # DTensor's own methods do not call __torch_function__
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Describe it."""
+        """Return a description without values."""
         return _describe(self)
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """This rank's part, where it may be brought now."""
+        """Return this rank's TP shard, if the unit can be unsharded now."""
         return _call_unsharded(DTensor.to_local, (self,), options)  # type: ignore[no-any-return]
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        """The whole parameter, where this rank's part may be brought now."""
+        """Return the full parameter, if the unit can be unsharded now."""
         return _call_unsharded(DTensor.full_tensor, (self,), options)  # type: ignore[no-any-return]
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """The parameter divided otherwise, where this rank's part may be brought now."""
+        """Return the parameter with other placements, if the unit can be unsharded now."""
         return _call_unsharded(DTensor.redistribute, (self, *args), options)  # type: ignore[no-any-return]
 
 
 def _call_unsharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with the values of all absent parameters it is given, which stay until it has run."""
-    cards: list[ParamInfo] = []
+    """Call a function with all its guarded parameters unsharded; they stay so until it has run."""
+    infos: list[ParamInfo] = []
     result: Any = None
     try:
         for parameter in _instances(_GuardedMixin, args, kwargs):
-            card = param_info(parameter)
-            if card is None or not card.acquire_for_op():
+            info = param_info(parameter)
+            if info is None or not info.acquire_for_op():
                 if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
                     return _describe(parameter)
                 raise RuntimeError(_access_error(parameter, func))
-            cards.append(card)
+            infos.append(info)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return _record_data_alias(args[0], result) if func == _GET_DATA else result
-    finally:  # also where it raised: whoever catches that may go on
+    finally:  # also if it raised: the caller may catch the error and continue
         with torch._C.DisableTorchFunctionSubclass():
-            for card in cards:
-                card.release_after_op(result)
+            for info in infos:
+                info.release_after_op(result)
 
 
 def is_guarded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's values are not in place."""
+    """Return whether the next access to a parameter is intercepted."""
     return isinstance(parameter, _GuardedMixin)
 
 
 class ParamClasses:
-    """The classes that a parameter changes between, looked up once: it changes them several times a step."""
+    """The classes of a parameter, looked up once: its class changes several times a step."""
 
     def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
-        divided = isinstance(parameter, DTensor)
+        is_dtensor = isinstance(parameter, DTensor)
         self.parameter: Any = parameter
         self.original = original
-        self.guarded: type = GuardedDTensor if divided else _subclass_for(GuardedParameter, original, parameter)
+        self.guarded: type = GuardedDTensor if is_dtensor else _subclass_for(GuardedParameter, original, parameter)
         self.reduced_grad: type = (
-            ReducedGradDTensor if divided else _subclass_for(ReducedGradParameter, original, parameter)
+            ReducedGradDTensor if is_dtensor else _subclass_for(ReducedGradParameter, original, parameter)
         )
-        self.gathered: type = GatheredDTensor if divided else _subclass_for(GatheredParameter, original, parameter)
+        self.gathered: type = GatheredDTensor if is_dtensor else _subclass_for(GatheredParameter, original, parameter)
 
 
 @functools.cache
@@ -475,12 +477,12 @@ def _subclass(kind: type, original: type) -> type:
 
 
 def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
-    """One of these classes for a user's own class of parameter: instances stay instances of that, too."""
+    """Return ``kind``, or a class derived from it and the user's parameter class, so that isinstance() still holds."""
     if original is nn.Parameter or issubclass(nn.Parameter, original):
         return kind
     try:
         derived = _subclass(kind, original)
-        parameter.__class__ = derived  # Python swaps only classes of one layout
+        parameter.__class__ = derived  # Python swaps only classes with the same layout
         parameter.__class__ = original
     except TypeError:
         return kind
@@ -488,19 +490,19 @@ def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
 
 
 def _meta_like(parameter: Any) -> torch.Tensor:
-    """A tensor without memory, laid out as the parameter's values are when they are there."""
-    card = param_info(parameter)
-    flat = card.flat() if card is not None else None
+    """Return a meta tensor with the shape and strides of the unsharded parameter."""
+    info = param_info(parameter)
+    flat = info.flat() if info is not None else None
     with torch._C.DisableTorchFunctionSubclass():
-        if card is None or flat is None:
+        if info is None or flat is None:
             return torch.empty_like(parameter, device="meta")
-        if flat.tp_shards[card.index] is not None:  # a DTensor: it knows
+        if flat.tp_shards[info.index] is not None:  # a DTensor: its own strides are right
             return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        return torch.empty_strided(parameter.shape, flat.strides[card.index], dtype=parameter.dtype, device="meta")
+        return torch.empty_strided(parameter.shape, flat.strides[info.index], dtype=parameter.dtype, device="meta")
 
 
 def _instances(kind: type, *values: Any) -> list[Any]:
-    """The parameters of a class among the arguments of a call."""
+    """Return the instances of a class in the arguments of a call."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, kind):
@@ -513,18 +515,18 @@ def _instances(kind: type, *values: Any) -> list[Any]:
 
 
 def _describe(parameter: Any) -> str:
-    card = param_info(parameter)
-    name = card.name if card is not None else "?"
+    info = param_info(parameter)
+    name = info.name if info is not None else "?"
     return f"Parameter {name!r} (partitioned, {tuple(parameter.shape)}, {parameter.dtype}, {parameter.device})"
 
 
 def _access_error(parameter: Any, func: Callable[..., Any]) -> str:
-    card = param_info(parameter)
-    name = card.name if card is not None else "a parameter"
+    info = param_info(parameter)
+    name = info.name if info is not None else "a parameter"
     action = getattr(func, "__name__", str(func)).strip("_")
-    flat = card.flat() if card is not None else None
-    alone = flat is not None and flat.layout.shard_count == 1
-    where = "there in forward and backward alone" if alone else "partitioned over the ranks"
+    flat = info.flat() if info is not None else None
+    is_single_shard = flat is not None and flat.layout.shard_count == 1
+    where = "there in forward and backward alone" if is_single_shard else "partitioned over the ranks"
     return (
         f"the values of {name!r} are {where}, so {action!r} cannot use them here. Use them on all ranks inside "
         "`with zeroshard.gathered(model):` (for state_dict() too), or name a writing rank to change them: "

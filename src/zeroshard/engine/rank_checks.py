@@ -1,4 +1,4 @@
-"""Alike: what all ranks have to be given alike, compared before anything is built of it."""
+"""Check that all ranks got the same model, optimizer, options and tensor plan, before anything is built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_consistency_checker(
     heartbeat_timeout: float = 8.0,
     device: torch.device | None = None,
 ) -> ConsistencyChecker:
-    """Open the side channel of the mesh's ranks: see [Note: agreement]. ``timeout`` None: that of their group."""
+    """Create the mesh's consistency checker: see [Note: consistency of ranks]. ``timeout`` None: the group's."""
     if timeout is None:
         groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups() if dist.is_initialized() else []
         timeout = max((group_timeout_seconds(group, device or torch.device("cpu")) for group in groups), default=1.0)
@@ -37,28 +37,28 @@ def open_consistency_checker(
     if rank not in ranks:
         raise ValueError(f"rank {rank} called shard() with a mesh of ranks {ranks}, which it is not part of")
     store = dist.distributed_c10d._get_default_store()
-    place = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
-    number = store.add(f"{place}/calls of {rank}", 1)  # the how-many-eth shard() of these ranks this is
+    prefix = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
+    call_count = store.add(f"{prefix}/calls of {rank}", 1)  # counts the shard() calls of these ranks
     return ConsistencyChecker(
-        store, f"{place}/{number}", ranks.index(rank), len(ranks), timeout, ranks, heartbeat_timeout
+        store, f"{prefix}/{call_count}", ranks.index(rank), len(ranks), timeout, ranks, heartbeat_timeout
     )
 
 
 def verify_same_model(
     model: nn.Module, optimizer_entries: dict[str, str], config: Config, consistency: ConsistencyChecker
 ) -> None:
-    """Raise on every rank when the ranks were given different models, optimizers or options.
+    """Raise on every rank if the ranks were given different models, optimizers or options.
 
-    ``updated`` says, by name of the parameter, where it is in the optimizer.
+    ``optimizer_entries`` maps a parameter's name to its place in the optimizer.
     """
     described: list[list[str]] = []
     for name, p in model.named_parameters():
-        grad = "requires grad" if p.requires_grad else "frozen"
+        grad_mode = "requires grad" if p.requires_grad else "frozen"
         described.append(
-            [name, f"{tuple(p.shape)} {p.dtype}, {grad}, {optimizer_entries.get(name, 'in no optimizer')}"]
+            [name, f"{tuple(p.shape)} {p.dtype}, {grad_mode}, {optimizer_entries.get(name, 'in no optimizer')}"]
         )
     described += [["buffer " + name, f"{tuple(b.shape)} {b.dtype}"] for name, b in model.named_buffers()]
-    decisive = (
+    compared = (
         "stage",
         "precision",
         "reduce_dtype",
@@ -69,54 +69,54 @@ def verify_same_model(
         "prefetch",
         "elementwise",
     )
-    options = {name: str(getattr(config, name)) for name in decisive}
+    options = {name: str(getattr(config, name)) for name in compared}
     options["offload"] = config.offload.summary if config.offload is not None else "None"
-    theirs = consistency.broadcast_text("model", json.dumps([described, options]))
-    complaint = ""
-    if theirs is not None:
-        first, first_options = json.loads(theirs)
-        unlike = [name for name in options if options[name] != first_options[name]]
-        complaint = _first_difference(described, first) or ", ".join(
-            f"{name} is {options[name]} here and {first_options[name]} on rank 0" for name in unlike
+    rank0_text = consistency.broadcast_text("model", json.dumps([described, options]))
+    error_text = ""
+    if rank0_text is not None:
+        first, first_options = json.loads(rank0_text)
+        differing = [name for name in options if options[name] != first_options[name]]
+        error_text = _first_difference(described, first) or ", ".join(
+            f"{name} is {options[name]} here and {first_options[name]} on rank 0" for name in differing
         )
-    complaints = consistency.gather_text("model", complaint)
-    if complaints:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
-        raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {told}")
+    errors = consistency.gather_text("model", error_text)
+    if errors:
+        details = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
+        raise RanksDisagreeError(f"ranks were given different models, optimizers or options. {details}")
 
 
 def open_tiers(tiers: TierAllocator, consistency: ConsistencyChecker) -> None:
-    """Make this rank's file for what rests on disk; raise on every rank where one has none."""
-    complaint = ""
+    """Create this rank's file for states on disk; raise on every rank if one rank fails."""
+    error_text = ""
     try:
         tiers.open_disk()
     except DiskError as error:
         if not consistency.is_distributed:
             raise
-        complaint = str(error)
-    complaints = consistency.gather_text("disk", complaint)
-    if complaints:
-        raise DiskError("; ".join(f"rank {rank}: {text}" for rank, text in complaints.items()))
+        error_text = str(error)
+    errors = consistency.gather_text("disk", error_text)
+    if errors:
+        raise DiskError("; ".join(f"rank {rank}: {text}" for rank, text in errors.items()))
 
 
 def verify_same_tensor_plan(tp_state: TensorParallelState | None, consistency: ConsistencyChecker) -> None:
-    """Raise on every rank when the ranks divide the model's parameters differently along the tensor axis."""
+    """Raise on every rank if the ranks shard the model's parameters differently along the tensor axis."""
     parameters = tp_state.tp_params if tp_state is not None else {}
-    described = [[name, f"{d.placement}, {d.num_fused} fused"] for name, d in parameters.items()]
-    theirs = consistency.broadcast_text("tensor plan", json.dumps(described))
-    complaint = _first_difference(described, json.loads(theirs)) if theirs is not None else ""
-    complaints = consistency.gather_text("tensor plan", complaint)
-    if complaints:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items())
-        raise RanksDisagreeError(f"ranks were given different tensor plans. {told}")
+    described = [[name, f"{tp_param.placement}, {tp_param.num_fused} fused"] for name, tp_param in parameters.items()]
+    rank0_text = consistency.broadcast_text("tensor plan", json.dumps(described))
+    error_text = _first_difference(described, json.loads(rank0_text)) if rank0_text is not None else ""
+    errors = consistency.gather_text("tensor plan", error_text)
+    if errors:
+        details = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
+        raise RanksDisagreeError(f"ranks were given different tensor plans. {details}")
 
 
 def _first_difference(ours: list[list[str]], first: list[list[str]]) -> str:
-    for mine, other in zip(ours, first, strict=False):
-        if mine[0] != other[0]:
-            return f"has {mine[0]!r} where rank 0 has {other[0]!r}"
-        if mine != other:
-            return f"{mine[0]!r} is {mine[1]} here and {other[1]} on rank 0"
+    for own, other in zip(ours, first, strict=False):
+        if own[0] != other[0]:
+            return f"has {own[0]!r} where rank 0 has {other[0]!r}"
+        if own != other:
+            return f"{own[0]!r} is {own[1]} here and {other[1]} on rank 0"
     if len(ours) != len(first):
         longer = ours if len(ours) > len(first) else first
         return f"{longer[min(len(ours), len(first))][0]!r} is only on {'this rank' if longer is ours else 'rank 0'}"

@@ -1,4 +1,4 @@
-"""States: what a model holds from one step to the next, and who may read or change it when."""
+"""StateGuard: the states a model keeps from one step to the next, and when they may be read or changed."""
 
 from __future__ import annotations
 
@@ -26,44 +26,45 @@ from zeroshard.sharding.precision import LossScale
 
 
 class BackwardListener(Protocol):
-    """Updates of states that rest outside the device, on a thread of their own."""
+    """CPU updates of offloaded states, on a worker thread."""
 
     def on_backward_begin(self, backward_count: int) -> None:
-        """A backward begins, the how-many-eth since the last step."""
+        """Called when a backward begins; ``backward_count`` counts them since the last step."""
 
     def invalidate(self) -> None:
-        """Somebody may change the gradients: what was computed from them ahead of the step does not count."""
+        """Invalidate speculative updates, because the gradients may change."""
 
     def wait(self) -> None:
-        """Return when no update is under way; raise what went wrong."""
+        """Wait until no update is pending; raise the error of a failed one."""
 
 
 class StateGuard:
-    """Parameters, gradients and optimizer states of one model, as they are found outside forward and backward.
+    """Guards the parameters, gradients and optimizer states of one model outside forward and backward.
 
-    A step returns while updates on the host, and gathers of their results, may be under way: :meth:`wait_updates`
-    waits for them. Whoever changes parameters or optimizer states also waits for those that still read them
-    (:meth:`settle`), and whoever may change anything that an update is made from says so (:meth:`doubt`).
+    A step returns while CPU updates, and all-gathers of their results, may be pending: :meth:`wait_updates` waits for
+    them. A caller that changes parameters or optimizer states also waits for their pending readers
+    (:meth:`wait_readers`). A caller that may change the inputs of an update invalidates speculative updates
+    (:meth:`invalidate_speculation`).
     """
 
     def __init__(self, units: list[Unit], gradients: Gradients, comm: Communicator, order: CollectiveOrder) -> None:
         self._units, self._gradients, self._comm, self._order = units, gradients, comm, order
         self.replicated_units = [unit for unit in units if not unit.is_partitioned]
-        self.invalid_states: dict[str, str] = {}  # states that are of no use → why
-        self.pending_reads: list[Callable[[], None]] = []  # what is to be waited for before the states change
-        # the optimizer's, and weak: what is updated outside the device, and which states rest on it
+        self.invalid_states: dict[str, str] = {}  # states that are invalid → error text
+        self.pending_reads: list[Callable[[], None]] = []  # waits, to be called before the states change
+        # set by the optimizer, weak: the updates of offloaded states, and the states on the device
         self.backward_listener: Callable[[], BackwardListener | None] = lambda: None
         self.device_states: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
-        self.check_tiers: Callable[[], None] = lambda: None  # raises where states cannot be read where they rest
-        self.offloaded_states: object | None = None  # where all states are, while they are out
+        self.check_tiers: Callable[[], None] = lambda: None  # raises if offloaded states cannot be read
+        self.offloaded_states: object | None = None  # set while offload_states() holds all states
         self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.is_trainable]
-        self._has_exposed_grads = False  # whether resident parameters show their reduced gradients
+        self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
     # -- whether they may be used -------------------------------------------------------------------------------
 
     def check_states_reloaded(self) -> None:
-        """Raise while the states are out."""
+        """Raise while the states are offloaded by offload_states()."""
         if self.offloaded_states is not None:
             raise RuntimeError(
                 "the model's states are in host memory since zeroshard.offload_states(): call "
@@ -71,28 +72,28 @@ class StateGuard:
             )
 
     def check_valid(self, *parts: str) -> None:
-        """Raise where states are of no use: of "weights", "optimizer"."""
+        """Raise if one of the given states ("weights", "optimizer") is invalid."""
         for part in parts:
             if part in self.invalid_states:
                 raise RuntimeError(self.invalid_states[part])
 
     def check_frozen(self) -> None:
-        """A parameter that was frozen at shard() has no place for a gradient: none may be computed unnoticed."""
+        """Raise if a parameter that was frozen at shard() requires a gradient now: there is no memory for it."""
         with torch._C.DisableTorchFunctionSubclass():
-            thawed = [name for flat in self._frozen_flats for name, p in flat.named_parameters if p.requires_grad]
-        if thawed:
+            unfrozen = [name for flat in self._frozen_flats for name, p in flat.named_parameters if p.requires_grad]
+        if unfrozen:
             raise RuntimeError(
-                f"{thawed[0]!r} was frozen when shard() was called and requires a gradient now: call "
-                "zeroshard.unshard(), set requires_grad, and shard again"
+                f"{unfrozen[0]!r} was frozen when shard() was called and requires a gradient now: call "
+                "zeroshard.unwrap(), set requires_grad, and shard again"
             )
 
     def frozen_params_with_grads(self) -> list[str]:
-        """The names of parameters that were frozen at shard() and that somebody has given a gradient since."""
+        """Return the names of parameters that were frozen at shard() and have got a gradient since."""
         with torch._C.DisableTorchFunctionSubclass():
             return [name for flat in self._frozen_flats for name, p in flat.named_parameters if p._grad is not None]
 
     def check_not_gathered(self, call: str) -> None:
-        """Raise inside gathered(): the values that the parameters show there are not those that would change."""
+        """Raise inside gathered(): the parameters there are copies, so ``call`` would not change them."""
         if any(unit.has_gathered_copy for unit in self._units):
             raise RuntimeError(
                 f"{call} inside `with zeroshard.gathered()`: it would change the states, and the parameters inside are "
@@ -100,32 +101,32 @@ class StateGuard:
             )
 
     def check_no_pending_edits(self) -> None:
-        """Raise where a parameter was edited inside gathered(), since what is about to be read has no part of that."""
-        cards = [
+        """Raise if a parameter was edited inside gathered(): the states about to be read do not have the edit yet."""
+        infos = [
             param_info(parameter)
             for unit in self._units
             if unit.has_gathered_copy
             for parameter in unit.edited_params()
         ]
-        if cards and cards[0] is not None:
+        if infos and infos[0] is not None:
             raise RuntimeError(
-                f"{cards[0].name!r} was edited inside `with zeroshard.gathered()`, and the states do not have it yet: "
+                f"{infos[0].name!r} was edited inside `with zeroshard.gathered()`, and the states do not have it yet: "
                 "leave the block first (with write_rank=… the edit counts, without it is undone)"
             )
 
     # -- edits by the user ------------------------------------------------------------------------------------------
 
     def sync_user_edits(self) -> None:
-        """Copy the user's edits of resident parameters to their masters; refuse parameters that were moved elsewhere.
+        """Copy the user's edits of replicated parameters to their masters; raise if a parameter's data was replaced.
 
         [Note: edits of parameters]
-        Where there is no master, a resident parameter is itself what the optimizer updates, and an edit in place (an
-        initialisation, ``clamp_``, an EMA copied in) needs nothing. A master has to be told: autograd counts each
-        change in place, so a count that has grown since the last look says which. It does not count changes through
-        ``parameter.data`` (``p.data.clamp_(…)``): whoever was given that is taken to have made one. As in data
-        parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is another matter: the
-        parameter no longer lies in the flat, and neither the optimizer nor a gather would ever see it again, so that
-        is refused.
+        Without a master, the optimizer updates the replicated parameter itself, and an in-place edit (an
+        initialisation, ``clamp_``, an EMA copied in) needs nothing. With a master, the edit must be copied to it.
+        Autograd's version counter counts each in-place change, so a counter that has grown since the last check
+        identifies the edited parameters. It does not count changes through ``parameter.data``
+        (``p.data.clamp_(…)``): reading ``data`` is taken as an edit. As in data parallelism, all ranks are expected to
+        make the same edit. ``parameter.data = …`` is different: the parameter is no longer a view of the flat, and
+        neither the optimizer nor an all-gather would see it again, so it raises.
         """
         edited: list[Unit] = []
         for unit in self.replicated_units:
@@ -145,8 +146,8 @@ class StateGuard:
         if edited:
             self.wait_readers()
             self.invalidate_speculation()
-            if (updates := self.backward_listener()) is not None:
-                updates.wait()  # else what it is about to write would go over them
+            if (listener := self.backward_listener()) is not None:
+                listener.wait()  # else a pending update would overwrite the edits
             self.check_tiers()
             for unit in edited:
                 self.gather_updated_unit(unit)
@@ -166,51 +167,52 @@ class StateGuard:
         )
 
     def record_versions(self, unit: Unit) -> None:
-        """Count what is in a resident unit's parameters now as known to their masters."""
+        """Record that the masters match the current values of a replicated unit's parameters."""
         for flat in unit.flats if not unit.is_partitioned else ():
             if flat.master is not None:
                 flat.known_versions = param_versions(flat.parameters)
 
     def on_values_changed(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The parameters have new values: a backward over a graph made of the old ones raises, as with plain torch."""
+        """Increment the version of changed parameters: backward over an older graph then raises, as in plain torch."""
         torch.autograd.graph.increment_version(list(parameters))
         for unit in self._units:
             unit.accept_edits()
             self.record_versions(unit)
 
-    # -- what is under way --------------------------------------------------------------------------------------
+    # -- pending work -------------------------------------------------------------------------------------------
 
     def wait_readers(self) -> None:
-        """Wait for whoever still reads the states, before they change."""
-        readers, self.pending_reads = self.pending_reads, []
-        for reader in readers:
-            reader()
+        """Wait for pending readers of the states, before these change."""
+        waits, self.pending_reads = self.pending_reads, []
+        for wait in waits:
+            wait()
 
     def invalidate_speculation(self) -> None:
-        """The gradients are no longer what an update ahead of the step may have been made from."""
-        updates = self.backward_listener()
-        if updates is not None:
-            updates.invalidate()
+        """Invalidate speculative updates, because the gradients they were computed from may change."""
+        listener = self.backward_listener()
+        if listener is not None:
+            listener.invalidate()
 
     def wait_updates(self) -> None:
-        """Wait for the updates and gathers that a step has started; raise where the states cannot be read."""
+        """Wait for the updates and all-gathers that a step has started; raise if the states cannot be read."""
         self._wait_updates()
         self.sync_user_edits()
 
     def _wait_updates(self) -> None:
         self.check_states_reloaded()
-        updates = self.backward_listener()
-        if updates is not None:
-            updates.wait()
+        listener = self.backward_listener()
+        if listener is not None:
+            listener.wait()
         self.check_tiers()
         for unit in self.replicated_units:
             self.gather_updated_unit(unit)
             unit.wait_for_unshard()
 
     def gather_updated_unit(self, unit: Unit) -> None:
-        """Collect the new values of a resident unit that was updated outside the device.
+        """All-gather the new values of a replicated unit whose states are updated on the host.
 
-        All ranks collect in one order: those before it come first, though this rank may have no use for them.
+        All ranks use the same order, so stale units earlier in that order are gathered first, even if this rank does
+        not need them.
         """
         if self._comm.shard_axis.size == 1 and unit.is_stale:
             unit.start_unshard()
@@ -220,29 +222,29 @@ class StateGuard:
             first.start_unshard()
 
     def gather_updated_units(self) -> None:
-        """Collect what this forward had no use for, since that of another rank may have had."""
+        """All-gather the units that this forward did not need, because another rank's forward may have."""
         for unit in self._gather_order() if self._comm.shard_axis.size > 1 else ():
             self.gather_updated_unit(unit)
             unit.wait_for_unshard()
 
     def _gather_order(self) -> list[Unit]:
-        """The resident units, as all ranks agree that forward comes to them."""
+        """Return the replicated units in the forward order that all ranks have confirmed."""
         queue = self._gradients.reduce_queue
         return self.replicated_units if queue is None or not self.replicated_units else queue[::-1]
 
     # -- new values ---------------------------------------------------------------------------------------------
 
     def copy_masters(self, flats: Iterable[FlatParam], device_only: bool = False) -> None:
-        """Copy the masters' values, or those on the device, into this rank's part of the parameters in computation."""
+        """Copy the masters (``device_only``: those on the device) into this rank's shard of the compute parameters."""
         pairs = [flat.master_copy_lists(device_only) for flat in flats]
-        places = [place for owned, _ in pairs for place in owned]
-        if places:
-            torch._foreach_copy_(places, [source for _, master in pairs for source in master], non_blocking=True)
+        targets = [target for shards, _ in pairs for target in shards]
+        if targets:
+            torch._foreach_copy_(targets, [source for _, values in pairs for source in values], non_blocking=True)
 
     def start_param_refresh(self) -> None:
-        """Bring every rank's updated part to all, where parameters are not partitioned. Does not wait for the end.
+        """Start the all-gather of every rank's updated shard, if parameters are replicated.
 
-        What is updated outside the device is brought when it is wanted: the next forward waits unit by unit.
+        Units that are updated on the host are gathered when they are needed: the next forward waits unit by unit.
         """
         for unit in self.replicated_units:
             if unit.is_trainable and any(flat.tier_placement.has_offloaded_optimizer for flat in unit.flats):
@@ -252,10 +254,10 @@ class StateGuard:
                 unit.start_unshard()
 
     def sync_from_masters(self) -> None:
-        """Bring the parameters in computation into line with shards and masters that somebody has written into."""
+        """Update the compute parameters from shards and masters that were written."""
         self._order.begin_pass("take in new values")
         self.on_values_changed(parameter for unit in self._units for parameter in unit.parameters)
-        self._wait_updates()  # without edits: what was written counts, not what the parameters were before
+        self._wait_updates()  # without sync_user_edits(): the written values win over the parameters'
         self.invalidate_speculation()
         self.copy_masters(flat for unit in self._units for flat in unit.flats)
         for unit in self.replicated_units if self._comm.shard_axis.size > 1 else ():
@@ -266,44 +268,44 @@ class StateGuard:
             self.record_versions(unit)
 
     def write_back_params(self) -> None:
-        """Take values written into resident parameters, the same on all ranks, into shards and master copies."""
+        """Write values of replicated parameters, the same on all ranks, back to shards and masters."""
         self.wait_readers()
         self.wait_updates()
         self.invalidate_speculation()
         for unit in self.replicated_units:
-            if not unit.has_gathered_copy:  # else gathered() says whether it counts
+            if not unit.has_gathered_copy:  # else gathered() decides about the edit
                 unit.write_back(None)
                 self.record_versions(unit)
 
-    # -- gradients, as parameters show them ---------------------------------------------------------------------
+    # -- gradients, as parameters expose them -------------------------------------------------------------------
 
     def expose_reduced_grads(self, unsharded: Iterable[Unit] = ()) -> None:
-        """Have resident parameters show their reduced gradients, and note who is given ``data``: see unit.py.
+        """Make replicated parameters expose their reduced gradients, and record reads of ``data``: see unit.py.
 
-        So do those of partitioned units whose values are in memory, ``live``. In forward and backward they are as
-        autograd knows them.
+        The same for the partitioned units in ``unsharded``. During forward and backward, parameters have autograd's
+        gradients.
         """
-        held = self._gradients.has_grads
+        has_grads = self._gradients.has_grads
         for unit in (*self.replicated_units, *unsharded):
-            if held or unit.needs_master_sync:
+            if has_grads or unit.needs_master_sync:
                 unit.expose_reduced_grads()
                 self._has_exposed_grads = True
 
     def hide_reduced_grads(self, unsharded: Iterable[Unit] = ()) -> None:
-        """Undo :meth:`rest`."""
+        """Undo :meth:`expose_reduced_grads`."""
         if self._has_exposed_grads:
             for unit in (*self.replicated_units, *unsharded):
                 unit.hide_reduced_grads()
             self._has_exposed_grads = False
 
     def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
-        """What ``parameter.grad`` gives between backward and the next forward."""
+        """Return the value of ``parameter.grad`` between backward and the next forward."""
         flat = info.flat()
         gradient = self._gradients.flat_grads.get(flat) if flat is not None else None
         if flat is None:
             return None
         if gradient is None or not self._gradients.has_grads:
-            return get_autograd_grad(flat.parameters[info.index])  # what somebody has put there
+            return get_autograd_grad(flat.parameters[info.index])  # set by the user
         self.check_states_reloaded()
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -314,22 +316,22 @@ class StateGuard:
         self._gradients.sync_used_params()
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
-        is_whole = self._comm.shard_axis.size == 1 and self._comm.tensor_axis.size == 1
-        if not is_whole or self.loss_scale is not None or self._gradients.inverse_scale is not None:
-            cleared = self._gradients.clear_count
+        is_unsharded = self._comm.shard_axis.size == 1 and self._comm.tensor_axis.size == 1
+        if not is_unsharded or self.loss_scale is not None or self._gradients.inverse_scale is not None:
+            clear_count = self._gradients.clear_count
             return ShardedGradient(
-                ParamGradHandle(self, self._gradients, self._comm, self._order, gradient, info.index, cleared)
+                ParamGradHandle(self, self._gradients, self._comm, self._order, gradient, info.index, clear_count)
             )
         self._gradients.apply_clip_coef()
-        self.invalidate_speculation()  # whoever has it may write into it
-        flat.wait_for_update()  # an update of its values may still read it
+        self.invalidate_speculation()  # the user may write into the result
+        flat.wait_for_update()  # a pending update may still read the gradient
         gradient.clear_norms()
         gradient.wait_copy()
         self._gradients.memory.is_exposed = True
         return flat.view(gradient.shard, info.index)
 
     def clear_grad(self, info: ParamInfo) -> None:
-        """Forget the gradient of one parameter."""
+        """Clear the gradient of one parameter."""
         flat = info.flat()
         gradient = self._gradients.flat_grads.get(flat) if flat is not None else None
         if flat is not None and gradient is None:  # frozen

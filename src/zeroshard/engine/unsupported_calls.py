@@ -1,4 +1,4 @@
-"""Guards: calls on a sharded model that torch would let pass, and that would leave it wrong."""
+"""Unsupported calls: raise on calls that torch would accept but that would corrupt a sharded model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECOND_REDUCTION_ERROR = (
 
 
 class AttributeOverride:
-    """An attribute of an object while its model is sharded; :meth:`remove` gives the earlier one back."""
+    """Overrides an attribute of an object while its model is sharded; :meth:`remove` restores it."""
 
     def __init__(self, owner: Any, name: str, value: Any) -> None:
         self._owner, self._name = weakref.ref(owner), name
@@ -35,7 +35,7 @@ class AttributeOverride:
         vars(owner)[name] = value
 
     def remove(self) -> None:
-        """Undo it."""
+        """Restore the previous attribute."""
         owner = self._owner()
         if owner is not None and self._previous is not self:
             vars(owner)[self._name] = self._previous
@@ -44,7 +44,7 @@ class AttributeOverride:
 
 
 def block_unsupported_calls(model: nn.Module) -> Iterator[AttributeOverride]:
-    """Put all guards on a model whose parameters are managed."""
+    """Override all unsupported calls of a sharded model; yield the overrides."""
     yield AttributeOverride(model, "_ddp_params_and_buffers_to_ignore", _DDPBlocker())
     yield AttributeOverride(model, "join_hook", raise_on_join)
     for module in model.modules():
@@ -56,14 +56,14 @@ def block_unsupported_calls(model: nn.Module) -> Iterator[AttributeOverride]:
 
 
 class _DDPBlocker:
-    """What DistributedDataParallel's constructor asks a module for first: which parameters it is to ignore."""
+    """Replaces the list of ignored parameters, which DistributedDataParallel's constructor reads first."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(f"DistributedDataParallel {_SECOND_REDUCTION_ERROR}")
 
 
 def raise_on_join(**_: object) -> NoReturn:
-    """Stand for ``join_hook`` of torch's Joinable."""
+    """Replace ``join_hook`` of torch's Joinable: raise."""
     raise RuntimeError(
         "torch's Join cannot be used with zeroshard, whose ranks take every step together: give all ranks the same "
         "number of batches (drop_last=True), or an empty loss such as model(x).sum() * 0 to those that have fewer"
@@ -71,7 +71,7 @@ def raise_on_join(**_: object) -> NoReturn:
 
 
 class _PostAccumulateHookBlocker:
-    """Stands for a parameter's ``register_post_accumulate_grad_hook``."""
+    """Replaces a parameter's ``register_post_accumulate_grad_hook``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,7 +81,7 @@ class _PostAccumulateHookBlocker:
 
 
 class _ShareMemoryBlocker:
-    """Stands for a parameter's ``share_memory_``."""
+    """Replaces a parameter's ``share_memory_``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -94,16 +94,16 @@ class _ShareMemoryBlocker:
 
 
 class _ApplyOverride:
-    """Stands for a module's ``_apply``, which all of ``to``, ``cuda``, ``half``, ``share_memory``, … go through.
+    """Replaces a module's ``_apply``, which ``to``, ``cuda``, ``half``, ``share_memory`` and others call.
 
-    What would change no parameter is done to the buffers alone, so that it needs no values. All else is refused.
+    A call that would not change parameters is applied to the buffers only, so it needs no values. Others raise.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of a module has its own class's method again."""
+        """Return the method of the class for a copied module: a copy is not sharded."""
         copied = memo.get(id(self._module()))
         return types.MethodType(type(copied)._apply, copied) if copied is not None else self
 
@@ -113,7 +113,7 @@ class _ApplyOverride:
             raise RuntimeError("the module is gone")
         _check_keeps_params(module, fn, recurse)
         parameters, module._parameters = module._parameters, {}
-        try:  # an RNN's own method only looks for its parameters again, which are the same
+        try:  # an RNN's own method only collects its parameters again, which have not changed
             kind = nn.Module if isinstance(module, nn.RNNBase) else type(module)
             kind._apply(module, fn, recurse) if not recurse else kind._apply(module, fn)  # type: ignore[no-untyped-call]
         finally:
@@ -122,7 +122,7 @@ class _ApplyOverride:
 
 
 def _check_keeps_params(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> None:
-    """Try a function on small tensors like the parameters; raise where it changes one."""
+    """Try a function on small tensors like the parameters; raise if it replaces one."""
     seen: set[Any] = set()
     for name, parameter in module.named_parameters(recurse=recurse):
         kind = (parameter.dtype, parameter.device, parameter.dim(), parameter.stride())
@@ -132,21 +132,21 @@ def _check_keeps_params(module: nn.Module, fn: Callable[[torch.Tensor], torch.Te
         probe = _small_like(parameter)
         with torch.no_grad():
             result = fn(probe)
-        card = param_info(parameter)
-        full_name = card.name if card is not None else name
+        info = param_info(parameter)
+        full_name = info.name if info is not None else name
         if result.untyped_storage().is_shared() and result.device.type == "cpu":
             _ShareMemoryBlocker(full_name)()
         if result is not probe:
             raise RuntimeError(
                 f"{full_name!r} is sharded as {_describe(probe)}, and this call would replace it by a new tensor, "
                 f"{_describe(result)}, which its partition, master copy and optimizer states would not follow. Do it "
-                "before zeroshard.shard(), or after zeroshard.unshard(); for 16-bit computation give shard() "
+                "before zeroshard.shard(), or after zeroshard.unwrap(); for 16-bit computation give shard() "
                 'precision="bf16"'
             )
 
 
 def _small_like(parameter: nn.Parameter) -> torch.Tensor:
-    """A tensor of few elements with the parameter's dtype, device and order of dimensions."""
+    """Return a small tensor with the parameter's dtype, device and order of dimensions."""
     strides, shape = parameter.stride(), [min(size, 2) for size in parameter.shape]
     order = sorted(range(len(shape)), key=lambda dim: strides[dim], reverse=True)
     dense = torch.empty([shape[dim] for dim in order], dtype=parameter.dtype, device=parameter.device)
@@ -159,9 +159,9 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 class ReplacedParamDetector:
-    """Notices that a model's parameters are not those it was sharded with.
+    """Detects that a model's parameters are not those it was sharded with.
 
-    Looking costs some 0.2 µs a module, so it is done once a forward.
+    A check costs about 0.2 µs per module, so it runs once a forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -171,11 +171,11 @@ class ReplacedParamDetector:
     def _record(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._module_dicts: list[dict[str, Any]] = [m._parameters for m in modules] + [m._modules for m in modules]
-        self._nonempty_dicts = [table for table in self._module_dicts if table]
+        self._nonempty_dicts = [entries for entries in self._module_dicts if entries]
         self._recorded_values = list(chain.from_iterable(map(dict.values, self._nonempty_dicts)))
 
     def check(self, model: nn.Module) -> None:
-        """Raise where a parameter was replaced, or another one was added that nobody trains."""
+        """Raise if a parameter was replaced, or if one was added that is not trained."""
         values = chain.from_iterable(map(dict.values, self._nonempty_dicts))
         if sum(map(len, self._module_dicts)) != len(self._recorded_values) or any(
             map(is_not, values, self._recorded_values)
@@ -183,16 +183,16 @@ class ReplacedParamDetector:
             self._check_each_param(model)
 
     def _check_each_param(self, model: nn.Module) -> None:
-        if _is_functional_call():  # with the caller's own tensors, for one call
+        if _is_functional_call():  # the caller's tensors replace the parameters for one call
             return
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            is_other = self._param_ids.get(name, id(parameter)) != id(parameter)
-            if not is_other and (param_info(parameter) is not None or not parameter.requires_grad):
+            is_replaced = self._param_ids.get(name, id(parameter)) != id(parameter)
+            if not is_replaced and (param_info(parameter) is not None or not parameter.requires_grad):
                 continue
             raise RuntimeError(
                 f"{name!r} is another nn.Parameter than the one that was sharded, so nobody would train it: something "
                 "replaced or added it after zeroshard.shard() (an assignment, load_state_dict(assign=True), "
-                "resize_token_embeddings, an adapter, FSDP). Do it before shard(), or call zeroshard.unshard() first "
+                "resize_token_embeddings, an adapter, FSDP). Do it before shard(), or call zeroshard.unwrap() first "
                 "and shard the changed model; to change values only, write into the parameter inside "
                 "`with zeroshard.gathered(model, write_rank=0):`"
             )
@@ -200,7 +200,7 @@ class ReplacedParamDetector:
 
 
 def _is_functional_call() -> bool:
-    """Whether torch.func.functional_call is running: it puts other tensors into a model for one call."""
+    """Return whether torch.func.functional_call is running: it replaces the parameters for one call."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not stateless._functional_call.__code__:
         frame = frame.f_back
@@ -208,7 +208,7 @@ def _is_functional_call() -> bool:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Raise where a forward runs inside a wrapper that would reduce the model's gradients, too, or copies it."""
+    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
         raise RuntimeError(f"DistributedDataParallel {_SECOND_REDUCTION_ERROR}")

@@ -1,1 +1,1 @@
-"""Where tensors live: the ledger that counts them, arenas for the long-lived, the ring of gradient buckets."""
+"""Where tensors live: the memory tracker, arenas for long-lived tensors, the bucket ring, and the tiers."""

@@ -1,4 +1,4 @@
-"""Arena: one contiguous allocation that long-lived tensors are placed in, once (the paper's M_D)."""
+"""Arena: one contiguous allocation for long-lived tensors, each placed once (the paper's M_D)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from zeroshard.memory.tracker import MemoryTracker
 
 
 class Arena:
-    """Hands out neighbouring parts of one tensor.
+    """Allocates consecutive ranges of one tensor.
 
-    Neighbours can be joined again into one view, so that an optimizer step over the shards of many units is one fused
-    kernel. ``apart``: in the pool, else in the model's memory.
+    Adjacent ranges can be viewed as one tensor, so that one fused kernel steps the shards of many units. ``in_pool``:
+    allocate in the separate pool, else in the default pool.
 
     >>> arena = Arena("parameters", 8, torch.float32, Pool(torch.device("cpu")), MemoryTracker())
     >>> a, b = arena.allocate(3), arena.allocate(5)
     >>> arena.tensor.numel() == a.numel() + b.numel()
     True
 
-    It breathes where it is told to: closed it takes no memory, and what was handed out is valid again, with any values,
-    once it is open.
+    Its storage can be freed and allocated again: the ranges become valid again, with undefined values.
 
     >>> arena.free_storage()
     >>> arena.alloc_storage()
@@ -35,7 +34,7 @@ class Arena:
     ) -> None:
         self._kind, self._pool, self._tracker, self._is_in_pool = kind, pool, tracker, in_pool
         with self._allocation_context(numel * dtype.itemsize):
-            self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: alignment must hold no NaN
+            self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: padding must not contain NaN
         self._allocated_numel = 0
         self._has_storage = True
         tracker.add(kind, self.tensor.nbytes)
@@ -46,12 +45,12 @@ class Arena:
             raise ValueError(
                 f"the arena holds {self.tensor.numel()} elements, {self._allocated_numel + numel} were asked for"
             )
-        part = self.tensor[self._allocated_numel : self._allocated_numel + numel]
+        view = self.tensor[self._allocated_numel : self._allocated_numel + numel]
         self._allocated_numel += numel
-        return part
+        return view
 
     def alloc_storage(self) -> None:
-        """Take memory, if there is none."""
+        """Allocate the storage, if there is none."""
         if not self._has_storage:
             with self._allocation_context(self.tensor.nbytes):
                 self.tensor.untyped_storage().resize_(self.tensor.nbytes)
@@ -59,19 +58,19 @@ class Arena:
             self._has_storage = True
 
     def free_storage(self) -> None:
-        """Give the memory back until the next :meth:`open`. Nobody may look at what was handed out meanwhile."""
+        """Free the storage until the next :meth:`alloc_storage`. Until then no range may be accessed."""
         if self._has_storage:
             self.tensor.untyped_storage().resize_(0)
         self.disown()
 
     def disown(self) -> None:
-        """Count the memory no longer: it belongs to whoever was given a part of it."""
+        """Stop tracking the memory: it now belongs to the holders of its ranges."""
         if self._has_storage:
             self._tracker.add(self._kind, -self.tensor.nbytes)
             self._has_storage = False
 
     def move_to_pool(self) -> None:
-        """Move what is there into the pool, for good, if there is room. Parts that were handed out go with it."""
+        """Move the tensor into the pool permanently, if memory allows. Ranges already returned move with it."""
         if self._is_in_pool or not self._has_storage or self._pool.device.type != "cuda":
             self._is_in_pool = True
             return
@@ -89,7 +88,7 @@ class Arena:
         self.tensor.copy_(values)
 
     def _allocation_context(self, nbytes: int) -> AbstractContextManager[object]:
-        """Where so many bytes are to be taken."""
+        """Return the context in which to allocate ``nbytes``."""
         if self._is_in_pool:
             self._pool.reserve([nbytes])
         return self._pool if self._is_in_pool else nullcontext()

@@ -1,4 +1,4 @@
-"""Ring: the few fixed buffers gradients travel through on their way to the owners (the paper's C_B)."""
+"""BucketRing: a fixed number of buffers through which gradients are reduced to their shards (the paper's C_B)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from zeroshard.memory.tracker import MemoryTracker
 
-MAX_LENGTH_RATIO = 4  # a buffer is at most so many times as long as what it is taken for
+MAX_LENGTH_RATIO = 4  # a buffer is at most this many times as long as its content
 
 
 def buffer_lengths(bucket_lengths: Iterable[int]) -> list[int]:
-    """Lengths of buffers for buckets of these: the longest, the longest of at most a quarter of it, and so on.
+    """Return buffer lengths for these bucket lengths: the longest, the longest of at most a quarter of it, and so on.
 
     >>> buffer_lengths([100, 30, 26, 25, 7, 6, 1])
     [100, 25, 6, 1]
@@ -26,9 +26,9 @@ def buffer_lengths(bucket_lengths: Iterable[int]) -> list[int]:
 
 
 class SizedBuffers:
-    """One buffer of each of a few lengths, which has memory from when it is wanted until all are closed.
+    """One buffer for each of a few lengths. A buffer has storage from its first use until all are freed.
 
-    While it has none, views into it stay valid.
+    Views into a buffer stay valid while it has no storage.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SizedBuffers:
         self._allocated: dict[int, torch.Tensor] = {}
 
     def alloc_storage(self, numel: int) -> None:
-        """Have memory for so many elements."""
+        """Allocate the storage of the buffer for ``numel`` elements."""
         length = self._buffer_length(numel)
         if length in self._allocated:
             return
@@ -53,50 +53,50 @@ class SizedBuffers:
         self._tracker.add("buckets", buffer.nbytes)
 
     def view(self, numel: int) -> torch.Tensor:
-        """So many elements of the buffer that was opened for them."""
+        """Return the first ``numel`` elements of the buffer that was allocated for them."""
         return self._allocated[self._buffer_length(numel)][:numel]
 
     @property
     def has_storage(self) -> bool:
-        """Whether any has memory."""
+        """Whether any buffer has storage."""
         return bool(self._allocated)
 
     def free_storage(self) -> None:
-        """Give the memory back."""
+        """Free the storage of all buffers."""
         for buffer in self._allocated.values():
             buffer.untyped_storage().resize_(0)
             self._tracker.add("buckets", -buffer.nbytes)
         self._allocated.clear()
 
     def _buffer_length(self, numel: int) -> int:
-        """Of the shortest buffer that has so many elements."""
+        """Return the length of the shortest buffer for ``numel`` elements."""
         return next(length for length in self._lengths if length >= numel)
 
 
 @dataclass
 class BucketSlot:
-    """A place in the ring, for one reduction at a time."""
+    """A slot of the ring, for one reduction at a time."""
 
     index: int
     input_buffers: SizedBuffers  # for a bucket
-    output_buffers: SizedBuffers  # for this rank's part of it
-    finish_reduce: Callable[[], None] | None = None  # ends what is under way
+    output_buffers: SizedBuffers  # for this rank's shard of it
+    finish_reduce: Callable[[], None] | None = None  # completes the pending reduction
 
     def wait(self) -> None:
-        """End the reduction under way, if there is one."""
+        """Wait for the pending reduction, if there is one."""
         finish, self.finish_reduce = self.finish_reduce, None
         if finish is not None:
             finish()
 
 
 class BucketRing:
-    """Slots taken in turn. Their number bounds what is in flight; their size does not grow with the model.
+    """Slots used in turn. Their number bounds what is in flight; their size does not grow with the model.
 
-    [Note: buffers of a ring]
-    They breathe as units do: between backwards they have no memory, so that they take no part in the peak of the loss.
-    A backward's first reductions are often of a small head, beside all the activations there are; so a slot has buffers
-    of a few lengths, each of which gets memory in a backward when it is first wanted. Together they have at most a
-    third more than the longest.
+    [Note: bucket ring]
+    Storage is resized as for units: between backwards the buffers have none, so they do not add to the peak at the
+    loss. The first reductions of a backward are often those of a small head, while all activations are still in memory.
+    So a slot has buffers of a few lengths, and each is allocated on its first use in a backward. Together they take at
+    most a third more than the longest.
     """
 
     def __init__(
@@ -119,26 +119,26 @@ class BucketRing:
         self._next_index = 0
 
     def next_slot(self) -> BucketSlot:
-        """Return the next slot. Who uses it ends what is under way there first."""
+        """Return the next slot. The caller first waits for its pending reduction."""
         slot = self.slots[self._next_index]
         self._next_index = (self._next_index + 1) % len(self.slots)
         return slot
 
     @property
     def is_busy(self) -> bool:
-        """Whether a reduction is under way, or buffers are open for one."""
+        """Whether a reduction is pending, or a buffer has storage."""
         return any(
             slot.finish_reduce is not None or slot.input_buffers.has_storage or slot.output_buffers.has_storage
             for slot in self.slots
         )
 
     def wait_all(self) -> None:
-        """End every reduction under way, the longest first."""
+        """Wait for every pending reduction, the oldest first."""
         for slot in self.slots[self._next_index :] + self.slots[: self._next_index]:
             slot.wait()
 
     def free_storage(self) -> None:
-        """Give the buffers' memory back, until they are wanted again."""
+        """Free the storage of all buffers, until they are used again."""
         for slot in self.slots:
             slot.input_buffers.free_storage()
             slot.output_buffers.free_storage()

@@ -1,4 +1,4 @@
-"""Room: one allocation apart: on a device in a pool of its own, or pinned in host memory."""
+"""Buffers with their own allocation: in a separate device pool, or in pinned host memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 
 from zeroshard.memory.pool import Pool
 
-MIN_MMAP_BYTES = (
-    2**22
-)  # bytes from which on memory of the host is taken in large pages: finding small ones takes its time
+MIN_MMAP_BYTES = 2**22  # from this size on, use huge pages; below it, mmap costs more than it saves
 
 
 def host_zeros(nbytes: int) -> torch.Tensor:
-    """Bytes of host memory, all zero, in large pages where the system has them.
+    """Return zeroed bytes of host memory, in huge pages if the system has them.
 
-    Processes forked from this one do not have what is so large.
+    From ``MIN_MMAP_BYTES`` on, forked processes do not inherit the memory.
 
     >>> host_zeros(3)
     tensor([0, 0, 0], dtype=torch.uint8)
@@ -29,38 +27,39 @@ def host_zeros(nbytes: int) -> torch.Tensor:
 
 
 def mmap_buffer(nbytes: int) -> torch.Tensor:
-    """Bytes of host memory, all zero, that begin with a page.
+    """Return zeroed, page-aligned bytes of host memory.
 
-    Forked processes do not have it: while one lives, each page written would be copied, and before Linux 6.3 a fork
-    during a direct read could lose what was read. In small pages it takes 5 times the CPU to move a byte to disk.
+    Forked processes do not inherit it: while a child is alive, every page written would be copied, and before Linux 6.3
+    a fork during a direct read could lose the data read. With small pages, moving a byte to disk takes 5 times as much
+    CPU time.
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without
+        with contextlib.suppress(OSError, AttributeError):  # not supported by this kernel or system
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class PoolBuffer:
-    """Memory on a device, in a pool of its own: [Note: memory apart]. All device memory for activations is taken here.
+    """Device memory in its own pool: [Note: separate pool for long-lived tensors]. Activations are allocated here.
 
-    The pool goes with the memory: a pool that stays would keep it.
+    The pool is freed together with the memory: a pool that outlives it would keep the segment.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         pool = Pool(device)
         with pool:
             self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._pool = pool  # named last, so that it goes last
+        self._pool = pool  # set last, so that it is deleted last
 
 
 class PinnedRegistration:
-    """Lets a GPU copy into and from host memory by itself, where the system allows it, for as long as the pin lives."""
+    """Pins host memory (cudaHostRegister) for the lifetime of this object, if the system allows it."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
         self._memory, self._device = memory, device
         self.is_pinned = False
-        thread = threading.Thread(target=self._register)  # a refusal would be told by the next kernel on this thread
+        thread = threading.Thread(target=self._register)  # the next kernel on this thread would report a failure
         thread.start()
         thread.join()
         if not self.is_pinned:
@@ -72,7 +71,7 @@ class PinnedRegistration:
             )
 
     def _register(self) -> None:
-        with torch.cuda.device(self._device):  # a thread begins on the first GPU, and would open a context there
+        with torch.cuda.device(self._device):  # a new thread uses device 0 and would create a context there
             outcome = _cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
         self.is_pinned = int(outcome) == 0
 
@@ -82,15 +81,15 @@ class PinnedRegistration:
 
 
 class PinnedBuffer(PoolBuffer):
-    """Host memory that is pinned.
+    """Pinned host memory.
 
-    Pinned memory from torch is rounded up to a power of two and filled page by page by one thread. Filling it with all
-    threads first and pinning it where it is takes a seventh of the time.
+    torch rounds pinned memory up to a power of two and touches its pages in one thread. Touching them with all threads
+    first and then pinning the memory in place takes a seventh of the time.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.tensor = host_zeros(nbytes)
-        self.tensor.zero_()  # takes the memory, with all threads
+        self.tensor.zero_()  # touches all pages, with all threads
         self._registration = PinnedRegistration(self.tensor, device)
 
 

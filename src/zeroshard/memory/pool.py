@@ -1,21 +1,23 @@
-"""Pool: device memory for the library's long-lived tensors, apart from the model's short-lived ones (M_D).
+"""Pool: device memory for the library's long-lived tensors, separate from the model's temporaries (M_D).
 
-[Note: memory apart]
-PyTorch's allocator hands out parts of large segments. Where tensors that stay (an activation checkpoint, an optimizer
-state made in the first step, cuBLAS's workspace) take turns in one segment with the model's temporaries, they are left
-standing in the middle of it, and the next large temporary (the logits) needs a new segment although most of the old one
-is free. So what is there when the loss is computed is placed in a pool of its own: the model's segments are whole again
-by then. What comes and goes within a forward or a backward (gathered units, the ring) stays in the model's memory,
-which has room: kept apart, it took 0.4 GB more of 6.3 (GPT 7.6B, batch 4, one rank of 64 on an H200).
+[Note: separate pool for long-lived tensors]
+PyTorch's allocator carves blocks from large segments. If long-lived tensors (an activation checkpoint, an optimizer
+state created in the first step, the cuBLAS workspace) share segments with the model's temporaries, they end up in the
+middle of a segment. The next large temporary (the logits) then needs a new segment although most of the old one is
+free. So tensors that are alive when the loss is computed go into a separate pool, and the segments of the default pool
+are completely free by then. Tensors allocated and freed within one forward or backward (unsharded units, the bucket
+ring) stay in the default pool, which has free memory for them: in a separate pool they took 0.4 GB more of 6.3 GB (GPT
+7.6B, batch 4, one rank of 64 on an H200).
 
 [Note: one segment for several]
-A tensor of 10 MiB or more gets a segment of its own, rounded up to 2 MiB; smaller ones share segments of 20 MiB, and
-those up to 1 MiB such of 2 MiB. What is placed in a pool stays, so what is over stays over. Where several tensors
-follow each other, as optimizer states do, room is made for all of them first: one segment, as large as they are
-together or of 10 MiB, from which the allocator then carves them.
+A tensor of 10 MiB or more gets its own segment, rounded up to 2 MiB; smaller ones share segments of 20 MiB, and those
+up to 1 MiB share segments of 2 MiB. Tensors in the pool are never freed, so the unused end of a segment is lost. If
+several tensors follow each other, as optimizer states do, reserve memory for all of them first: one segment of their
+total size, at least 10 MiB, from which the allocator then carves them.
 
-The pool is the allocator's own (``torch.cuda.MemPool``): its counts go on being right, and when memory runs out it may
-still be used for anything. On the CPU, where the system's allocator has no such trouble, it is nothing.
+The pool is the allocator's own (``torch.cuda.MemPool``): its statistics stay correct, and when memory runs out the
+allocator may still use the pool for other tensors. On the CPU, where the system allocator does not have this problem,
+the pool does nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ import torch
 from zeroshard.memory.allocator.simulator import LARGE_BUFFER_BYTES, SMALL_SIZE_BYTES
 from zeroshard.sharding.layout import round_up
 
-MIN_LARGE_ALLOC_BYTES = LARGE_BUFFER_BYTES // 2  # bytes: the least that has a segment of its size
-MIN_BLOCK_BYTES = 512  # bytes: tensors are rounded up to these
+MIN_LARGE_ALLOC_BYTES = LARGE_BUFFER_BYTES // 2  # smallest tensor that gets its own segment
+MIN_BLOCK_BYTES = 512  # tensor sizes are rounded up to a multiple of this
 
 
 def segment_bytes_for(sizes: Iterable[int]) -> int:
-    """Bytes of one segment for tensors of these bytes: see [Note: one segment for several]; 0 where it needs none.
+    """Return the bytes of one segment for tensors of these sizes; 0 if none is needed.
+
+    See [Note: one segment for several].
 
     >>> segment_bytes_for([3 << 20, 3 << 20]) >> 20, segment_bytes_for([7 << 20, 1 << 20, (8 << 20) - 4]) >> 20
     (10, 15)
@@ -49,7 +53,7 @@ def segment_bytes_for(sizes: Iterable[int]) -> int:
 
 
 class Pool:
-    """Inside ``with pool:``, this thread's device memory comes from the pool.
+    """Inside ``with pool:``, this thread allocates device memory from the pool.
 
     >>> with Pool(torch.device("cpu")):
     ...     torch.zeros(1)
@@ -75,14 +79,14 @@ class Pool:
             self._guards.pop().__exit__(kind, error, trace)
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Tensors of these bytes come next: see [Note: one segment for several]."""
-        room = segment_bytes_for(sizes) if self._pool is not None else 0
-        if room:
-            with self, suppress(torch.OutOfMemoryError):  # each may still find a place
-                torch.empty(room, dtype=torch.uint8, device=self.device)
+        """Reserve memory for the tensors that follow, given their sizes: see [Note: one segment for several]."""
+        nbytes = segment_bytes_for(sizes) if self._pool is not None else 0
+        if nbytes:
+            with self, suppress(torch.OutOfMemoryError):  # each tensor may still fit on its own
+                torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def reset(self) -> None:
-        """Begin anew: what was taken before goes back to the device when nobody uses it any more."""
+        """Start a new pool. Memory of the old one returns to the device once nothing uses it."""
         if self._pool is not None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)
             torch.cuda.empty_cache()

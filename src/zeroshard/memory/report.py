@@ -10,7 +10,7 @@ from zeroshard.memory.tracker import MODEL_STATE_KINDS, NowAndPeak
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's memory and traffic.
+    """Memory and traffic of one rank.
 
     >>> report = Report(rank=0, ranks=4, parameters=10, memory={("parameters", "device"): NowAndPeak(20, 60)},
     ...     total=NowAndPeak(20, 60), collectives={"all-gather": Traffic(3, 4096)})
@@ -26,28 +26,27 @@ class Report:
     rank: int
     ranks: int
     parameters: int
-    """Ψ: elements of all parameters."""
+    """Ψ: number of elements of all parameters."""
     memory: dict[tuple[str, str], NowAndPeak] = field(default_factory=dict)
-    """Bytes by (kind of state, tier). "parameters": what rests on this rank; "gathered": whole units in use;
-    "gradients": what was summed or reduced, until zero_grad(); "master weights", "optimizer states"; "buckets": the
-    ring gradients travel through; "autograd": gradients of one unit as backward makes them; "step": gradients in fp32
-    during a step; "staging": one unit while it is being partitioned; "activations": what checkpoint_activations()
-    keeps; "ahead of the step": what an update outside the device writes beside the old values; "away": see
-    offload_states()."""
+    """Bytes by (kind of state, tier). "parameters": this rank's shards; "gathered": unsharded units in use;
+    "gradients": accumulated or reduced gradients, until zero_grad(); "master weights", "optimizer states"; "buckets":
+    the ring of gradient buckets; "autograd": gradients of one unit as backward produces them; "step": fp32 gradients
+    during a step; "staging": one unit while it is being sharded; "activations": what checkpoint_activations() stores;
+    "ahead of the step": shadow buffers of speculative updates; "away": see offload_states()."""
     total: NowAndPeak = field(default_factory=NowAndPeak)
-    """On the device."""
+    """Total on the device."""
     collectives: dict[str, Traffic] = field(default_factory=dict)
-    """Of the last finished step, by kind."""
+    """Collectives of the last finished step, by kind."""
     tensor_traffic: Traffic | None = None
     """What tensor parallelism communicated along its axis in the last profile."""
     activation_traffic: Traffic | None = None
     """What P_a communicated in the same profile."""
     chosen: str = ""
-    """What a plan has chosen, and why, where something was left to it."""
+    """What the planner chose, and why, if anything was left to it."""
 
     @property
     def states(self) -> int:
-        """Bytes of model states now: parameters, gradients, and optimizer states with their master copy."""
+        """Bytes of model states now: parameters, gradients, optimizer states and master weights."""
         return sum(held.now for (kind, _), held in self.memory.items() if kind in MODEL_STATE_KINDS)
 
     @property
@@ -57,13 +56,13 @@ class Report:
 
     @property
     def activation_share(self) -> float | None:
-        """The bytes P_a gathers as a part of those of tensor parallelism itself; the paper's blocks have 1/12."""
+        """Bytes that P_a all-gathers, divided by those of tensor parallelism itself; 1/12 for the paper's blocks."""
         if self.tensor_traffic is None or self.activation_traffic is None or not self.activation_traffic.bytes:
             return None
         return self.activation_traffic.bytes / max(1, self.tensor_traffic.bytes)
 
     def __str__(self) -> str:
-        """Print as a table."""
+        """Format as a table."""
         lines = [
             f"rank {self.rank} of {self.ranks}, {self.parameters:,} parameters",
             f"{'memory':<18}{'tier':<10}{'now':>9}{'peak':>11}",
@@ -82,7 +81,7 @@ class Report:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a number of bytes as people read it.
+    """Format a number of bytes with a unit.
 
     >>> format_bytes(4096)
     '4.10 kB'

@@ -1,4 +1,4 @@
-"""Lane: a side stream on a GPU; on the CPU nothing, since there asynchronous work has threads of its own."""
+"""SideStream: a CUDA stream besides the compute stream; a no-op on the CPU, where asynchronous work uses threads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from zeroshard.comm.wait_timer import WaitTimer
 
 
 def record_blocking_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Note a stream's present end. A thread that waits for it sleeps; for other events it keeps a processor busy."""
+    """Record a blocking event: a thread that waits for it sleeps. Waiting for other events spins on a CPU core."""
     event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 class SideStream:
-    """Work issued inside ``with lane:`` runs beside the compute stream.
+    """Work issued inside ``with side_stream:`` runs concurrently with the compute stream.
 
     [Note: streams without record_stream]
-    All memory is allocated and freed on the compute stream. The lane first waits for compute, so it sees finished
-    inputs. What it reads is kept alive by reference until compute has waited for the lane, so the allocator never
-    hands memory out under a lane that still reads it, and what is in flight is bounded by who waits, not by luck.
+    All memory is allocated and freed on the compute stream. The side stream first waits for compute, so its inputs are
+    complete. Its inputs are kept alive by reference until compute has waited for the side stream. So the allocator
+    never reuses memory that a side stream still reads, and explicit waits bound what is in flight.
 
-    A unit changes lanes a few times a step. ``torch.Event`` and ``with stream:`` do that in C++; their namesakes in
-    ``torch.cuda`` ask for the current stream in Python: ``torch.cuda.stream`` took 15 µs, ``with stream:`` 1 (H200).
+    A unit switches streams a few times per step. ``torch.Event`` and ``with stream:`` do that in C++; their
+    ``torch.cuda`` counterparts look up the current stream in Python: ``torch.cuda.stream`` took 15 µs, ``with stream:``
+    1 µs (H200).
     """
 
     def __init__(self, device: torch.device, wait_timer: WaitTimer) -> None:
@@ -34,10 +35,10 @@ class SideStream:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._compute_event: Any = (
             torch.Event(device) if self._stream is not None else None
-        )  # where compute was, last time
+        )  # end of the compute stream at the last entry
         self._device_index = -1 if self._stream is None else self._stream.device_index
         self._wait_timer = wait_timer
-        self._has_pending_work = False  # whether compute has not waited for all of it
+        self._has_pending_work = False  # whether compute must still wait for some of it
 
     def __enter__(self) -> SideStream:
         if self._stream is not None:
@@ -54,7 +55,7 @@ class SideStream:
             self._stream.__exit__(kind, error, trace)
 
     def record_event(self) -> torch.Event | None:
-        """Note the lane's present end, to be awaited later."""
+        """Record an event at the current end of the side stream."""
         if self._stream is None:
             return None
         event = torch.Event(self._device)
@@ -62,23 +63,23 @@ class SideStream:
         return event
 
     def record_blocking_event(self) -> torch.cuda.Event | None:
-        """The same, for a thread of the host to wait for."""
+        """Record a blocking event, for a host thread to wait for."""
         return record_blocking_event(self._stream) if self._stream is not None else None
 
     def compute_wait_event(self, event: torch.Event | None) -> None:
-        """Make the compute stream wait for a mark."""
+        """Make the compute stream wait for an event."""
         if event is not None:
             with self._wait_timer:
                 event.wait(*self._compute_stream_args())
 
     def compute_wait_all(self) -> None:
-        """Make it wait for all that was issued here."""
+        """Make the compute stream wait for everything issued on this stream."""
         if self._has_pending_work:
             self.compute_wait_event(self.record_event())
             self._has_pending_work = False
 
     def _compute_stream_args(self) -> tuple[torch.cuda.Stream, ...]:
-        """The compute stream, where torch would take another device's: a thread may be at work for several."""
+        """Return the compute stream if torch would default to another device: one thread may serve several devices."""
         if torch.cuda.current_device() == self._device_index:
             return ()
         return (torch.cuda.current_stream(self._device),)

@@ -1,4 +1,4 @@
-"""Reference models: plain PyTorch, knowing nothing of zeroshard."""
+"""Reference models in plain PyTorch, independent of zeroshard."""
 
 from zeroshard.models.gpt import GPT, GPTConfig
 

@@ -1,7 +1,7 @@
 """The reference GPT: a pre-norm decoder in plain PyTorch.
 
-Every module that owns parameters can initialise them by its own `reset_parameters`, so the model may be built on the
-meta device and filled later, module by module and in any order:
+Every module with parameters can initialize them by its own `reset_parameters`. So the model can be built on the meta
+device and initialized later, module by module and in any order:
 
 >>> import torch
 >>> with torch.device("meta"):
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-INIT_STD = 0.02  # of every matrix but the residual projections
+INIT_STD = 0.02  # of every matrix except the residual projections
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GPTConfig:
     layers: int = 12
     """Number of blocks."""
     heads: int = 12
-    """Attention heads a block; must divide `width`."""
+    """Attention heads per block; must divide `width`."""
     width: int = 768
     """Size of the residual stream."""
     bias: bool = True
@@ -39,7 +39,7 @@ class GPTConfig:
     tied: bool = False
     """Whether the head shares its weight with the token embedding."""
     checkpoint: bool = False
-    """Whether to keep only the blocks' inputs and recompute the rest in backward."""
+    """Whether to save only the blocks' inputs and recompute everything else in backward."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "heads", "width"):
@@ -55,32 +55,32 @@ class GPTConfig:
     @property
     def parameters(self) -> int:
         """Ψ, the exact number of parameters of `GPT(self)`."""
-        width, biased = self.width, int(self.bias)
-        block = 12 * width**2 + 2 * width + biased * 11 * width  # matrices, two norms, every bias
+        width, has_bias = self.width, int(self.bias)
+        block = 12 * width**2 + 2 * width + has_bias * 11 * width  # matrices, two norms, every bias
         embeddings = (self.vocab_size + self.context) * width
         head = 0 if self.tied else self.vocab_size * width
-        return embeddings + self.layers * block + (1 + biased) * width + head
+        return embeddings + self.layers * block + (1 + has_bias) * width + head
 
 
 class Linear(nn.Linear):
-    """A linear layer that starts from a normal distribution of its own width."""
+    """A linear layer whose weight is initialized from a normal distribution with its own standard deviation."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, init_std: float = INIT_STD) -> None:
         self.init_std = init_std  # before nn.Linear.__init__, which calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew and zero the bias."""
+        """Draw the weight from a normal distribution and zero the bias."""
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
-    """An embedding that starts as GPT-2's do."""
+    """An embedding with GPT-2's initialization."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
+        """Draw the weight from a normal distribution."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
@@ -93,8 +93,8 @@ class Attention(nn.Module):
         self.qkv = Linear(config.width, 3 * config.width, bias=config.bias)
         self.out = Linear(config.width, config.width, bias=config.bias, init_std=residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, width), as are all below
-        parts = self.qkv(x).chunk(3, -1)  # of all heads, or of those this rank of a tensor axis has
+    def forward(self, x: Tensor) -> Tensor:  # (batch, sequence, width), as in all modules below
+        parts = self.qkv(x).chunk(3, -1)  # of all heads, or of this rank's heads under tensor parallelism
         query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # (batch, heads, sequence, -1)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
@@ -115,11 +115,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream it reads through a norm."""
+    """Attention and MLP, each applied to the normalized residual stream and added to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        residual_std = INIT_STD / (2 * config.layers) ** 0.5  # two additions a layer leave the stream's variance alone
+        residual_std = INIT_STD / (2 * config.layers) ** 0.5  # two additions per layer keep the stream's variance
         self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.attention = Attention(config, residual_std)
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)

@@ -1,12 +1,12 @@
 """Find out by trying whether an optimizer may run on flat shards.
 
-[Note: found by trying]
-zeroshard steps an optimizer on flat slices that cut through matrices and join parameters ([Note: runs]). That is right
-only where the update of an element looks at that element alone. A class's name does not say so: a subclass of AdamW may
-clip by tensor, a rule may ask for ``p.ndim``, a group may keep a sum over all parameters. So for a class that is not
-one of torch's own elementwise ones, small copies of the optimizer step the same values and gradients, once as whole
-parameters and several times as slices, the way ranks hold them. Values, states, and the numbers kept in groups and in
-the optimizer itself have to agree.
+[Note: detecting torch's rounding]
+zeroshard steps an optimizer on flat slices that cut through matrices and join parameters ([Note: optimizer slices]).
+That is right only where the update of an element looks at that element alone. A class's name does not say so: a
+subclass of AdamW may clip by tensor, a rule may ask for ``p.ndim``, a group may keep a sum over all parameters. So for
+a class that is not one of torch's own elementwise ones, small copies of the optimizer step the same values and
+gradients, once as whole parameters and several times as slices, the way ranks hold them. Values, states, and the
+numbers kept in groups and in the optimizer itself have to agree.
 
 What has to show, and how it is made to:
 
@@ -65,7 +65,7 @@ class ElementwiseMismatchError(Exception):
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, elementwise: bool | None, dtype: torch.dtype | None) -> None:
-    """Raise unless the optimizer may run on flat shards: see [Note: found by trying].
+    """Raise unless the optimizer may run on flat shards: see [Note: detecting torch's rounding].
 
     ``elementwise=True`` is the user's word for it. ``dtype`` is what parameters are updated in; None: their own.
 

@@ -1,4 +1,4 @@
-"""Groups: the parameter groups as users see them, and whether all ranks have the same hyper-parameters in them."""
+"""Parameter groups as the user sees them, and a check that their hyper-parameters are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 
 from zeroshard.memory.streams import record_blocking_event
 
-DIGEST_BYTES = 8  # bytes
+DIGEST_BYTES = 8
 
 
 class ParamGroupView(dict[str, Any]):
     """One of ``ShardedOptimizer.param_groups``.
 
-    The inner optimizer's groups hold slices of shards ([Note: runs]), which differ by rank and are no parameters of the
-    model. What users do with a group's parameters (clip their gradients, count them, look one up) is meant for the
-    model's own, so these are shown. Everything else, the learning rate above all, is the inner group's own entry.
+    The inner optimizer's groups hold slices of shards ([Note: optimizer slices]). They differ between ranks and are not
+    parameters of the model. Users expect the model's parameters in a group (to clip gradients, count or look up
+    parameters), so "params" returns those. All other entries, such as the learning rate, are those of the inner group.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> inner = {"params": ["a slice"], "lr": 0.1}
@@ -35,40 +35,40 @@ class ParamGroupView(dict[str, Any]):
         self._inner, self._parameters, self._param_count = inner, parameters, len(parameters)
 
     def check_unchanged(self) -> None:
-        """Raise where parameters were added to the list, or taken from it: nothing would come of it."""
+        """Raise if parameters were added to or removed from the list: it would have no effect."""
         if len(self._parameters) != self._param_count:
             raise RuntimeError(
                 f"a parameter group of {self._param_count} parameters has {len(self._parameters)} now: to "
                 "train more of the "
-                "model's, call optimizer.add_param_group(); to train fewer, zeroshard.unshard() and shard again"
+                "model's, call optimizer.add_param_group(); to train fewer, zeroshard.unwrap() and shard again"
             )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the model's parameters, or an option."""
+        """Return the model's parameters for "params", else the inner group's entry."""
         return self._parameters if key == "params" else self._inner[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set an option of the inner group."""
+        """Set an entry of the inner group."""
         if key != "params":
             self._inner[key] = value
         elif value is not self._parameters:
             raise RuntimeError(
                 "the parameters of a group cannot be replaced after zeroshard.shard(): call "
-                "optimizer.add_param_group() for more, or zeroshard.unshard() and shard again"
+                "optimizer.add_param_group() for more, or zeroshard.unwrap() and shard again"
             )
 
     def __delitem__(self, key: str) -> None:
-        """Forget an option."""
+        """Delete an entry of the inner group."""
         if key == "params":
             raise RuntimeError("a group has its parameters for as long as the model is sharded")
         del self._inner[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the keys."""
+        """Iterate over the keys."""
         return iter(self._inner)
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Return the number of entries."""
         return len(self._inner)
 
     __contains__ = MutableMapping.__contains__
@@ -82,17 +82,17 @@ class ParamGroupView(dict[str, Any]):
     setdefault = MutableMapping.setdefault
 
     def __repr__(self) -> str:
-        """Show it as a dictionary."""
+        """Return the repr of the plain dictionary."""
         return repr(self.copy())
 
     def copy(self) -> dict[str, Any]:
-        """A plain dictionary of the same entries."""
+        """Return a plain dictionary with the same entries."""
         return {key: self[key] for key in self}
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """A plain dictionary of copies."""
+        """Return a deep copy as a plain dictionary."""
         return copy.deepcopy(self.copy(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -101,16 +101,16 @@ class ParamGroupView(dict[str, Any]):
 
 
 class HyperparamChecker:
-    """What all ranks tell each other of their optimizers' hyper-parameters, within a message that is sent anyway.
+    """Check that the hyper-parameters are equal on all ranks, inside an all-reduce that is needed anyway.
 
-    Each rank sends a digest and its complement; the largest of each byte over the ranks add up to 255 everywhere only
-    where all ranks have sent the same. On a GPU nobody waits for the answer: it is read in the next step.
+    Each rank sends a digest and its complement. After a MAX all-reduce, each byte and its complement add up to 255 only
+    if all ranks sent the same digest. On a GPU the result is read in the next step, so there is no host sync.
 
-    >>> told = HyperparamChecker(torch.device("cpu"))
-    >>> told.compare(told.local_digest([{"lr": 0.1}]), rank=0)
-    >>> both = torch.maximum(told.local_digest([{"lr": 0.1}]), told.local_digest([{"lr": 0.2}]))
+    >>> checker = HyperparamChecker(torch.device("cpu"))
+    >>> checker.compare(checker.local_digest([{"lr": 0.1}]), rank=0)
+    >>> both = torch.maximum(checker.local_digest([{"lr": 0.1}]), checker.local_digest([{"lr": 0.2}]))
     >>> try:
-    ...     told.compare(both, rank=0)
+    ...     checker.compare(both, rank=0)
     ... except RuntimeError as error:
     ...     print(str(error).partition(". ")[0])
     the hyper-parameters of the optimizer differ between ranks: rank 0 has [{'lr': 0.2}]
@@ -120,15 +120,15 @@ class HyperparamChecker:
         self._device = device
         self._options: list[dict[str, Any]] | None = None
         self._local_digest = torch.empty(0, dtype=torch.uint8)
-        self._received_bytes = bytearray(2 * DIGEST_BYTES)  # read without an operation of torch's
+        self._received_bytes = bytearray(2 * DIGEST_BYTES)  # read without a torch operation
         self._received = torch.frombuffer(self._received_bytes, dtype=torch.uint8)
         self._pinned = (
             torch.empty(2 * DIGEST_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
         )
-        self._copy_done: torch.cuda.Event | None = None  # when the device has written the answer
+        self._copy_done: torch.cuda.Event | None = None  # the copy of the result to the host
 
     def local_digest(self, groups: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """What this rank sends."""
+        """Return the digest and its complement, as this rank sends them."""
         options = [_numeric_options(group) for group in groups]
         if options != self._options:
             digest = hashlib.blake2b(repr(options).encode(), digest_size=DIGEST_BYTES).digest()
@@ -138,13 +138,13 @@ class HyperparamChecker:
         return self._local_digest
 
     def compare(self, largest: torch.Tensor, rank: int) -> None:
-        """Raise where ranks have sent different things. ``largest``: of each byte that they have sent."""
+        """Raise if the ranks sent different digests. ``largest`` is the maximum of each byte over the ranks."""
         if self._pinned is None:
             self._received.copy_(largest)
             self._raise_if_different(rank)
             return
         if self._copy_done is not None:
-            self._copy_done.synchronize()  # of the step before
+            self._copy_done.synchronize()  # the previous step's copy
             self._received.copy_(self._pinned)
             self._raise_if_different(rank)
         self._pinned.copy_(largest, non_blocking=True)
@@ -160,13 +160,13 @@ class HyperparamChecker:
 
 
 def _numeric_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group that are numbers. How many slices a rank has is its own affair."""
-    found = ((key, _numeric_value(value)) for key, value in group.items() if key not in ("params", "param_names"))
-    return {key: number for key, number in found if number is not None}
+    """Return the numeric hyper-parameters of a group, without its slices, which differ between ranks."""
+    values = ((key, _numeric_value(value)) for key, value in group.items() if key not in ("params", "param_names"))
+    return {key: number for key, number in values if number is not None}
 
 
 def _numeric_value(value: Any) -> Any:
-    """A hyper-parameter that is a number, or several; None for anything else, and for what only a GPU knows."""
+    """Return a hyper-parameter that is one number or several; None for anything else and for GPU tensors."""
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""ShardedOptimizer: the user's own torch optimizer, run on this rank's shards (see [Note: runs] in runs.py)."""
+"""ShardedOptimizer: the user's torch optimizer on this rank's shards: see [Note: optimizer slices] in slices.py."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from zeroshard.sharding.precision import LossScale
 
 @dataclass
 class _FrozenParamStates:
-    """The states of a parameter that is in a group and frozen: no run holds them."""
+    """The states of a frozen parameter in a group. No optimizer slice holds them."""
 
-    elementwise: dict[str, torch.Tensor]  # elementwise ones: what this rank owns, laid end to end
+    elementwise: dict[str, torch.Tensor]  # this rank's elements, packed contiguously
     scalars: dict[str, Any]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Returned by :func:`zeroshard.shard`: steps the inner optimizer on shards and brings the new parameters about.
+    """Step the inner optimizer on shards, then refresh the parameters. Returned by :func:`zeroshard.shard`.
 
-    It shares groups, hyper-parameters and states with the optimizer it was given, so schedulers work on either.
+    It shares groups, hyper-parameters and states with the inner optimizer, so a scheduler works on either.
 
     >>> import zeroshard
     >>> model = torch.nn.Linear(2, 2)
@@ -66,24 +66,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._cpu_updates = CpuUpdates(inner, engine, tiers) if tiers.offload is not None else None
         self._step_runner = OptimizerStep(inner, engine, loss_scale, self._cpu_updates)
         self._flats = list(engine.gradients.flat_grads)
-        self._has_compared_tp_grads = False  # gradients over the tensor axis, in the first step
-        self._optimized_params: list[torch.nn.Parameter] | None = None  # the groups' parameters, when last asked for
+        self._has_compared_tp_grads = False  # done once, in the first step
+        self._optimized_params: list[torch.nn.Parameter] | None = None  # cached parameters of all groups
         self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_flags_cache: tuple[tuple[bool, ...], torch.Tensor] | None = None
-        self._hyperparam_checker = HyperparamChecker(engine.comm.device)  # by all ranks, of the hyper-parameters
-        self._ungrouped_params_cache: list[tuple[FlatGrad, int]] | None = None  # see ``_others``
+        self._hyperparam_checker = HyperparamChecker(engine.comm.device)  # compares them across ranks
+        self._ungrouped_params_cache: list[tuple[FlatGrad, int]] | None = None  # see ``_ungrouped_params``
         self._frozen_states: dict[str, _FrozenParamStates] = {}  # states of frozen parameters, by name
-        plain = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
+        names_by_group = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
         states = {names[id(p)]: _gather_dtensors(state) for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0)], {})
         self.param_groups = [
-            self._make_group(group, names) for group, names in zip(inner.param_groups, plain, strict=True)
+            self._make_group(group, names) for group, names in zip(inner.param_groups, names_by_group, strict=True)
         ]
         self.state, self.defaults = inner.state, inner.defaults
-        self.group_param_names = plain  # per group, in the order the user gave them
-        self._slices: list[list[OptimizerSlice]] = [[] for _ in plain]
+        self.group_param_names = names_by_group  # per group, in the order the user gave them
+        self._slices: list[list[OptimizerSlice]] = [[] for _ in names_by_group]
         self.state.clear()
-        for index, group in enumerate(plain):
+        for index, group in enumerate(names_by_group):
             self._set_slices(index, self._make_slices(group))
         self._load_states(states)
         self._mode_methods = self._redirect_train_eval()
@@ -94,36 +94,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.gradients.needs_overflow_check = loss_scale is not None
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled or copied: a copy would share shards and collectives with the original."""
+        """Raise on pickling and copying: a copy would share shards and collectives with the original."""
         raise RuntimeError(f"{PICKLE_ERROR}. To copy the optimizer's states, use copy.deepcopy(optimizer.state_dict())")
 
     def join_hook(self, **options: object) -> NoReturn:
-        """Refuse torch's Join."""
+        """Raise: torch's Join is not supported."""
         raise_on_join()
 
-    # -- the user's side ----------------------------------------------------------------------------------------
+    # -- public API ---------------------------------------------------------------------------------------------
 
-    if not TYPE_CHECKING:  # which would take every name for one of these
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Give ``train()`` and ``eval()`` where the inner optimizer has them, as schedule-free ones do.
+            """Return ``train()`` or ``eval()`` if the inner optimizer has them, as schedule-free optimizers do.
 
-            They change parameters, so all ranks call them together; forward then uses the new values on every rank.
+            They change parameters, so all ranks must call them together. Forward then uses the new values.
             """
             if name in self.__dict__.get("_mode_methods", ()):
                 return partial(self._switch_mode, name)
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def _redirect_train_eval(self) -> dict[str, Callable[[], Any]]:
-        """Take the inner optimizer's ``train()`` and ``eval()``: called there, they come here."""
-        found = ((name, getattr(self.inner, name, None)) for name in ("train", "eval"))
-        modes = {name: method for name, method in found if callable(method)}
-        for name in modes:
+        """Redirect the inner optimizer's ``train()`` and ``eval()`` to this object; return the original methods."""
+        methods = ((name, getattr(self.inner, name, None)) for name in ("train", "eval"))
+        callables = {name: method for name, method in methods if callable(method)}
+        for name in callables:
             self.inner.__dict__[name] = partial(_switch_mode_from_inner, weakref.ref(self), name)
-        return modes
+        return callables
 
     def restore_train_eval(self) -> None:
-        """Undo what makes the inner optimizer's ``train()`` and ``eval()`` come here."""
+        """Restore the inner optimizer's own ``train()`` and ``eval()``."""
         for name in self._mode_methods:
             self.inner.__dict__.pop(name, None)
 
@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply the loss by fp16's loss scale; under other precisions return it as it is."""
+        """Multiply the loss by the fp16 loss scale; with other precisions return it unchanged."""
         if self._loss_scale is None:
             return loss
         scaled = self._loss_scale.apply(loss)
@@ -153,15 +153,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> torch.Tensor | None:
-        """fp16's present loss scale, on the device; None under other precisions."""
+        """Return the current fp16 loss scale, on the device; None with other precisions."""
         return None if self._loss_scale is None else self._loss_scale.scale
 
     def loss_scale_state(self) -> list[float] | None:
-        """fp16's loss scale and its streak without overflow, as :meth:`load_state_dict` takes them."""
+        """Return the fp16 loss scale and the steps since the last overflow, for :meth:`load_loss_scale`."""
         return None if self._loss_scale is None else self._loss_scale.state()
 
     def load_loss_scale(self, state: list[float]) -> None:
-        """Go on from :meth:`loss_scale_state`; under other precisions there is nothing to do."""
+        """Load the result of :meth:`loss_scale_state`; a no-op with other precisions."""
         if self._loss_scale is not None:
             self._loss_scale.load(state)
 
@@ -169,9 +169,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
+        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before clipping.
 
-        All ranks call it together. The result stays on the device; nothing waits for it.
+        All ranks must call it together. The result stays on the device, so there is no host sync.
         """
         if norm_type not in (2, math.inf):
             raise ValueError(f"norm_type is 2 or inf, got {norm_type!r}")
@@ -183,12 +183,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}: not clipped")
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if self._ungrouped_params():  # what is in no group is not clipped
-            parts = [part for gradient, index in self._grouped_params() for _, part in gradient.param_shards(index)]
+        if self._ungrouped_params():  # parameters in no group are not clipped
+            shards = [shard for gradient, index in self._grouped_params() for _, shard in gradient.param_shards(index)]
             self._engine.state_guard.invalidate_speculation()
             for gradient in gradients.flat_grads.values():
                 gradients.prepare_write(gradient)
-            gradients.scale_shards(parts, coefficient)
+            gradients.scale_shards(shards, coefficient)
             return norm
         earlier = gradients.clip_coef
         gradients.clip_coef = coefficient if earlier is None else earlier * coefficient
@@ -196,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Limit every element of the gradients to ``-clip_value`` … ``clip_value``. All ranks call it together.
+        """Clamp every gradient element to [-clip_value, clip_value]. All ranks must call it together.
 
         >>> import zeroshard
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -214,15 +214,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.state_guard.invalidate_speculation()
         for gradient in gradients.flat_grads.values():
             gradients.prepare_write(gradient)
-        parts = [part for gradient, index in self._grouped_params() for _, part in gradient.param_shards(index)]
+        shards = [shard for gradient, index in self._grouped_params() for _, shard in gradient.param_shards(index)]
         limit = torch.tensor(float(clip_value), device=self._engine.comm.device)
         limit = limit if gradients.inverse_scale is None else limit / gradients.inverse_scale
-        for part in parts if self._ungrouped_params() else gradients.shards():
-            high = limit.to(part.device, part.dtype)
-            torch.clamp(part, -high, high, out=part)
+        for shard in shards if self._ungrouped_params() else gradients.shards():
+            bound = limit.to(shard.device, shard.dtype)
+            torch.clamp(shard, -bound, bound, out=shard)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce what is still to be reduced, update this rank's shards, and start to bring the result to all ranks."""
+        """Finish pending reductions, update this rank's shards, and start to refresh the parameters on all ranks."""
         loss = None
         self._engine.state_guard.check_states_reloaded()
         self._engine.state_guard.check_not_gathered("optimizer.step()")
@@ -242,7 +242,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._engine.state_guard.wait_readers()
             self._engine.state_guard.sync_user_edits()
             self._engine.release_retained()
-            changed = self._step_runner.run([run for run in self._all_slices() if self._has_grad(run)], backwards)
+            changed = self._step_runner.run(
+                [slice_ for slice_ in self._all_slices() if self._has_grad(slice_)], backwards
+            )
             if changed is not None:
                 self._engine.state_guard.copy_masters(changed, device_only=True)
                 self._engine.state_guard.on_values_changed(self._params_with_grad())
@@ -253,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the groups' parameters, or make them zero."""
+        """Clear the gradients of the groups' parameters, or set them to zero."""
         if self._engine.gradients.memory.has_grads:
             self._engine.state_guard.check_states_reloaded()
         self._engine.state_guard.invalidate_speculation()
@@ -266,23 +268,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the sharded model that no group holds yet."""
-        if not hasattr(self, "_slices"):  # torch's own constructor
+        """Add a group of parameters of the sharded model that are in no group yet."""
+        if not hasattr(self, "_slices"):  # called by torch's constructor
             super().add_param_group(param_group)
             return
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
-        titles = [entry[0] for entry in params if isinstance(entry, tuple)]  # from named_parameters()
+        param_names = [entry[0] for entry in params if isinstance(entry, tuple)]  # from named_parameters()
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-        taken = {name for group in self.group_param_names for name in group}
+        grouped = {name for group in self.group_param_names for name in group}
         names = []
         for parameter in params:
-            card = param_info(parameter)
-            if card is None or card.flat() not in self._flats:
+            info = param_info(parameter)
+            if info is None or info.flat() not in self._flats:
                 raise ValueError("add_param_group takes trainable parameters of the sharded model itself")
-            if card.name in taken:
-                raise ValueError(f"{card.name!r} is in a parameter group already")
-            names.append(card.name)
+            if info.name in grouped:
+                raise ValueError(f"{info.name!r} is in a parameter group already")
+            names.append(info.name)
         self._engine.state_guard.check_not_gathered("add_param_group()")
         config = self._engine.config
         dtype = None if config.precision is None else torch.float32
@@ -290,10 +292,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.state_guard.wait_readers()
         self._engine.state_guard.wait_updates()
         self._allocate_masters(set(names))
-        stand_in = torch.zeros(0, requires_grad=True)  # lets the inner optimizer check the group and fill in defaults
-        self.inner.add_param_group({**param_group, "params": [("", stand_in) if titles else stand_in]})
-        if titles:
-            self.inner.param_groups[-1]["param_names"] = titles
+        placeholder = torch.zeros(0, requires_grad=True)  # the inner optimizer checks the group and adds defaults
+        self.inner.add_param_group({**param_group, "params": [("", placeholder) if param_names else placeholder]})
+        if param_names:
+            self.inner.param_groups[-1]["param_names"] = param_names
         self.group_param_names.append(names)
         self.param_groups.append(self._make_group(self.inner.param_groups[-1], names))
         self._ungrouped_params_cache = None
@@ -306,12 +308,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def state_bytes(self, tier: str | None = None) -> int:
-        """Bytes of the optimizer's states on this rank, or in one tier, the master copy not counted."""
+        """Return the bytes of this rank's optimizer states, in all tiers or in one, without the master weights."""
         tensors = [
             value
-            for run in self._all_slices()
-            if tier is None or tier == ("device" if run.tier_segment is None else run.tier_segment.tier)
-            for value in list(self.state.get(run.parameter, {}).values())  # an update under way may add to it
+            for slice_ in self._all_slices()
+            if tier is None or tier == ("device" if slice_.tier_segment is None else slice_.tier_segment.tier)
+            for value in list(self.state.get(slice_.parameter, {}).values())  # a pending update may add to it
             if isinstance(value, torch.Tensor)
         ]
         return sum(
@@ -319,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _states_on_device(self) -> list[torch.Tensor]:
-        states = [self.state.get(run.parameter, {}) for run in self._all_slices() if run.tier_segment is None]
+        states = [self.state.get(slice_.parameter, {}) for slice_ in self._all_slices() if slice_.tier_segment is None]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         tensors += self._frozen_state_tensors()
         return [tensor for tensor in tensors if tensor.device == self._engine.comm.device]
@@ -336,7 +338,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norms = torch.stack(found) if found else torch.zeros(1, device=comm.device)
         total = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if infinite else norms.square().sum()
         op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        for axis in (comm.shard_axis, comm.tensor_axis):  # along the other axes, every rank has the same
+        for axis in (comm.shard_axis, comm.tensor_axis):  # ranks along the other axes have the same gradients
             if axis.size > 1:
                 what = "sum the gradients' norm"
                 self._engine.order.check(what)
@@ -348,10 +350,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _scaled_suffix(self) -> str:
-        """For the name of a pass: gradients that carry a loss scale on one rank and none on another are not added."""
+        """Return a suffix for pass names: ranks with and without a loss scale must not reduce together."""
         return "" if self._engine.gradients.inverse_scale is None else " of scaled losses"
 
-    # -- what is in the groups, and what is not -----------------------------------------------------------------
+    # -- parameters in groups and in no group -------------------------------------------------------------------
 
     def _make_group(self, inner: dict[str, Any], names: list[str]) -> ParamGroupView:
         flats = [flat for unit in self._engine.units for flat in unit.flats]
@@ -359,7 +361,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return ParamGroupView(inner, [parameters[name] for name in names])
 
     def _ungrouped_params(self) -> list[tuple[FlatGrad, int]]:
-        """The trainable parameters that are in no group: their gradients are not this optimizer's."""
+        """Return the trainable parameters in no group: this optimizer does not touch their gradients."""
         if self._ungrouped_params_cache is None:
             own = {name for group in self.group_param_names for name in group}
             self._ungrouped_params_cache = [
@@ -395,9 +397,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gradients.clear_if_empty()
 
     def _check_tp_replicated_grads(self) -> None:
-        """In the first step, refuse plain parameters of which each tensor rank has another gradient.
+        """Raise in the first step if the gradient of a plain parameter differs between ranks of the tensor axis.
 
-        One that is used between divided layers (a norm of the heads) has only its rank's part of the sum.
+        If such a parameter is used between tensor-parallel layers (e.g. a norm of the heads), each rank has only its
+        part of the sum.
         """
         comm = self._engine.comm
         if self._has_compared_tp_grads or comm.tensor_axis.size == 1:
@@ -408,15 +411,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.order.check(what)
         if comm.shard_axis.size > 1:
             comm.all_reduce(squares, comm.shard_axis, what).wait()
-        most, least = squares.clone(), -squares
-        for tensor in (most, least):
+        largest, negated_smallest = squares.clone(), -squares
+        for tensor in (largest, negated_smallest):
             comm.all_reduce(tensor, comm.tensor_axis, what, dist.ReduceOp.MAX).wait()
-        unlike = most + least > 0.1 * most  # kernels that add in any order differ by far less,
-        unlike &= most > 1e-6 * most.sum()  # but for gradients that are nothing but rounding
-        found = unlike.any().float()
+        is_different = largest + negated_smallest > 0.1 * largest  # a different summation order changes much less,
+        is_different &= largest > 1e-6 * largest.sum()  # except in gradients that are only rounding errors
+        found = is_different.any().float()
         comm.all_reduce_over_mesh(found, what, dist.ReduceOp.MAX)
         if bool(found):
-            bad = [name for name, differs in zip(names, unlike.tolist(), strict=True) if differs] or ["a parameter"]
+            bad = [name for name, differs in zip(names, is_different.tolist(), strict=True) if differs] or [
+                "a parameter"
+            ]
             raise RuntimeError(
                 f"the gradient of {bad[0]!r} is not the same on all ranks of the tensor axis: it is used between "
                 "divided layers, where each rank has a part of the sum. Give its module a style in tensor_plan, so "
@@ -424,10 +429,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _params_with_grad(self) -> list[torch.nn.Parameter]:
-        """The parameters of the groups that have a gradient."""
+        """Return the parameters in groups that have a gradient."""
         if self._optimized_params is None:
-            trained = {name for group in self.group_param_names for name in group}
-            self._optimized_params = [p for flat in self._flats for name, p in flat.named_parameters if name in trained]
+            names = {name for group in self.group_param_names for name in group}
+            self._optimized_params = [p for flat in self._flats for name, p in flat.named_parameters if name in names]
         if self._is_every_param_used:
             return self._optimized_params
         gradients = self._engine.gradients.flat_grads
@@ -437,9 +442,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [parameter for parameter in self._optimized_params if id(parameter) in used]
 
     def _check_frozen_grads(self) -> None:
-        """Raise where somebody gave a gradient to a parameter of a group that was frozen at shard().
+        """Raise if a grouped parameter that was frozen at shard() has a gradient.
 
-        torch would update it; here it has no place among the shards.
+        torch would update it; here it has no shard.
         """
         given = self._engine.state_guard.frozen_params_with_grads()
         if given:
@@ -448,16 +453,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if given:
             raise RuntimeError(
                 f"{given[0]!r} was frozen when shard() was called, and was given a gradient since: clear it "
-                "(parameter.grad = None), or call zeroshard.unshard(), set requires_grad, and shard again"
+                "(parameter.grad = None), or call zeroshard.unwrap(), set requires_grad, and shard again"
             )
 
     # -- unused parameters --------------------------------------------------------------------------------------
 
     def _sync_unused_params(self) -> None:
-        """Find the parameters without gradient on every rank; cut runs that hold some with and some without.
+        """Find the parameters that have no gradient on any rank; split slices that mix used and unused parameters.
 
-        Each rank takes part, but only one that misses a gradient itself needs to read the result: the others know it
-        is "used" throughout. So where all parameters are used, the host never waits.
+        All ranks join the all-reduce, but only a rank that misses a gradient reads the result: for the others every
+        parameter is used. So if all parameters are used, there is no host sync.
         """
         comm, gradients = self._engine.comm, self._engine.gradients.flat_grads
         flags = tuple(flag for gradient in gradients.values() for flag in gradient.is_param_used)
@@ -477,11 +482,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_every_param_used = all(flags)
         if self._is_every_param_used:
             return
-        for index, runs in enumerate(self._slices):  # by group: so every stage cuts alike, and rounds alike
-            if len({used for run in runs for used in self._used_flags_of(run)}) > 1:
+        for index, slices in enumerate(self._slices):  # per group: so every stage splits and rounds the same way
+            if len({used for slice_ in slices for used in self._used_flags_of(slice_)}) > 1:
                 if self._cpu_updates is not None:
-                    self._cpu_updates.wait()  # an update of the step before may still write to what is cut
-                self._set_slices(index, [small for run in runs for small in self._split_per_param(run)])
+                    self._cpu_updates.wait()  # the previous step's update may still write to the slice
+                self._set_slices(
+                    index, [param_slice for slice_ in slices for param_slice in self._split_per_param(slice_)]
+                )
 
     def _used_flags_of(self, optimizer_slice: OptimizerSlice) -> set[bool]:
         gradients = self._engine.gradients.flat_grads
@@ -489,99 +496,99 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _has_grad(self, optimizer_slice: OptimizerSlice) -> bool:
         gradients = self._engine.gradients.flat_grads
-        reduced = any(gradients[part.flat].has_shard for part in optimizer_slice.flat_ranges)
+        reduced = any(gradients[flat_range.flat].has_shard for flat_range in optimizer_slice.flat_ranges)
         return reduced and (self._is_every_param_used or True in self._used_flags_of(optimizer_slice))
 
     def _split_per_param(self, optimizer_slice: OptimizerSlice) -> list[OptimizerSlice]:
-        cut = optimizer_slice.split_per_param(self.state.pop(optimizer_slice.parameter, {}))
-        for small, state in cut:
+        split = optimizer_slice.split_per_param(self.state.pop(optimizer_slice.parameter, {}))
+        for param_slice, state in split:
             if state:
-                self.state[small.parameter] = state
-        return [small for small, _ in cut]
+                self.state[param_slice.parameter] = state
+        return [param_slice for param_slice, _ in split]
 
-    # -- runs ---------------------------------------------------------------------------------------------------
+    # -- optimizer slices ---------------------------------------------------------------------------------------
 
     def _all_slices(self) -> list[OptimizerSlice]:
-        return [run for runs in self._slices for run in runs]
+        return [slice_ for slices in self._slices for slice_ in slices]
 
     def _set_slices(self, index: int, slices: list[OptimizerSlice]) -> None:
         self._slices[index] = slices
         self._optimized_params = None
-        self.inner.param_groups[index]["params"] = [run.parameter for run in slices]
+        self.inner.param_groups[index]["params"] = [slice_.parameter for slice_ in slices]
         self._step_runner.slice_guard.guard_slices(slices)
-        for run in slices:
-            run.param_group = self.inner.param_groups[index]
+        for slice_ in slices:
+            slice_.param_group = self.inner.param_groups[index]
         if self._cpu_updates is not None:
             self._cpu_updates.set_slices(self._all_slices())
 
     def _allocate_masters(self, names: set[str]) -> None:
-        """Give an fp32 master copy to flats that had none because nobody trained them."""
+        """Allocate fp32 master weights for flats that had none because no group trained them."""
         for flat in self._flats:
             if flat.master is None and names & set(flat.names) and self._engine.precision.has_master(flat.dtype):
                 master = torch.empty(flat.layout.shard_numel, device=flat.device)
                 flat.master = TieredTensor([TierSegment(Range(0, flat.layout.shard_numel), "device", master)])
                 self._engine.tracker.add("master weights", master.nbytes)
-                for home, owned in zip(flat.shard_ranges, flat.local_shards, strict=True):
-                    flat.master.write(home, owned)
+                for shard_range, local_shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
+                    flat.master.write(shard_range, local_shard)
                 flat.known_versions = param_versions(flat.parameters)
-        self._engine.state_guard.expose_reduced_grads()  # edits of what has a master are looked for from now on
+        self._engine.state_guard.expose_reduced_grads()  # from now on, detect in-place edits of these parameters
 
-    # -- whole states -------------------------------------------------------------------------------------------
+    # -- full (unsharded) states --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_state(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's state of one parameter, whole, in its plain shape. All ranks call it together."""
+        """Return the full optimizer state of one parameter, in its original shape. All ranks must call it together."""
         what = f"read the optimizer's state of {name!r}"
         return self._full_state(name, self.describe_states([name], what)[name])
 
     def describe_states(
         self, names: Iterable[str] | None = None, what: str = "read the optimizer's states"
     ) -> dict[str, dict[str, Any]]:
-        """Tell which states each parameter has, without bringing them: all, or those of ``names``.
+        """Return which states each parameter has, without gathering them: for all parameters, or for ``names``.
 
-        A state with a value for each element is described by its dtype; one that has not (a step count) is given. All
-        ranks call it together, for the sake of ``what``.
+        An elementwise state is described by its dtype; any other (a step count) by its value. All ranks must call it
+        together. ``what`` names the operation in errors.
         """
         self._engine.order.begin_pass(f"to {what}")
         self._engine.state_guard.wait_updates()
         self._engine.state_guard.check_valid("optimizer")
-        mine: dict[str, dict[str, Any]] = {
+        local: dict[str, dict[str, Any]] = {
             name: {} for name in (names or [n for group in self.group_param_names for n in group])
         }
-        refusal = ""
-        for run in self._all_slices():
-            state = self.state.get(run.parameter, {})
-            known = {k: v.dtype if is_elementwise(k, v, run.parameter.shape) else v for k, v in state.items()}
-            for flat, parameter, _, _ in run.param_ranges() if known else ():
-                if flat.names[parameter] in mine:
-                    mine[flat.names[parameter]] = known
-                    refusal = refusal or self._state_error(flat.names[parameter], run.parameter, state)
-        for name, aside in self._frozen_states.items():
-            if name in mine:
-                mine[name] = {key: line.dtype for key, line in aside.elementwise.items()} | aside.scalars
+        error_text = ""
+        for slice_ in self._all_slices():
+            state = self.state.get(slice_.parameter, {})
+            described = {k: v.dtype if is_elementwise(k, v, slice_.parameter.shape) else v for k, v in state.items()}
+            for flat, parameter, _, _ in slice_.param_ranges() if described else ():
+                if flat.names[parameter] in local:
+                    local[flat.names[parameter]] = described
+                    error_text = error_text or self._state_error(flat.names[parameter], slice_.parameter, state)
+        for name, frozen in self._frozen_states.items():
+            if name in local:
+                local[name] = {key: flattened.dtype for key, flattened in frozen.elementwise.items()} | frozen.scalars
         if self._engine.comm.shard_axis.size > 1 or self._engine.comm.tensor_axis.size > 1:
             self._engine.order.check(what)
-        told = self._engine.comm.all_gather_object((refusal, {} if refusal else mine), what)
-        for complaint, _ in told:
-            if complaint:
-                raise RuntimeError(complaint)
-        whole: dict[str, dict[str, Any]] = {}
-        for name in mine:
-            held = [rank[name] for _, rank in told if rank[name]]
-            whole[name] = held[0] if held else {}
+        gathered = self._engine.comm.all_gather_object((error_text, {} if error_text else local), what)
+        for error, _ in gathered:
+            if error:
+                raise RuntimeError(error)
+        merged: dict[str, dict[str, Any]] = {}
+        for name in local:
+            held = [rank[name] for _, rank in gathered if rank[name]]
+            merged[name] = held[0] if held else {}
             for other in held[1:]:
-                unlike = [
-                    key for key, value in whole[name].items() if key in other and not _is_equal(value, other[key])
+                different = [
+                    key for key, value in merged[name].items() if key in other and not _is_equal(value, other[key])
                 ]
-                if unlike:
+                if different:
                     raise RuntimeError(
-                        f"the state {unlike[0]!r} of {name!r} differs from rank to rank, so there is no whole one: "
+                        f"the state {different[0]!r} of {name!r} differs from rank to rank, so there is no whole one: "
                         f"{type(self.inner).__name__} computes it from the slices that each rank holds"
                     )
-        return whole
+        return merged
 
     def _state_error(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> str:
-        """Why the states of a slice cannot be given as those of the parameter it is of; empty where they can."""
+        """Return why the states of a slice are not valid states of its parameter; empty if they are."""
         for key, value in state.items():
             if not is_elementwise(key, value, parameter.shape) and not is_scalar_state(value):
                 what = (
@@ -599,48 +606,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _full_state(self, name: str, described: dict[str, Any]) -> dict[str, Any]:
         flat, index = find_parameter(self._engine.units, name)
-        places = self._local_state_ranges(flat, index)
+        ranges = self._local_state_ranges(flat, index)
         result: dict[str, Any] = {}
         for key, value in described.items():
             if not isinstance(value, torch.dtype):
                 result[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
-            line = torch.zeros(flat.layout.numels[index], dtype=value, device=flat.device)
-            for state, within, at in places:
-                line[within.start : within.end] = state[key][at : at + within.numel]
-            result[key] = assemble_full_tensor(self._engine.comm, line, flat, index)
+            flattened = torch.zeros(flat.layout.numels[index], dtype=value, device=flat.device)
+            for state, within, at in ranges:
+                flattened[within.start : within.end] = state[key][at : at + within.numel]
+            result[key] = assemble_full_tensor(self._engine.comm, flattened, flat, index)
         return result
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plain optimizer's ``state_dict()`` would be, whole. All ranks call it together.
+        """Return the full state dict, as the plain optimizer would. All ranks must call it together.
 
-        Under fp16 a key of its own, "loss_scale", goes with it.
+        With fp16 it has an additional key, "loss_scale".
         """
-        numbers = {
-            name: number for number, name in enumerate(name for group in self.group_param_names for name in group)
+        param_ids = {
+            name: param_id for param_id, name in enumerate(name for group in self.group_param_names for name in group)
         }
-        described = self.describe_states(numbers, "read the optimizer's state_dict()")
-        states = {number: self._full_state(name, described[name]) for name, number in numbers.items()}
+        described = self.describe_states(param_ids, "read the optimizer's state_dict()")
+        states = {param_id: self._full_state(name, described[name]) for name, param_id in param_ids.items()}
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[n] for n in names]}
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [param_ids[n] for n in names]}
             for group, names in zip(self.param_groups, self.group_param_names, strict=True)
         ]
-        whole: dict[str, Any] = {"state": {number: s for number, s in states.items() if s}, "param_groups": groups}
-        return whole if self._loss_scale is None else {**whole, "loss_scale": self.loss_scale_state()}
+        full: dict[str, Any] = {"state": {param_id: s for param_id, s in states.items() if s}, "param_groups": groups}
+        return full if self._loss_scale is None else {**full, "loss_scale": self.loss_scale_state()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain optimizer's ``state_dict()``, or one of :meth:`state_dict`: each rank keeps its part."""
+        """Load a full state dict, of a plain optimizer or of :meth:`state_dict`. Each rank keeps its shard."""
         self._engine.state_guard.wait_readers()
         self._engine.state_guard.wait_updates()
         groups, states = state_dict["param_groups"], state_dict["state"]
-        sizes, wanted = [len(group["params"]) for group in groups], [len(names) for names in self.group_param_names]
-        if sizes != wanted:
-            raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {wanted}")
+        sizes, expected = [len(group["params"]) for group in groups], [len(names) for names in self.group_param_names]
+        if sizes != expected:
+            raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer has groups of {expected}")
         names = [name for group in self.group_param_names for name in group]
-        numbers = [number for group in groups for number in group["params"]]
-        found = {name: states[number] for name, number in zip(names, numbers, strict=True) if number in states}
+        param_ids = [param_id for group in groups for param_id in group["params"]]
+        found = {name: states[param_id] for name, param_id in zip(names, param_ids, strict=True) if param_id in states}
         check_shardable_states(describe_full_states(found, self._full_shapes()))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
@@ -650,17 +657,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._load_states(found)
 
     def _local_state_ranges(self, flat: FlatParam, index: int) -> list[tuple[dict[str, Any], Range, int]]:
-        """Where this rank's states of a parameter lie: (states, elements of the parameter, first element in them)."""
+        """Return this rank's states of a parameter: (states, range in the parameter, offset in the state tensors)."""
         if flat.names[index] in self._frozen_states:
             return [
                 (self._frozen_states[flat.names[index]].elementwise, *place)
                 for place in _owned_param_ranges(flat, index)
             ]
         return [
-            (self.state[run.parameter], within, at)
-            for run in self._all_slices()
-            if any(part.flat is flat for part in run.flat_ranges)
-            for other, parameter, within, at in run.param_ranges()
+            (self.state[slice_.parameter], within, at)
+            for slice_ in self._all_slices()
+            if any(flat_range.flat is flat for flat_range in slice_.flat_ranges)
+            for other, parameter, within, at in slice_.param_ranges()
             if other is flat and parameter == index
         ]
 
@@ -669,29 +676,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {name: shape for flat in flats for name, shape in zip(flat.names, flat.full_shapes, strict=True)}
 
     def _load_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Fill the runs' states from whole states by name."""
+        """Fill the slices' states from full states, by parameter name."""
         self._frozen_states = {}
         if not states:
             return
         self.allocate_states(describe_full_states(states, self._full_shapes()))
-        for run in self._all_slices():
-            for flat, parameter, within, at in run.param_ranges():
+        for slice_ in self._all_slices():
+            for flat, parameter, within, at in slice_.param_ranges():
                 for key, value in states.get(flat.names[parameter], {}).items():
                     if is_elementwise(key, value, flat.full_shapes[parameter]):
-                        line = _flatten_local_state(value, flat, parameter)
-                        self.state[run.parameter][key][at : at + within.numel] = line[within.start : within.end]
-        for name, aside in self._frozen_states.items():
+                        flattened = _flatten_local_state(value, flat, parameter)
+                        self.state[slice_.parameter][key][at : at + within.numel] = flattened[within.start : within.end]
+        for name, frozen in self._frozen_states.items():
             flat, parameter = find_parameter(self._engine.units, name)
-            for key, values in aside.elementwise.items():
-                line = _flatten_local_state(states[name][key], flat, parameter)
+            for key, values in frozen.elementwise.items():
+                flattened = _flatten_local_state(states[name][key], flat, parameter)
                 for within, at in _owned_param_ranges(flat, parameter):
-                    values[at : at + within.numel] = line[within.start : within.end]
+                    values[at : at + within.numel] = flattened[within.start : within.end]
 
     def allocate_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make room for states, in place of those there are: zeros where a dtype is given, else the value itself.
+        """Replace all states: allocate zeros for an entry that is a dtype, copy any other value.
 
-        As with torch, states of floating point take their parameter's dtype, and step counts go where the optimizer's
-        kernels want them.
+        As in torch, floating point states take their parameter's dtype, and step counts are placed where the
+        optimizer's kernels need them.
         """
         check_shardable_states(states)
         self._engine.state_guard.wait_updates()
@@ -699,62 +706,68 @@ class ShardedOptimizer(torch.optim.Optimizer):
         before = dict(self.state)
         self.state.clear()
         self._allocate_frozen_states(states)
-        for index, runs in enumerate(self._slices):
-            if not self._have_equal_scalars(runs, states):
-                self._set_slices(index, [small for run in runs for small in self._split_per_param(run)])
-        before = {run.parameter: before[run.parameter] for run in self._all_slices() if run.parameter in before}
-        for group, runs in zip(self.param_groups, self._slices, strict=True):
+        for index, slices in enumerate(self._slices):
+            if not self._have_equal_scalars(slices, states):
+                self._set_slices(
+                    index, [param_slice for slice_ in slices for param_slice in self._split_per_param(slice_)]
+                )
+        before = {
+            slice_.parameter: before[slice_.parameter] for slice_ in self._all_slices() if slice_.parameter in before
+        }
+        for group, slices in zip(self.param_groups, self._slices, strict=True):
             on_device = bool(group.get("capturable") or group.get("fused"))
-            for run in runs:
-                old = before.pop(run.parameter, {})
-                for flat, parameter, _, _ in run.param_ranges():
+            for slice_ in slices:
+                old_states = before.pop(slice_.parameter, {})
+                for flat, parameter, _, _ in slice_.param_ranges():
                     for key, value in states.get(flat.names[parameter], {}).items():
-                        if key not in self.state[run.parameter]:
-                            room = old.pop(key, None)
+                        if key not in self.state[slice_.parameter]:
+                            buffer = old_states.pop(key, None)
                             if (
-                                run.tier_segment is not None
+                                slice_.tier_segment is not None
                                 and self._cpu_updates is not None
                                 and isinstance(value, torch.dtype)
                             ):
-                                room = self._cpu_updates.state_buffer(
-                                    run.tier_segment, run, key, state_dtype(value, run.parameter)
+                                buffer = self._cpu_updates.state_buffer(
+                                    slice_.tier_segment, slice_, key, state_dtype(value, slice_.parameter)
                                 )
-                            self.state[run.parameter][key] = allocate_state(key, value, run.parameter, on_device, room)
+                            self.state[slice_.parameter][key] = allocate_state(
+                                key, value, slice_.parameter, on_device, buffer
+                            )
         self._track_state_bytes()
 
     def local_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
-        """Yield (parameter, state, elements, their values) for every elementwise state this rank holds."""
-        for name, aside in self._frozen_states.items():
-            places = _owned_param_ranges(*find_parameter(self._engine.units, name))
-            for key, value in aside.elementwise.items():
-                for within, at in places:
+        """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
+        for name, frozen in self._frozen_states.items():
+            ranges = _owned_param_ranges(*find_parameter(self._engine.units, name))
+            for key, value in frozen.elementwise.items():
+                for within, at in ranges:
                     yield name, key, within, value[at : at + within.numel]
-        for run in self._all_slices():
-            for key, value in self.state.get(run.parameter, {}).items():
-                if is_elementwise(key, value, run.parameter.shape):
-                    for flat, parameter, within, at in run.param_ranges():
+        for slice_ in self._all_slices():
+            for key, value in self.state.get(slice_.parameter, {}).items():
+                if is_elementwise(key, value, slice_.parameter.shape):
+                    for flat, parameter, within, at in slice_.param_ranges():
                         yield flat.names[parameter], key, within, value[at : at + within.numel]
 
     def local_scalars(self) -> dict[str, dict[str, Any]]:
-        """The states that have no value for each element, such as step counts, of the parameters this rank holds."""
-        found: dict[str, dict[str, Any]] = {name: aside.scalars for name, aside in self._frozen_states.items()}
-        for run in self._all_slices():
-            state = self.state.get(run.parameter, {})
-            counters = {k: v for k, v in state.items() if not is_elementwise(k, v, run.parameter.shape)}
-            for flat, parameter, _, _ in run.param_ranges() if state else ():
+        """Return the states that are not elementwise, such as step counts, by name of the parameters on this rank."""
+        found: dict[str, dict[str, Any]] = {name: frozen.scalars for name, frozen in self._frozen_states.items()}
+        for slice_ in self._all_slices():
+            state = self.state.get(slice_.parameter, {})
+            scalars = {k: v for k, v in state.items() if not is_elementwise(k, v, slice_.parameter.shape)}
+            for flat, parameter, _, _ in slice_.param_ranges() if state else ():
                 name = flat.names[parameter]
-                complaint = self._state_error(name, run.parameter, counters)
-                if complaint:
-                    raise RuntimeError(complaint)
-                found[name] = counters
+                error = self._state_error(name, slice_.parameter, scalars)
+                if error:
+                    raise RuntimeError(error)
+                found[name] = scalars
         return found
 
     # -- states of frozen parameters ----------------------------------------------------------------------------
 
     def _allocate_frozen_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make room for states of parameters that are in a group and frozen now.
+        """Allocate the states of parameters that are in a group and currently frozen.
 
-        No run holds them. Each rank keeps its part of them, and they are saved and given back like all others.
+        No optimizer slice holds them. Each rank keeps its shard; they are saved and restored like all other states.
         """
         trainable = {name for flat in self._flats for name in flat.names}
         self._frozen_states = {}
@@ -769,19 +782,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _frozen_state_tensors(self) -> list[torch.Tensor]:
-        return [line for aside in self._frozen_states.values() for line in aside.elementwise.values()]
+        return [flattened for frozen in self._frozen_states.values() for flattened in frozen.elementwise.values()]
 
     def _have_equal_scalars(self, slices: list[OptimizerSlice], states: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Whether all parameters of the runs have the same counters, so that a run needs only one set of states."""
-        places = (place for run in slices for place in run.param_ranges())
-        seen = [states.get(flat.names[parameter], {}) for flat, parameter, _, _ in places]
+        """Whether all parameters of the slices have equal scalar states, so that one set per slice is enough."""
+        ranges = (place for slice_ in slices for place in slice_.param_ranges())
+        seen = [states.get(flat.names[parameter], {}) for flat, parameter, _, _ in ranges]
         return all(
             one.keys() == seen[0].keys() and all(_is_equal(one[key], seen[0][key]) for key in one) for one in seen[1:]
         )
 
 
 def check_shardable_states(states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise where states to be cut over the ranks, are neither elementwise (given as a dtype) nor numbers.
+    """Raise if a state cannot be sharded: it is neither elementwise (given as a dtype) nor a scalar.
 
     >>> check_shardable_states({"weight": {"exp_avg": torch.float32, "step": torch.tensor(3.0)}})
     """
@@ -799,7 +812,7 @@ def check_shardable_states(states: Mapping[str, Mapping[str, Any]]) -> None:
 def describe_full_states(
     states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
 ) -> dict[str, dict[str, Any]]:
-    """Describe whole states by parameter: elementwise ones by their dtype, others by themselves."""
+    """Describe full states by parameter: elementwise states by their dtype, others by their value."""
     return {
         name: {k: v.dtype if is_elementwise(k, v, shapes[name]) else v for k, v in state.items()}
         for name, state in states.items()
@@ -807,7 +820,7 @@ def describe_full_states(
 
 
 def _switch_mode_from_inner(sharded: weakref.ref[ShardedOptimizer], name: str) -> Any:
-    """The inner optimizer's ``train()`` or ``eval()``, called on itself."""
+    """Handle a call of ``train()`` or ``eval()`` on the inner optimizer."""
     optimizer = sharded()
     if optimizer is None:
         raise RuntimeError(f"{name}() was called on an optimizer whose sharded model is gone: make a new optimizer")
@@ -815,19 +828,19 @@ def _switch_mode_from_inner(sharded: weakref.ref[ShardedOptimizer], name: str) -
 
 
 def _owned_param_ranges(flat: FlatParam, index: int) -> list[tuple[Range, int]]:
-    """What this rank owns of a parameter, and where each stretch begins when they are laid end to end."""
-    found, at = [], 0
-    for piece in flat.owned_ranges:
-        if piece.param_index == index:
-            found.append((piece.elements, at))
-            at += piece.elements.numel
-    return found
+    """Return this rank's ranges of a parameter, each with its offset when they are packed contiguously."""
+    ranges, offset = [], 0
+    for param_range in flat.owned_ranges:
+        if param_range.param_index == index:
+            ranges.append((param_range.elements, offset))
+            offset += param_range.elements.numel
+    return ranges
 
 
 def _flatten_local_state(value: torch.Tensor, flat: FlatParam, index: int) -> torch.Tensor:
-    """What this rank of the tensor axis has of a whole state, as the parameter lies in its flat."""
-    share = flat.tp_shards[index]
-    return flat.flatten((value if share is None else share.slice(value)).to(flat.device), index)
+    """Return this tensor rank's TP shard of a full state, flattened like the parameter in its FlatParam."""
+    tp_shard = flat.tp_shards[index]
+    return flat.flatten((value if tp_shard is None else tp_shard.slice(value)).to(flat.device), index)
 
 
 def _type_name(value: Any) -> str:
@@ -835,7 +848,7 @@ def _type_name(value: Any) -> str:
 
 
 def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
-    """The states of a parameter that was divided before it was sharded, whole."""
+    """Return the states with every DTensor replaced by its full tensor."""
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
 
 
@@ -846,12 +859,12 @@ def _is_equal(left: Any, right: Any) -> bool:
 
 
 def state_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.dtype:
-    """The dtype that a parameter keeps a state of ``dtype`` in."""
+    """Return the dtype in which a parameter stores a state of ``dtype``."""
     return parameter.dtype if dtype.is_floating_point and parameter.is_floating_point() else dtype
 
 
 def allocate_state(key: str, value: Any, parameter: torch.Tensor, on_device: bool, reuse: Any = None) -> Any:
-    """Room for one state of a parameter: that of the ``old`` one where it will do, since new memory takes time."""
+    """Allocate one state of a parameter. Take the memory of ``reuse`` if it fits, since allocation takes time."""
     if isinstance(value, torch.dtype):
         dtype = state_dtype(value, parameter)
         if torch.is_tensor(reuse) and reuse.dtype == dtype and reuse.shape == parameter.shape:

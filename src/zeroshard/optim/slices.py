@@ -1,17 +1,17 @@
-"""Runs: what the user's optimizer sees as its parameters.
+"""Optimizer slices: what the user's optimizer sees as its parameters.
 
-[Note: runs]
-The user's optimizer keeps its class, groups and hyper-parameters; in its groups the parameters are replaced by *runs*:
-stretches of the shards (of the fp32 master copy under 16-bit precision) whose parameters share a group. Shards of all
-units lie side by side in one arena, and their gradients in a few ([Note: gradients that come and go]), so that with one
-group a step is one fused kernel over a few tensors, however many parameters the model has. That is right for every
-optimizer whose update of an element looks at that element alone.
+[Note: optimizer slices]
+The user's optimizer keeps its class, groups and hyper-parameters. The parameters in its groups are replaced by
+*optimizer slices*: contiguous ranges of the shards (with 16-bit precision, of the fp32 master weights) whose parameters
+are in the same group. The shards of all units are contiguous in one arena, and their gradients in a few ([Note: freeing
+gradients between steps]). So with one group, a step is one fused kernel over a few tensors, for any number of
+parameters. This is correct for every optimizer that updates each element from that element alone.
 
-No run is longer than a bucket, so that a model of any size can be updated through buffers of one size: see
-[Note: the update in batches]. A stretch that rests outside the device is a run of its own.
+No slice is longer than a bucket, so buffers of constant size are enough for a model of any size: see
+[Note: stepping in batches]. Each offloaded tier segment has its own slices.
 
-A parameter that got no gradient on any rank must be skipped, as torch does: no weight decay, no momentum, no step
-count. The run that holds it is then cut, for good, into one run per parameter, its states with it.
+A parameter without a gradient on any rank must be skipped, as in torch: no weight decay, no momentum, no step count.
+The slice that holds it is then split permanently into one slice per parameter, together with its states.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class FlatRange:
-    """A stretch of one flat's shard."""
+    """A range of one FlatParam's shard."""
 
     flat: FlatParam
     span: Range  # in the shard
 
     def view(self, shard: torch.Tensor) -> torch.Tensor:
-        """View the stretch in a tensor laid out like the shard."""
+        """Return a view of the range in a tensor with the layout of the shard."""
         return shard[self.span.start : self.span.end]
 
     def param_ranges(self) -> Iterator[tuple[int, Range, Range]]:
-        """Yield (parameter, its elements, where they lie in the shard) for each parameter in the stretch."""
-        for piece in self.flat.owned_ranges:
-            span = self.span.intersect(Range(piece.offset, piece.offset + piece.elements.numel))
+        """Yield (parameter index, range in the parameter, range in the shard) for each parameter in the range."""
+        for param_range in self.flat.owned_ranges:
+            span = self.span.intersect(Range(param_range.offset, param_range.offset + param_range.elements.numel))
             if span is not None:
-                yield piece.param_index, span.shift(piece.elements.start - piece.offset), span
+                yield param_range.param_index, span.shift(param_range.elements.start - param_range.offset), span
 
 
 class GuardedSliceParameter(nn.Parameter):
-    """What the optimizer that was given to shard() has for a parameter, while zeroshard is not stepping it.
+    """The parameter of a slice in the user's optimizer, outside of zeroshard's own step.
 
-    A run's gradient is set for the step alone. Whoever reads it at another time, as the step() of that optimizer does
-    when it is called directly, would find None, and do nothing without a word.
+    A slice has a gradient only during the step. At any other time a reader would get None: the user's optimizer, if
+    its step() is called directly, would silently do nothing. So access raises instead.
     """
 
     @property
@@ -80,26 +80,26 @@ class GuardedSliceParameter(nn.Parameter):
         self._grad = value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the plain parameter it stands for."""
+        """Pickle as a plain parameter."""
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class SliceGuard:
-    """Keeps the runs of one optimizer from being stepped by anybody else."""
+    """Prevent the slices of one optimizer from being stepped outside of zeroshard."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._is_stepping = False
 
     def guard_slices(self, slices: list[OptimizerSlice]) -> None:
-        """Guard these runs from now on."""
-        for run in slices:
-            parameter: Any = run.parameter
+        """Guard these slices from now on."""
+        for slice_ in slices:
+            parameter: Any = slice_.parameter
             parameter._zeroshard_guard = self
             parameter.__class__ = GuardedSliceParameter
 
     def check_access(self) -> None:
-        """Raise where there are gradients that the reader would not see."""
+        """Raise if there are gradients that the reader would not see."""
         engine = self._engine()
         if self._is_stepping or engine is None:
             return
@@ -116,7 +116,7 @@ class SliceGuard:
 
     @contextlib.contextmanager
     def allow_step(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Let the optimizer step these runs; their gradients are gone afterwards."""
+        """Allow the optimizer to step these slices; clear their gradients on exit."""
         self._is_stepping = True
         try:
             with as_plain_parameters(parameters):
@@ -127,13 +127,13 @@ class SliceGuard:
 
 @contextlib.contextmanager
 def as_plain_parameters(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Make runs plain parameters, as optimizers know them, for one step; their gradients are gone afterwards."""
+    """Turn slices into plain parameters for one step; clear their gradients on exit."""
     guarded: list[Any] = [parameter for parameter in parameters if type(parameter) is GuardedSliceParameter]
     for parameter in guarded:
         parameter.__class__ = nn.Parameter
     try:
         yield
-    finally:  # after an error, too: another step must not find them
+    finally:  # also after an error: the next step must not see these gradients
         for parameter in parameters:
             parameter.grad = None
         for parameter in guarded:
@@ -141,7 +141,7 @@ def as_plain_parameters(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 class OptimizerSlice:
-    """One parameter of the inner optimizer: see [Note: runs]."""
+    """A contiguous range of shards, one parameter of the inner optimizer: see [Note: optimizer slices]."""
 
     def __init__(
         self,
@@ -151,64 +151,64 @@ class OptimizerSlice:
         tier_segment: TierSegment | None = None,
     ) -> None:
         self.flat_ranges = flat_ranges
-        self.tier_segment = tier_segment  # that it lies in, where that rests outside the device
-        self.param_group: dict[str, Any] = {}  # of the inner optimizer, that it belongs to
+        self.tier_segment = tier_segment  # the segment that contains it, if offloaded
+        self.param_group: dict[str, Any] = {}  # its group in the inner optimizer
         self.empty_param_index = (
-            empty_param_index  # index of a parameter without elements: it has states, too, and no place in any shard
+            empty_param_index  # index of a parameter without elements: it has states but no range in a shard
         )
-        self.parameter = nn.Parameter(tensor)  # [numel], the master's or the parameters' own dtype
+        self.parameter = nn.Parameter(tensor)  # [numel], in the dtype of the master weights or the parameters
 
     def grad_views(self, gradients: dict[FlatParam, FlatGrad]) -> list[torch.Tensor]:
-        """The reduced gradient where it lies, in its own dtype: one view where the shards are neighbours."""
-        shards = [(part, gradients[part.flat].shard) for part in self.flat_ranges]
-        views = [part.view(shard) for part, shard in shards if shard is not None]
+        """Return views of the reduced gradient, in its own dtype; a single view if the shards are adjacent."""
+        shards = [(flat_range, gradients[flat_range.flat].shard) for flat_range in self.flat_ranges]
+        views = [flat_range.view(shard) for flat_range, shard in shards if shard is not None]
         if len(views) > 1 and all(_is_adjacent(a, b) for a, b in pairwise(views)):
             return [views[0].as_strided(self.parameter.shape, (1,))]
         return views
 
     def param_ranges(self) -> Iterator[tuple[FlatParam, int, Range, int]]:
-        """Yield (flat, parameter, its elements, where they begin in the run)."""
+        """Yield (flat, parameter index, range in the parameter, offset in the slice)."""
         offset = 0
-        for part in self.flat_ranges:
-            for parameter, within, span in part.param_ranges():
-                yield part.flat, parameter, within, offset + span.start - part.span.start
-            offset += part.span.numel
+        for flat_range in self.flat_ranges:
+            for parameter, within, span in flat_range.param_ranges():
+                yield flat_range.flat, parameter, within, offset + span.start - flat_range.span.start
+            offset += flat_range.span.numel
         if self.empty_param_index is not None:
             yield self.flat_ranges[0].flat, self.empty_param_index, Range(0, 0), 0
 
     def split_per_param(self, state: dict[str, Any]) -> list[tuple[OptimizerSlice, dict[str, Any]]]:
-        """Cut the run into one per parameter, each with its part of the state."""
+        """Split into one slice per parameter, each with its part of the state."""
         if self.empty_param_index is not None:
             return [(self, state)]
-        cut, offset = [], 0
-        for part in self.flat_ranges:
-            for _, _, span in part.param_ranges():
-                start = offset + span.start - part.span.start
-                stretch = slice(start, start + span.numel)
-                small = {}
+        split, offset = [], 0
+        for flat_range in self.flat_ranges:
+            for _, _, span in flat_range.param_ranges():
+                start = offset + span.start - flat_range.span.start
+                within = slice(start, start + span.numel)
+                param_state = {}
                 for key, value in state.items():
                     if is_elementwise(key, value, self.parameter.shape):
-                        small[key] = value[stretch]
+                        param_state[key] = value[within]
                     else:
-                        small[key] = value.clone() if isinstance(value, torch.Tensor) else value
-                run = OptimizerSlice(
-                    [FlatRange(part.flat, span)], self.parameter.data[stretch], tier_segment=self.tier_segment
+                        param_state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                param_slice = OptimizerSlice(
+                    [FlatRange(flat_range.flat, span)], self.parameter.data[within], tier_segment=self.tier_segment
                 )
-                cut.append((run, small))
-            offset += part.span.numel
-        return cut
+                split.append((param_slice, param_state))
+            offset += flat_range.span.numel
+        return split
 
 
 def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state has a value for each element of a parameter of ``shape``, as a momentum has, or is a counter.
+    """Whether a state has one value per element of a parameter of ``shape``, like a momentum and unlike a step count.
 
-    Of a parameter without dimensions both look alike; there torch's name for its counter decides.
+    For a 0-dim parameter the shapes are equal, so the key ``step`` identifies the step count.
     """
     return isinstance(value, torch.Tensor) and value.shape == shape and (value.dim() > 0 or key != "step")
 
 
 def is_scalar_state(value: Any) -> bool:
-    """Whether a state that is not elementwise says the same of every part of a parameter: a number, or several.
+    """Whether a state that is not elementwise applies to every shard of a parameter: one number, or several.
 
     >>> is_scalar_state(torch.tensor(3.0)), is_scalar_state((0.9, 0.99)), is_scalar_state(torch.ones(38))
     (True, True, False)
@@ -221,9 +221,10 @@ def is_scalar_state(value: Any) -> bool:
 
 
 def max_slice_numel(bucket_size: int) -> int:
-    """Elements that a run has at most, for a given ``bucket_size``.
+    """Return the maximum elements of a slice for ``bucket_size``.
 
-    Cuts fall between vectors, because the fused kernels of a CPU round what is left at the end in another way.
+    It is a multiple of the vector size, because fused CPU kernels round the elements after the last full vector
+    differently.
 
     >>> max_slice_numel(1000), max_slice_numel(1)
     (960, 64)
@@ -234,59 +235,71 @@ def max_slice_numel(bucket_size: int) -> int:
 def make_slices(
     flats: list[FlatParam], names: set[str], max_numel: int | None, grad_segments: Mapping[FlatParam, object]
 ) -> list[OptimizerSlice]:
-    """Make runs over this rank's part of the named parameters, each of at most ``most`` elements.
+    """Return slices over this rank's shards of the named parameters, each of at most ``max_numel`` elements.
 
-    Flats whose gradients lie in different ``pieces`` have different runs.
+    Flats whose gradients are in different ``grad_segments`` have different slices.
     """
     joined: list[tuple[list[FlatRange], list[torch.Tensor], TierSegment | None]] = []
     for flat in flats:
-        for span, tensor, far in _group_spans(flat, names):
+        for span, tensor, segment in _group_spans(flat, names):
             last = joined[-1] if joined else None
             if (
                 last is not None
-                and last[2] is far
+                and last[2] is segment
                 and grad_segments.get(last[0][-1].flat) == grad_segments.get(flat)
                 and _is_adjacent(last[1][-1], tensor)
             ):
                 last[0].append(FlatRange(flat, span))
                 last[1].append(tensor)
             else:
-                joined.append(([FlatRange(flat, span)], [tensor], far))
-    runs = []
-    for parts, tensors, far in joined:
+                joined.append(([FlatRange(flat, span)], [tensor], segment))
+    slices = []
+    for ranges, tensors, segment in joined:
         numel = sum(tensor.numel() for tensor in tensors)
-        line, merged = tensors[0].as_strided((numel,), (1,)), _merge_adjacent(parts)
+        flattened, merged = tensors[0].as_strided((numel,), (1,)), _merge_adjacent(ranges)
         for start in range(0, numel, max_numel or numel):
-            part = Range(start, min(start + (max_numel or numel), numel))
-            runs.append(OptimizerSlice(_intersect_ranges(merged, part), line[part.start : part.end], tier_segment=far))
+            within = Range(start, min(start + (max_numel or numel), numel))
+            slices.append(
+                OptimizerSlice(
+                    _intersect_ranges(merged, within),
+                    flattened[within.start : within.end],
+                    tier_segment=segment,
+                )
+            )
     for flat in flats:
         for index, name in enumerate(flat.names):
             if name in names and flat.layout.numels[index] == 0:
                 dtype = flat.dtype if flat.master is None else flat.master.dtype
                 empty = torch.empty(0, dtype=dtype, device=flat.device)
-                runs.append(OptimizerSlice([FlatRange(flat, Range(0, 0))], empty, empty_param_index=index))
-    return [run for run in runs if next(run.param_ranges(), None) is not None]  # not those of alignment alone
+                slices.append(OptimizerSlice([FlatRange(flat, Range(0, 0))], empty, empty_param_index=index))
+    return [slice_ for slice_ in slices if next(slice_.param_ranges(), None) is not None]  # drop slices of padding only
 
 
 def _group_spans(flat: FlatParam, names: set[str]) -> Iterator[tuple[Range, torch.Tensor, TierSegment | None]]:
-    """Yield what the named parameters have of a flat's shard: where, what to update, and the far stretch if any."""
-    members = {index for index, name in enumerate(flat.names) if name in names}
-    whole = len(members) == len(flat.names)
-    for number, home in enumerate(flat.shard_ranges) if members else ():
-        wanted = (
-            [home] if whole else [span for index, _, span in FlatRange(flat, home).param_ranges() if index in members]
+    """Yield (range in the shard, tensor to update, offloaded segment or None) for the named parameters of a flat."""
+    indices = {index for index, name in enumerate(flat.names) if name in names}
+    has_all = len(indices) == len(flat.names)
+    for bucket_index, shard_range in enumerate(flat.shard_ranges) if indices else ():
+        spans = (
+            [shard_range]
+            if has_all
+            else [span for index, _, span in FlatRange(flat, shard_range).param_ranges() if index in indices]
         )
-        for span in wanted:
+        for span in spans:
             if flat.master is None:
-                yield span, flat.local_shards[number][span.start - home.start : span.end - home.start], None
+                yield (
+                    span,
+                    flat.local_shards[bucket_index][span.start - shard_range.start : span.end - shard_range.start],
+                    None,
+                )
                 continue
-            for stretch, common in flat.master.segments_in(span):
-                values = stretch.tensor[common.start - stretch.span.start : common.end - stretch.span.start]
-                yield common, values, stretch if stretch.is_offloaded else None
+            for segment, common in flat.master.segments_in(span):
+                values = segment.tensor[common.start - segment.span.start : common.end - segment.span.start]
+                yield common, values, segment if segment.is_offloaded else None
 
 
 def state_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of the states that an optimizer keeps for an element in fp32, found by a step on a parameter of its own.
+    """Return the state bytes per fp32 element of an optimizer, measured by a step on a small parameter.
 
     >>> state_bytes_per_element(torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
     8
@@ -296,11 +309,11 @@ def state_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> int:
     if optimizer is None or not optimizer.param_groups:
         return 0
     shape = torch.Size([2])
-    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # draws no random numbers
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")  # these draw no random numbers
     try:
         with nullcontext() if is_torchs else torch.random.fork_rng(devices=[]):
             state = state_after_first_step(optimizer, optimizer.param_groups[0], shape)
-    except Exception:  # not one of torch's, and not made for this: taken to be like Adam
+    except Exception:  # a custom optimizer that cannot step alone: assume two fp32 states, like Adam
         return 8
     return sum(4 for key, value in state.items() if is_elementwise(key, value, shape))
 
@@ -308,50 +321,50 @@ def state_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> int:
 def state_after_first_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size
 ) -> dict[str, Any]:
-    """The state that an optimizer keeps of a parameter after its first step with a group's options.
+    """Return the state of a parameter of ``shape`` after one step with a group's hyper-parameters.
 
-    A copy of the optimizer steps a parameter of its own; raises what that raises.
+    A shallow copy of the optimizer steps a new parameter. Its exceptions are not caught.
 
     >>> list(state_after_first_step(torch.optim.Adam([nn.Parameter(torch.ones(1))]), {"lr": 1e-3}, torch.Size([2])))
     Traceback (most recent call last):
         ...
     KeyError: 'betas'
     """
-    trial = nn.Parameter(torch.zeros(shape))
-    trial.grad = torch.zeros(shape)
-    twin: Any = copy.copy(optimizer)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    twin.param_groups = [{**group, "params": [trial], "capturable": False, "fused": None}]
-    twin.state = defaultdict(dict)
-    type(optimizer).step(twin)
-    return dict(twin.state[trial])
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    copied: Any = copy.copy(optimizer)
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    copied.param_groups = [{**group, "params": [parameter], "capturable": False, "fused": None}]
+    copied.state = defaultdict(dict)
+    type(optimizer).step(copied)
+    return dict(copied.state[parameter])
 
 
 def _is_adjacent(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two stretches are neighbours in one allocation."""
+    """Whether ``right`` directly follows ``left`` in the same allocation."""
     same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return same and left.storage_offset() + left.numel() == right.storage_offset()
 
 
 def _intersect_ranges(flat_ranges: list[FlatRange], span: Range) -> list[FlatRange]:
-    """What of the parts lies in a stretch of them all, laid end to end."""
+    """Return the parts of the ranges that are inside ``span`` of their concatenation."""
     found, offset = [], 0
-    for part in flat_ranges:
-        to_run = offset - part.span.start
-        common = part.span.shift(to_run).intersect(span)
+    for flat_range in flat_ranges:
+        shift = offset - flat_range.span.start
+        common = flat_range.span.shift(shift).intersect(span)
         if common is not None:
-            found.append(FlatRange(part.flat, common.shift(-to_run)))
-        offset += part.span.numel
+            found.append(FlatRange(flat_range.flat, common.shift(-shift)))
+        offset += flat_range.span.numel
     return found
 
 
 def _merge_adjacent(flat_ranges: list[FlatRange]) -> list[FlatRange]:
-    """Join neighbouring stretches of one flat."""
+    """Merge adjacent ranges of the same flat."""
     merged: list[FlatRange] = []
-    for part in flat_ranges:
+    for flat_range in flat_ranges:
         last = merged[-1] if merged else None
-        if last is not None and last.flat is part.flat and last.span.end == part.span.start:
-            merged[-1] = FlatRange(part.flat, Range(last.span.start, part.span.end))
+        if last is not None and last.flat is flat_range.flat and last.span.end == flat_range.span.start:
+            merged[-1] = FlatRange(flat_range.flat, Range(last.span.start, flat_range.span.end))
         else:
-            merged.append(part)
+            merged.append(flat_range)
     return merged

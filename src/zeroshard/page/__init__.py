@@ -1,1 +1,1 @@
-"""What zeroshard's HTML pages have in common: one file each, which opens offline and loads nothing."""
+"""Shared parts of zeroshard's HTML pages: each is one self-contained file, which works offline."""

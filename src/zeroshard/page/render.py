@@ -1,4 +1,4 @@
-"""Sheet: a page as one HTML file, made of a template and what it shows, with Plotly inside."""
+"""render_page: render a template to one HTML file that includes Plotly."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def render_page(package: str, template: str, page_description: str, **content: Any) -> bytes:
-    """Fill the template that lies in a package; it extends ``base.html.j2``, which lies here.
+    """Render a template of ``package``, which extends this folder's ``base.html.j2``.
 
-    ``what``: the page in a few words, for the error where a library is missing. ``content`` has ``charts``, by name.
+    ``page_description`` names the page in the error for a missing library. ``content`` contains ``charts`` by name.
     """
     try:
         from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -26,10 +26,10 @@ def render_page(package: str, template: str, page_description: str, **content: A
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    text = environment.get_template(template).render(
+    html = environment.get_template(template).render(
         **content,
         figures={name: chart.figure for name, chart in content["charts"].items()},
         plotly=get_plotlyjs(),
-        nonce=secrets.token_urlsafe(16),  # only the page's own scripts know it
+        nonce=secrets.token_urlsafe(16),  # allows only the page's own scripts
     )
-    return text.encode("utf-8", "replace")  # half a surrogate pair in a string would raise
+    return html.encode("utf-8", "replace")  # an unpaired surrogate in a string would raise

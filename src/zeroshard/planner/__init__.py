@@ -1,1 +1,1 @@
-"""Knowing before running: what a model's states will take."""
+"""Planner: predict the memory and step time of training before running it."""

@@ -1,4 +1,4 @@
-"""Auto: the fastest plan that fits what the ranks of this job have, found by one of them and told to all."""
+"""Choose the fastest plan that fits the free memory of this job: rank 0 plans and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -31,42 +31,40 @@ from zeroshard.sharding.placement import Placement
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
-UNFUSED_SCRATCH_BYTES_PER_ELEMENT = (
-    8.0  # bytes that an optimizer's kernels take for each element they update, where they are not fused
-)
+UNFUSED_SCRATCH_BYTES_PER_ELEMENT = 8.0  # temporary memory of an unfused optimizer, per updated element
 
 _log = logging.getLogger("zeroshard")
 
 
 class NothingFitsError(ValueError):
-    """No plan fits the memory there is."""
+    """No plan fits the available memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
-    """What :func:`zeroshard.shard` can be told, as ``planning``, of the loop and the machine that it plans for."""
+    """The ``planning`` options of :func:`zeroshard.shard`: the training loop and the machine to plan for."""
 
     micro_batch: int | None = None
-    """Samples of one forward on one rank. None: the first dimension of the example that ``inputs`` is."""
+    """Samples per forward on one rank. None: the first dimension of the example ``inputs``."""
     accumulate: int = 1
-    """Backwards a step."""
+    """Backwards per step."""
     sequence: int | None = None
-    """Tokens a sample, for language models that need no ``inputs``."""
+    """Tokens per sample, for language models that need no ``inputs``."""
     loss: LossFn = None
-    """Makes one number of the model's output, where that is none already: it takes memory, too."""
+    """Reduces the model's output to a scalar, if it is not one already. Its memory is counted, too."""
     clip: bool = True
-    """Whether gradients are clipped by their norm."""
+    """Whether gradients are clipped by norm."""
     machine: str | Machine | None = None
-    """Whose rates are taken, as :func:`zeroshard.plan` takes it. None: as measured here, else the nearest preset's.
-    What it has of memory is the most that is counted on; so is what is really left."""
+    """The machine whose rates are used, as in :func:`zeroshard.plan`. None: the local measurements, else the closest
+    preset. The plan uses at most its memory, and at most the memory that is actually free."""
     memory: int | str | None = None
-    """The most of a device that may be taken, as a number of bytes or "40GB"."""
+    """Upper limit of device memory, as a number of bytes or a string like "40GB"."""
     directory: str | os.PathLike[str] | None = None
-    """A directory on a fast local disk, where states may rest. None: none do."""
+    """A directory on a fast local disk for offloaded states. None: nothing is offloaded to disk."""
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any] | None) -> PlanningOptions:
-        """Refuse what it does not know.
+        """Create it from a mapping; raise on unknown names and invalid values.
 
         >>> PlanningOptions.from_mapping({"micro_batches": 2})
         Traceback (most recent call last):
@@ -77,17 +75,17 @@ class PlanningOptions:
         for name in options or {}:
             if name not in known:
                 raise TypeError(f"planning knows no {name!r}: it has {', '.join(known)}")
-        found = cls(**(options or {}))
+        planning = cls(**(options or {}))
         for name in ("micro_batch", "accumulate"):
-            value = getattr(found, name)
+            value = getattr(planning, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is a whole number from 1 up, got {value!r}")
-        if found.loss is not None and not callable(found.loss):
-            raise TypeError(f"loss is a function of the model's output, or None, got {found.loss!r}")
-        return found
+        if planning.loss is not None and not callable(planning.loss):
+            raise TypeError(f"loss is a function of the model's output, or None, got {planning.loss!r}")
+        return planning
 
     def describe(self, inputs: Inputs) -> str:
-        """What all ranks must plan with alike, in words.
+        """Describe the options that must be the same on all ranks.
 
         >>> PlanningOptions(accumulate=2).describe((torch.ones(3, 4), torch.ones(3)))
         'inputs of shapes (3, 4), (3,), micro_batch None, accumulate 2, sequence None'
@@ -103,14 +101,14 @@ class PlanningOptions:
 
 @dataclass(frozen=True)
 class PlanDecision:
-    """What was chosen, and why in a line."""
+    """The chosen strategy and the reason in one line."""
 
     strategy: Strategy
     reason: str
 
     @property
     def as_json(self) -> str:
-        """As one rank tells it to others.
+        """The JSON text that rank 0 broadcasts.
 
         >>> said = PlanDecision(Strategy(stage=2, offload=Offload(optimizer="host")), "it is fast")
         >>> PlanDecision.from_json(said.as_json) == said
@@ -119,12 +117,12 @@ class PlanDecision:
         return json.dumps({"choice": asdict(self.strategy), "why": self.reason}, default=os.fspath)
 
     def apply_checkpointing(self, model: nn.Module) -> None:
-        """Have a model's blocks keep what was chosen."""
-        activations = self.strategy.checkpoint_options
-        checkpoint_activations(model, () if activations is None else None, **(activations or {}))
+        """Apply the chosen checkpointing to the model's blocks."""
+        options = self.strategy.checkpoint_options
+        checkpoint_activations(model, () if options is None else None, **(options or {}))
 
     def with_directory(self, directory: str | os.PathLike[str] | None) -> PlanDecision:
-        """The same with what rests on disk in another directory."""
+        """Return a copy that offloads to another directory; unchanged if nothing is offloaded to disk."""
         offload = self.strategy.offload
         if offload is None or not offload.needs_disk:
             return self
@@ -132,12 +130,12 @@ class PlanDecision:
 
     @classmethod
     def from_json(cls, text: str) -> PlanDecision:
-        """What another rank told; raises what it could not do."""
-        found = json.loads(text)
-        if "error" in found:
-            raise _ERRORS_BY_NAME.get(found["kind"], RuntimeError)(found["error"])
-        choice = found["choice"]
-        return cls(Strategy(**{**choice, "offload": Offload.from_option(choice["offload"])}), found["why"])
+        """Parse the broadcast text; raise the error that it reports, if any."""
+        message = json.loads(text)
+        if "error" in message:
+            raise _ERRORS_BY_NAME.get(message["kind"], RuntimeError)(message["error"])
+        strategy = message["choice"]
+        return cls(Strategy(**{**strategy, "offload": Offload.from_option(strategy["offload"])}), message["why"])
 
 
 _ERRORS_BY_NAME = {error.__name__: error for error in (NothingFitsError, UntraceableError, ValueError)}
@@ -145,15 +143,15 @@ _ERRORS_BY_NAME = {error.__name__: error for error in (NothingFitsError, Untrace
 
 @dataclass(frozen=True)
 class JobTopology:
-    """Where a job runs."""
+    """The device and the ranks of a job."""
 
     device: torch.device
     ranks: int
-    """That share the states, times ``tensor``."""
+    """Number of ranks that share the states, times ``tensor``."""
     tensor: int = 1
-    """That divide each layer."""
+    """Tensor-parallel degree."""
     replicas: int = 1
-    """Groups of ``ranks`` with the same states."""
+    """Number of groups of ``ranks`` with the same states."""
 
 
 def choose_plan(
@@ -168,24 +166,24 @@ def choose_plan(
     directory: str | os.PathLike[str] | None = None,
     **question: Any,
 ) -> PlanDecision:
-    """Choose the fastest plan that fits on all ranks. All of them call it, the first decides, and all hear it.
+    """Choose the fastest plan that fits on all ranks. All ranks call it; rank 0 plans and broadcasts the decision.
 
-    ``machine``, ``memory`` and ``directory`` are those of :class:`PlanningOptions`, ``question`` what
-    :func:`zeroshard.plan` is asked. Raises :class:`NothingFitsError` on all ranks alike, before anything is taken.
-    Without ``control``, all ranks of the job take part, and wait for each other for ``timeout`` seconds. Where states
-    rest on disk, each rank hears of its own directory, not of the first's.
+    ``machine``, ``memory`` and ``directory`` are those of :class:`PlanningOptions`; ``question`` are the arguments of
+    :func:`zeroshard.plan`. Raises :class:`NothingFitsError` on all ranks, before any memory is allocated. Without
+    ``control``, all ranks of the job take part and wait for each other for up to ``timeout`` seconds. If states are
+    offloaded to disk, each rank gets its own directory, not rank 0's.
     """
     control = open_consistency_checker(None, timeout) if control is None else control
-    given = question.get("offload")
-    if directory is None and given != AUTO:
-        offload = Offload.from_option(given)
+    offload_option = question.get("offload")
+    if directory is None and offload_option != AUTO:
+        offload = Offload.from_option(offload_option)
         directory = offload.directory if offload is not None else None
-    spaces = _gather_free_memory(control, FreeMemory.measure(topology.device, model, directory))
+    free_memory = _gather_free_memory(control, FreeMemory.measure(topology.device, model, directory))
     if control.rank:
         return PlanDecision.from_json(control.broadcast_text("plan", "") or "").with_directory(directory)
     try:
-        found = machine_from_free_memory(spaces, topology.ranks, machine, memory)
-        decision = choose_plan_for_machine(model, inputs, topology, found, directory=directory, **question)
+        resolved = machine_from_free_memory(free_memory, topology.ranks, machine, memory)
+        decision = choose_plan_for_machine(model, inputs, topology, resolved, directory=directory, **question)
     except Exception as error:
         control.broadcast_text("plan", json.dumps({"kind": type(error).__name__, "error": str(error)}))
         raise
@@ -203,35 +201,38 @@ def choose_plan_for_machine(
     directory: str | os.PathLike[str] | None = None,
     **question: Any,
 ) -> PlanDecision:
-    """The same on a machine, without ranks. An open stage, offload or checkpointing is "auto" in the question."""
-    copied, kept = strip_checkpointing(model, topology.tensor)
+    """Choose a plan for a machine, without communication.
+
+    "auto" in ``question`` leaves the stage, offload or checkpointing open.
+    """
+    stripped, current_mode = strip_checkpointing(model, topology.tensor)
     fixed = [name for name in ("stage", "offload") if question.get(name) != AUTO]
-    given = question.pop("offload", None)
-    question["checkpoint"] = CHECKPOINT_MODES if question.get("checkpoint") == AUTO else (kept,)
-    if given == AUTO:
+    offload = question.pop("offload", None)
+    question["checkpoint"] = CHECKPOINT_MODES if question.get("checkpoint") == AUTO else (current_mode,)
+    if offload == AUTO:
         question["offload"] = "every"
         machine = replace(machine, disk=0) if directory is None else machine
     else:
-        question["offload"] = [given]
+        question["offload"] = [offload]
     if question["stage"] == AUTO:
-        question["stage"] = _supported_stages(topology, None if given == AUTO else Offload.from_option(given))
+        question["stage"] = _supported_stages(topology, None if offload == AUTO else Offload.from_option(offload))
 
-    def planned(**more: Any) -> Plans:
-        where = {
+    def make_plans(**more: Any) -> Plans:
+        job = {
             "devices": topology.ranks,
             "replicas": topology.replicas,
             "machine": machine,
             "tensor": topology.tensor,
         }
-        asked = {**where, **question, **more}
-        return _with_shared_host_memory(plan(copied, inputs, **asked))
+        arguments = {**job, **question, **more}
+        return _with_shared_host_memory(plan(stripped, inputs, **arguments))
 
-    plans = planned()
+    plans = make_plans()
     best = plans.best
     if best is None:
-        raise NothingFitsError(_no_fit_message(plans, fixed, planned))
+        raise NothingFitsError(_no_fit_message(plans, fixed, make_plans))
     decision = PlanDecision(best.strategy, plans.reason)
-    return decision.with_directory(directory) if given == AUTO else decision
+    return decision.with_directory(directory) if offload == AUTO else decision
 
 
 def choose_for_shard(
@@ -243,24 +244,24 @@ def choose_for_shard(
     control: ConsistencyChecker,
     **options: Any,
 ) -> PlanDecision:
-    """Choose for :func:`zeroshard.shard`, whose ``options`` these are, those that are "auto" among them."""
-    told = PlanningOptions.from_mapping(planning)
-    memory = _min_memory_limit(control, told, inputs)
-    micro_batch, example = _micro_batch_and_inputs(inputs, told.micro_batch)
-    data = topology.ranks // topology.tensor
+    """Choose a plan for :func:`zeroshard.shard` from its ``options``, some of which are "auto"."""
+    planning_options = PlanningOptions.from_mapping(planning)
+    memory = _min_memory_limit(control, planning_options, inputs)
+    micro_batch, example = _micro_batch_and_inputs(inputs, planning_options.micro_batch)
+    data_ranks = topology.ranks // topology.tensor
     return choose_plan(
         model,
         example,
         topology,
         control,
-        machine=told.machine,
+        machine=planning_options.machine,
         memory=memory,
-        directory=told.directory,
+        directory=planning_options.directory,
         micro_batch=micro_batch,
-        batch=micro_batch * told.accumulate * data,
-        sequence=told.sequence,
-        loss=_OutputHoldingLoss(told.loss),
-        clip=told.clip,
+        batch=micro_batch * planning_options.accumulate * data_ranks,
+        sequence=planning_options.sequence,
+        loss=_OutputHoldingLoss(planning_options.loss),
+        clip=planning_options.clip,
         optimizer_states=state_bytes_per_element(optimizer) // 4,
         one_pass=is_supported(optimizer),
         scratch=_scratch_bytes_per_element(optimizer),
@@ -269,7 +270,7 @@ def choose_for_shard(
 
 
 def _micro_batch_and_inputs(inputs: Inputs, micro_batch: int | None) -> tuple[int, Inputs]:
-    """The samples of one forward, and what it is called with: of an example, neither more nor less than it has."""
+    """Return the micro-batch and the inputs of a forward; an example is always used at its own batch size."""
     if inputs is None or callable(inputs):
         if micro_batch is None:
             raise ValueError(
@@ -278,21 +279,23 @@ def _micro_batch_and_inputs(inputs: Inputs, micro_batch: int | None) -> tuple[in
             )
         return micro_batch, inputs
     lengths = {tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()}
-    found = lengths.pop() if len(lengths) == 1 else 1  # a graph has nodes and edges: one sample
-    if micro_batch is not None and micro_batch != found:
-        raise ValueError(f"planning says micro_batch {micro_batch}, and the example that inputs is has {found} samples")
-    return found, lambda _: inputs
+    batch_size = lengths.pop() if len(lengths) == 1 else 1  # a graph has nodes and edges: count it as one sample
+    if micro_batch is not None and micro_batch != batch_size:
+        raise ValueError(
+            f"planning says micro_batch {micro_batch}, and the example that inputs is has {batch_size} samples"
+        )
+    return batch_size, lambda _: inputs
 
 
 class _OutputHoldingLoss:
-    """A loss that holds the model's output until backward is over, as a loop does that has a name for it."""
+    """A loss that holds the model's output until backward ends, like a loop that assigns it to a variable."""
 
     def __init__(self, loss: LossFn) -> None:
         self._loss, self._output = loss, None
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """Make one number of it."""
-        self._output = output  # in the place of the one before
+        """Return the scalar loss."""
+        self._output = output  # replaces the previous one
         return compute_loss(output, self._loss)
 
 
@@ -302,51 +305,50 @@ def _scratch_bytes_per_element(optimizer: torch.optim.Optimizer | None) -> float
 
 
 def _supported_stages(topology: JobTopology, offload: Offload | None) -> list[int]:
-    """The stages that can offload what is to be offloaded."""
-    found = []
+    """Return the stages that support this offload."""
+    stages = []
     for stage in STAGES:
         try:
             Placement.from_stage(stage, topology.ranks // topology.tensor, offload, topology.replicas)
         except ValueError:
             continue
-        found.append(stage)
-    return found
+        stages.append(stage)
+    return stages
 
 
 def _with_shared_host_memory(plans: Plans) -> Plans:
-    """Plans for CPUs, where a device's memory is the host's: what rests "on the host" needs space beside the rest."""
-    return replace(plans, candidates=tuple(_check_shared_memory(found) for found in plans.candidates))
+    """Check the plans for CPUs again: host and device share one memory, so the host bytes count in addition."""
+    return replace(plans, candidates=tuple(_check_shared_memory(candidate) for candidate in plans.candidates))
 
 
 def _check_shared_memory(candidate: Plan) -> Plan:
-    wanted = candidate.memory + candidate.footprint.host
-    if not candidate.fits or candidate.machine.kind != "cpu" or wanted <= candidate.machine.memory:
+    needed = candidate.memory + candidate.footprint.host
+    if not candidate.fits or candidate.machine.kind != "cpu" or needed <= candidate.machine.memory:
         return candidate
     return replace(
         candidate,
-        shortfall=f"it needs {format_bytes(int(wanted))} a rank, which has {format_bytes(candidate.machine.memory)}",
+        shortfall=f"it needs {format_bytes(int(needed))} a rank, which has {format_bytes(candidate.machine.memory)}",
     )
 
 
 def _no_fit_message(plans: Plans, fixed_options: Sequence[str], replan: Callable[..., Plans]) -> str:
-    """What comes nearest, and what to do; ``fixed`` is what was not left open."""
-    least = min(plans.candidates, key=lambda found: found.memory).strategy
-    if least.checkpoint == "none":
-        more = replan(checkpoint=CHECKPOINT_MODES).best
-        if more is not None:
-            return f"{plans.reason}. With activations recomputed, this fits: {more.strategy.description}"
-    helps = ["more ranks", "shorter samples"]
-    helps += ["a smaller micro-batch"] if least.micro_batch > 1 else []
-    helps += [f"{name} 'auto', which is given" for name in fixed_options]
-    return f"{plans.reason}. What may help: {', '.join(helps)}"
+    """Say which plan is the smallest and what may help; ``fixed_options`` are those that were not "auto"."""
+    smallest = min(plans.candidates, key=lambda candidate: candidate.memory).strategy
+    if smallest.checkpoint == "none":
+        recomputing = replan(checkpoint=CHECKPOINT_MODES).best
+        if recomputing is not None:
+            return f"{plans.reason}. With activations recomputed, this fits: {recomputing.strategy.description}"
+    remedies = ["more ranks", "shorter samples"]
+    remedies += ["a smaller micro-batch"] if smallest.micro_batch > 1 else []
+    remedies += [f"{name} 'auto', which is given" for name in fixed_options]
+    return f"{plans.reason}. What may help: {', '.join(remedies)}"
 
 
 def _min_memory_limit(control: ConsistencyChecker, planning: PlanningOptions, inputs: Inputs) -> int | None:
-    """The least memory that a rank was allowed; raises on all ranks where they were not told of the same loop."""
-    said = control.gather_text(
-        "loop", json.dumps([planning.describe(inputs), planning.memory], default=str)
-    )  # as for spaces
-    loops = {rank: json.loads(words) for rank, words in said.items()} or {
+    """Return the smallest memory limit of all ranks; raise on all ranks if they describe different loops."""
+    # as in _gather_free_memory
+    gathered = control.gather_text("loop", json.dumps([planning.describe(inputs), planning.memory], default=str))
+    loops = {rank: json.loads(text) for rank, text in gathered.items()} or {
         0: [planning.describe(inputs), planning.memory]
     }
     first, *_ = loops.values()
@@ -356,11 +358,11 @@ def _min_memory_limit(control: ConsistencyChecker, planning: PlanningOptions, in
                 f"ranks were told of different loops to plan for: rank 0 has {first[0]}; rank {rank} has {described}. "
                 "Give the same on all ranks: as inputs, an example as large as the largest batch of any"
             )
-    allowed = [parse_bytes("memory", memory) for _, memory in loops.values()]
-    return min((nbytes for nbytes in allowed if nbytes is not None), default=None)
+    limits = [parse_bytes("memory", memory) for _, memory in loops.values()]
+    return min((nbytes for nbytes in limits if nbytes is not None), default=None)
 
 
 def _gather_free_memory(control: ConsistencyChecker, local: FreeMemory) -> list[FreeMemory]:
-    """What every rank says; of a lone rank, or on a backend that communicates nothing, its own word."""
-    said = control.gather_text("space", json.dumps(asdict(local)))  # carries any words, and these are no complaint
-    return [FreeMemory(**json.loads(said[rank])) for rank in sorted(said)] or [local]
+    """Return the free memory of every rank; only the local one for a single rank or a backend without communication."""
+    gathered = control.gather_text("space", json.dumps(asdict(local)))  # it carries any text, not only errors
+    return [FreeMemory(**json.loads(gathered[rank])) for rank in sorted(gathered)] or [local]

@@ -1,12 +1,11 @@
-"""Deepened: what a deep model takes, from two shallow ones that differ by one block.
+"""Extrapolate the trace of a deep model from two shallow ones that differ by one block.
 
-[Note: straight lines in depth]
-A block of a model like the others does what the others do. So of a model with n equal blocks everything is known from
-two shallow ones: the events of a middle block, which the deeper of the two has and the other has not, are repeated. The
-first and the last block, which may differ by what comes before and after them, stay as they are. Nothing is assumed
-that can be checked: without its middle block the deeper model has to be the shallow one, event by event and byte by
-byte, or :class:`NonUniformBlocksError` says that the blocks are not alike. Tracing takes a tenth of a second a block,
-and so a model of two hundred layers as long as one of three.
+[Note: extrapolating in depth]
+Equal blocks do the same work. So two shallow models determine a model with n equal blocks: the events of a middle
+block, which only the deeper of the two has, are repeated. The first and the last block stay unchanged; they may differ
+because of what comes before and after them. Every assumption that can be checked is checked: without its middle block,
+the deeper trace must equal the shallow one, event by event and byte by byte; otherwise :class:`NonUniformBlocksError`
+is raised. Tracing takes 0.1 seconds per block, so a model of two hundred layers takes as long as one of three.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zeroshard.planner.tracing.trace import EngineEvent, Op, Trace
 
 
 def find_block_stack(model: nn.Module) -> nn.ModuleList | None:
-    """The list of blocks that makes a model deep, where there is one and its blocks are of one kind.
+    """Return the model's largest list of blocks, or None if there is none or its blocks differ.
 
     >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
@@ -39,20 +38,20 @@ def find_block_stack(model: nn.Module) -> nn.ModuleList | None:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     if not lists:
         return None
-    stack = max(lists, key=lambda found: sum(parameter.numel() for parameter in found.parameters()))
-    kinds = {_block_signature(block) for block in stack}
-    return stack if len(kinds) == 1 else None
+    stack = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
+    signatures = {_block_signature(block) for block in stack}
+    return stack if len(signatures) == 1 else None
 
 
 def _block_signature(block: nn.Module) -> tuple[Any, ...]:
-    """What two blocks of one kind have in common."""
+    """Return a key that is the same for blocks of the same structure."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     modules = tuple(type(module) for module in block.modules())
     return modules, tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
 
 
 def truncate_model(model: nn.Module, blocks: int) -> nn.Module:
-    """A copy without memory that has only the first ``blocks`` of its stack.
+    """Return a copy on the meta device with only the first ``blocks`` of its block stack.
 
     >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
@@ -65,27 +64,27 @@ def truncate_model(model: nn.Module, blocks: int) -> nn.Module:
     if stack is None or len(stack) < blocks:
         raise ValueError(f"this {type(model).__name__} has no stack of {blocks} blocks or more that are alike")
     memo = meta_memo(model)
-    short = copy.copy(stack)
-    short._modules = {str(number): block for number, block in enumerate(stack) if number < blocks}
-    memo[id(stack)] = copy.deepcopy(short, memo)
+    truncated = copy.copy(stack)
+    truncated._modules = {str(index): block for index, block in enumerate(stack) if index < blocks}
+    memo[id(stack)] = copy.deepcopy(truncated, memo)
     return copy.deepcopy(model, memo)
 
 
 class NonUniformBlocksError(ValueError):
-    """Two models do not differ by one block that is like its neighbours."""
+    """Two models do not differ by exactly one block that equals its neighbors."""
 
 
 @dataclass(frozen=True)
 class _MiddleBlock:
-    """Where the units of a middle block stand in the deeper of two models."""
+    """The position of a middle block's units in the deeper of two models."""
 
     first_unit: int
-    num_units: int  # units of a block
+    num_units: int  # per block
     unit_names: tuple[str, ...]  # of all units of the deeper model
 
     @classmethod
     def find(cls, shallow: Sequence[str], deeper: Sequence[str]) -> _MiddleBlock:
-        """Found by the units' names."""
+        """Find the middle block by comparing unit names."""
         count = len(deeper) - len(shallow)
         same = next(
             (i for i, pair in enumerate(zip(shallow, deeper, strict=False)) if pair[0] != pair[1]), len(shallow)
@@ -100,13 +99,13 @@ class _MiddleBlock:
         return self.first_unit <= unit < self.first_unit + self.num_units
 
     def extended_names(self, extra: int) -> tuple[str, ...]:
-        """Names of the units of a model with so many blocks more than the deeper one."""
-        further = [self.extrapolated_name(unit, times) for times in range(2, extra + 2) for unit in self._unit_indices]
+        """Return the unit names of a model with ``extra`` more blocks than the deeper one."""
+        inserted = [self.extrapolated_name(unit, count) for count in range(2, extra + 2) for unit in self._unit_indices]
         end = self.first_unit + 2 * self.num_units
-        return (*self.unit_names[:end], *further, *self.unit_names[end:])
+        return (*self.unit_names[:end], *inserted, *self.unit_names[end:])
 
     def extrapolated_name(self, unit: int, count: int) -> str:
-        """Of a unit so many blocks behind one of the middle block's."""
+        """Return the name of the unit that is ``count`` blocks after ``unit`` of the middle block."""
         parts, next_parts = (self.unit_names[unit + shift].split(".") for shift in (0, self.num_units))
         if len(parts) != len(next_parts):
             raise NonUniformBlocksError(
@@ -127,9 +126,9 @@ def _extrapolate_number(part: str, next_part: str, count: int) -> str:
 
 
 def extrapolate_trace(shallow: Trace, deeper: Trace, extra: int) -> Trace:
-    """The trace of a model with ``extra`` blocks more than ``deeper``, which has one more than ``shallow``.
+    """Return the trace of a model with ``extra`` more blocks than ``deeper``, which has one more than ``shallow``.
 
-    See [Note: straight lines in depth].
+    See [Note: extrapolating in depth].
 
     >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
@@ -143,36 +142,43 @@ def extrapolate_trace(shallow: Trace, deeper: Trace, extra: int) -> Trace:
     middle = _MiddleBlock.find(shallow.unit_names, deeper.unit_names)
     names, half = middle.extended_names(extra), _backward_start(deeper)
     forward, backward = deeper.events[:half], deeper.events[half:]
-    without = (
+    without_middle = (
         *_insert_blocks(forward, middle, -1, shallow.unit_names),
         *_insert_blocks(backward, middle, -1, shallow.unit_names, True),
     )
-    more = deeper.num_recomputed_blocks - shallow.num_recomputed_blocks
-    if without != shallow.events or more not in (0, 1) or deeper.input_bytes != shallow.input_bytes:
+    recomputed_per_block = deeper.num_recomputed_blocks - shallow.num_recomputed_blocks
+    if (
+        without_middle != shallow.events
+        or recomputed_per_block not in (0, 1)
+        or deeper.input_bytes != shallow.input_bytes
+    ):
         raise NonUniformBlocksError("a block in the middle does not do what the others do: trace the whole model")
     return replace(
         deeper,
         events=(*_insert_blocks(forward, middle, extra, names), *_insert_blocks(backward, middle, extra, names, True)),
         unit_names=names,
         kept_input_bytes=_extrapolate_kept_inputs(shallow.kept_input_bytes, deeper.kept_input_bytes, extra),
-        num_recomputed_blocks=deeper.num_recomputed_blocks + extra * more,
+        num_recomputed_blocks=deeper.num_recomputed_blocks + extra * recomputed_per_block,
         buffer_bytes=deeper.buffer_bytes + extra * (deeper.buffer_bytes - shallow.buffer_bytes),
     )
 
 
 def _backward_start(trace: Trace) -> int:
-    """Where backward begins."""
+    """Return the index of the event where backward begins."""
     return next(i for i, e in enumerate(trace.events) if isinstance(e, EngineEvent) and e.kind == "end forward")
 
 
 def _insert_blocks(
     events: Sequence[Op | EngineEvent], middle: _MiddleBlock, extra: int, names: Sequence[str], backward: bool = False
 ) -> list[Op | EngineEvent]:
-    """A pass with so many middle blocks more; with one fewer, for -1. ``names`` are those of the units then."""
+    """Return the events of a pass with ``extra`` more middle blocks (-1: one fewer).
+
+    ``names`` are the unit names of the resulting model.
+    """
     begin, end = _middle_block_range(events, middle)
     before, block, after = events[:begin], events[begin:end], events[end:]
-    copies = [[_shift_event(event, number * middle.num_units, names) for event in block] for number in range(extra + 1)]
-    if backward:  # comes from the last block to the first
+    copies = [[_shift_event(event, index * middle.num_units, names) for event in block] for index in range(extra + 1)]
+    if backward:  # goes from the last block to the first
         before = [_shift_if_after(event, middle, extra, names) for event in before]
         copies.reverse()
     else:
@@ -181,28 +187,28 @@ def _insert_blocks(
 
 
 def _middle_block_range(events: Sequence[Op | EngineEvent], middle: _MiddleBlock) -> tuple[int, int]:
-    """From where the middle block is brought to where another is."""
-    brought = [(i, e.unit) for i, e in enumerate(events) if isinstance(e, EngineEvent) and e.kind == "bring"]
-    begin = next((i for i, unit in brought if unit in middle), None)
+    """Return the event range from the unshard of the middle block to the unshard of another block."""
+    unshards = [(i, e.unit) for i, e in enumerate(events) if isinstance(e, EngineEvent) and e.kind == "bring"]
+    begin = next((i for i, unit in unshards if unit in middle), None)
     if begin is None:
         raise NonUniformBlocksError("the middle block is never brought: trace the whole model")
-    return begin, next((i for i, unit in brought if i > begin and unit not in middle), len(events))
+    return begin, next((i for i, unit in unshards if i > begin and unit not in middle), len(events))
 
 
 def _shift_if_after(
     event: Op | EngineEvent, middle: _MiddleBlock, blocks: int, names: Sequence[str]
 ) -> Op | EngineEvent:
-    """An event of what comes behind the middle block, when so many blocks are put in between."""
+    """Shift an event if its unit follows the middle block, where ``blocks`` blocks are inserted."""
     unit = event.unit if isinstance(event, EngineEvent) else _unit_index(event, middle)
     if unit < middle.first_unit + middle.num_units:
-        return event  # what is there from the beginning to the end, and the moments of no unit
+        return event  # of an earlier or middle unit, or of no unit
     return _shift_event(event, blocks * middle.num_units, names, unit)
 
 
 def _shift_event(
     event: Op | EngineEvent, offset: int, names: Sequence[str], unit: int | None = None
 ) -> Op | EngineEvent:
-    """The same event of a unit so many places behind."""
+    """Return the same event for the unit ``offset`` positions later."""
     if offset == 0:
         return event
     if isinstance(event, EngineEvent):
@@ -219,7 +225,7 @@ def _unit_index(op: Op, middle: _MiddleBlock) -> int:
 
 
 def _extrapolate_kept_inputs(shallow: tuple[float, ...], deeper: tuple[float, ...], extra: int) -> tuple[float, ...]:
-    """Of bytes that each block keeps, those with so many blocks more."""
+    """Return the kept input bytes of each block with ``extra`` more blocks."""
     count = len(deeper) - len(shallow)
     if deeper[count:] != shallow:
         raise NonUniformBlocksError("a block in the middle does not keep what the others keep: trace the whole model")
@@ -227,18 +233,18 @@ def _extrapolate_kept_inputs(shallow: tuple[float, ...], deeper: tuple[float, ..
 
 
 def extrapolate_state_sizes(shallow: StateSizes, deeper: StateSizes, extra: int, bucket_size: int) -> StateSizes:
-    """The same for what the library holds on the device. Where states rest elsewhere, it is not a straight line."""
+    """Extrapolate the state sizes likewise. States must be on the device: offloaded sizes are not linear in depth."""
     if shallow.offloaded or deeper.offloaded:
         raise NonUniformBlocksError(
             "states outside the device are divided over all blocks at once: hold the whole model"
         )
     middle = _MiddleBlock.find([unit.name for unit in shallow.units], [unit.name for unit in deeper.units])
     begin, end = middle.first_unit, middle.first_unit + middle.num_units
-    kept = [
+    remaining = [
         replace(u, name=s.name) for u, s in zip(deeper.units[:begin] + deeper.units[end:], shallow.units, strict=True)
     ]
-    buffers = [(one.ring_bytes, one.shard_buffer_bytes) for one in (shallow, deeper)]
-    if kept != shallow.units or buffers[0] != buffers[1]:
+    buffers = [(sizes.ring_bytes, sizes.shard_buffer_bytes) for sizes in (shallow, deeper)]
+    if remaining != shallow.units or buffers[0] != buffers[1]:
         raise NonUniformBlocksError("a block in the middle does not hold what the others hold: hold the whole model")
     block = deeper.units[begin:end]
     copies = [replace(unit) for _ in range(extra + 1) for unit in block]
@@ -249,10 +255,10 @@ def extrapolate_state_sizes(shallow: StateSizes, deeper: StateSizes, extra: int,
 
 
 def _step_buffer_bytes(deeper: StateSizes, units: Sequence[UnitSizes], bucket_size: int) -> int:
-    """The buffer of the update: 4 bytes an element of this rank's shards, up to those of a bucket."""
-    trained = min(sum(unit.trained_numel for unit in deeper.units), max_slice_numel(bucket_size))
+    """Return the bytes of the update buffer: 4 per element of this rank's shards, up to the largest slice."""
+    max_numel = min(sum(unit.trained_numel for unit in deeper.units), max_slice_numel(bucket_size))
     return (
         deeper.step_buffer_bytes
-        // max(trained, 1)
+        // max(max_numel, 1)
         * min(sum(unit.trained_numel for unit in units), max_slice_numel(bucket_size))
     )

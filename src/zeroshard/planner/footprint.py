@@ -1,12 +1,16 @@
-"""Footprint: what one rank holds over a step, moment by moment, from a trace and what the library holds.
+"""Footprint: the memory of one rank over a step, from a trace and the state sizes.
 
-[Note: replaying memory]
-The trace has the activations; what the library adds to them follows from the moments between: a unit that is brought is
-there until it is let go, and the next one already comes (prefetch); gradients that autograd has made wait until the
-reduction after them begins; a buffer of the ring of buckets is there from the first bucket that passes it to the end of
-backward, and reduced gradients are from there to zero_grad(), which is taken to come before the next forward; the
-update takes its buffer when all that is gone. The highest of these moments is the peak. Where several backwards make a
-step, or states rest outside the device, gradients are there all the time ([Note: gradients that come and go]).
+[Note: simulating memory]
+The trace contains the activations. The engine events between its operations determine what the library adds:
+
+- An unsharded unit is in memory until it is resharded, together with the next one (prefetch).
+- Gradients from autograd stay until the next reduction begins.
+- A buffer of the bucket ring is in memory from the first bucket that uses it to the end of backward.
+- Reduced gradients stay until zero_grad(), which is assumed to come before the next forward.
+- The update allocates its buffer after all of these are freed, except the reduced gradients.
+
+The peak is the highest usage over all these points in time. With gradient accumulation or offloaded states, gradients
+persist between steps ([Note: freeing gradients between steps]).
 """
 
 from __future__ import annotations
@@ -23,50 +27,48 @@ from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import BucketSizes, StateSizes
 from zeroshard.planner.tracing.trace import Trace, TraceSpan, split_spans
 
-RESERVED_RATIO = (
-    1.09  # memory that the allocator reserves over what is allocated: 1.01 to 1.09 measured, docs/benchmarks.md
-)
-DEVICE_KEPT_INPUTS = 2  # blocks' inputs on the device, where they are kept on the host: one in use, one on its way
+RESERVED_RATIO = 1.09  # reserved / allocated memory of the allocator: 1.01 to 1.09 measured, docs/benchmarks.md
+DEVICE_KEPT_INPUTS = 2  # block inputs on the device if kept on the host: one in use, one in transfer
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """What is held at one moment, in bytes."""
+    """Memory usage at one point in time, in bytes."""
 
     label: str
-    """What is running."""
+    """The module or event that runs."""
     by_kind: dict[str, float]
-    """By kind: "states" (but for gradients), "gradients", "activations", "kept inputs", "gathered", "gradients of
+    """By kind: "states" (without gradients), "gradients", "activations", "kept inputs", "gathered", "gradients of
     autograd", "buckets", "step", …"""
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """The sum over all kinds."""
         return sum(self.by_kind.values())
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one rank holds."""
+    """Memory of one rank, in bytes."""
 
     states: dict[str, int]
     """On the device after a backward, by kind of state."""
     offloaded: dict[tuple[str, str], int]
-    """Outside it, by (kind of state, tier)."""
+    """Offloaded, by (kind of state, tier)."""
     peak: MemoryUsage
-    """The highest moment of a step on the device."""
+    """The highest usage of the device in a step."""
     between_steps: float
-    """On the device between zero_grad() and the next forward: states, and what stays from step to step beside them."""
+    """On the device between zero_grad() and the next forward: states, and other memory that persists between steps."""
     staging: float
-    """Host memory that states travel through."""
+    """Host memory of the staging buffers."""
     kept_inputs_on_host: float = 0.0
     """Host memory for the inputs of recomputed blocks."""
     timeline: tuple[MemoryUsage, ...] = field(default=(), repr=False)
-    """All moments in order, where they were asked for."""
+    """The usage at every point in time, in order; empty unless requested."""
 
     @property
     def host(self) -> float:
-        """Bytes of host memory of one rank."""
+        """Host memory of one rank, in bytes."""
         return (
             sum(nbytes for (_, tier), nbytes in self.offloaded.items() if tier == "host")
             + self.staging
@@ -75,12 +77,12 @@ class Footprint:
 
     @property
     def disk(self) -> float:
-        """Bytes on disk of one rank."""
+        """Disk space of one rank, in bytes."""
         return sum(nbytes for (_, tier), nbytes in self.offloaded.items() if tier == "disk")
 
     @property
     def reserved(self) -> float:
-        """What the allocator is expected to reserve for the peak."""
+        """Bytes that the allocator is expected to reserve for the peak."""
         return self.peak.total * RESERVED_RATIO
 
 
@@ -98,61 +100,68 @@ def footprint(
     has_persistent_grads: bool = False,
     is_accumulating: bool = False,
 ) -> Footprint:
-    """Replay a trace: see [Note: replaying memory].
+    """Replay a trace: see [Note: simulating memory].
 
-    ``workspace`` is what math libraries hold in the device's allocator, ``scratch`` what the optimizer's own kernels
-    take in a step, both in bytes. ``spans`` are those of the trace, if they were cut before. ``gradients_stay``: they
-    are there when a forward begins. ``adds``: a backward adds to those of another.
+    ``workspace`` is the memory of math libraries in the device's allocator, ``scratch`` the temporary memory of the
+    optimizer's kernels in a step, both in bytes. ``spans`` are the spans of the trace, if already split.
+    ``has_persistent_grads``: gradients are in memory when a forward begins. ``is_accumulating``: a backward adds to the
+    gradients of an earlier one.
     """
-    kept = sum(trace.kept_input_bytes)
-    near = sum(sorted(trace.kept_input_bytes)[-DEVICE_KEPT_INPUTS:]) if inputs_on_host else kept
+    kept_bytes = sum(trace.kept_input_bytes)
+    device_kept_bytes = sum(sorted(trace.kept_input_bytes)[-DEVICE_KEPT_INPUTS:]) if inputs_on_host else kept_bytes
     gradients = float(sizes.states["gradients"])
-    always = {
+    persistent = {
         "states": float(sum(sizes.states.values())) - gradients,
         "gradients": gradients if has_persistent_grads else 0.0,
-        "kept inputs": near,
+        "kept inputs": device_kept_bytes,
         "buffers": trace.buffer_bytes,
         "inputs": trace.input_bytes,
         "libraries": workspace,
         "landings": float(0 if sizes.placement.gradients else sizes.shard_buffer_bytes),
     }
     spans = split_spans(trace) if spans is None else spans
-    walk = _MemoryReplay(spans, sizes, on_gpu, prefetch, has_persistent_grads, is_accumulating)
-    moments = [walk.replay_span(span) for span in spans]
-    best = max(moments, key=lambda moment: moment.total)
-    best = MemoryUsage(best.label, {**always, **best.by_kind})
+    replay = _MemoryReplay(spans, sizes, on_gpu, prefetch, has_persistent_grads, is_accumulating)
+    usages = [replay.replay_span(span) for span in spans]
+    peak = max(usages, key=lambda usage: usage.total)
+    peak = MemoryUsage(peak.label, {**persistent, **peak.by_kind})
     step = MemoryUsage(
-        "step", {**always, "gradients": gradients, "activations": 0.0, "step": float(sizes.step_buffer_bytes) + scratch}
+        "step",
+        {**persistent, "gradients": gradients, "activations": 0.0, "step": float(sizes.step_buffer_bytes) + scratch},
     )
-    if step.total > best.total:
-        best = step
+    if step.total > peak.total:
+        peak = step
     return Footprint(
         sizes.states,
         sizes.offloaded,
-        best,
-        between_steps=sum(always.values()) - trace.input_bytes,
+        peak,
+        between_steps=sum(persistent.values()) - trace.input_bytes,
         staging=float(sizes.staging_bytes),
-        kept_inputs_on_host=kept if inputs_on_host else 0.0,
-        timeline=(*(MemoryUsage(m.label, {**always, **m.by_kind}) for m in moments), step) if timeline else (),
+        kept_inputs_on_host=kept_bytes if inputs_on_host else 0.0,
+        timeline=(*(MemoryUsage(usage.label, {**persistent, **usage.by_kind}) for usage in usages), step)
+        if timeline
+        else (),
     )
 
 
 class SimulatedRings:
-    """The buffers of all rings that have memory: see [Note: buffers of a ring]."""
+    """The allocated buffers of all rings: see [Note: bucket ring]."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._next_slot: Counter[torch.dtype] = Counter()
-        self._packed_buffers: set[tuple[torch.dtype, int, int]] = set()  # by dtype, slot, and bytes
+        self._packed_buffers: set[tuple[torch.dtype, int, int]] = set()  # (dtype, slot, bytes)
         self._shard_buffers: set[tuple[torch.dtype, int, int]] = set()
 
     @property
     def nbytes(self) -> int:
-        """Of all these buffers."""
+        """The total size of the allocated buffers."""
         return sum(nbytes for *_, nbytes in self._packed_buffers) + sum(nbytes for *_, nbytes in self._shard_buffers)
 
     def add_buckets(self, buckets: Sequence[BucketSizes], is_accumulating: bool) -> None:
-        """Let a unit's buckets pass. ``adds``: what is reduced is added to gradients that are there."""
+        """Allocate the buffers for a unit's buckets.
+
+        ``is_accumulating``: reduced values are added to existing gradients.
+        """
         for bucket in buckets:
             slot = self._next_slot[bucket.dtype] % self._slots
             self._next_slot[bucket.dtype] += 1
@@ -161,13 +170,13 @@ class SimulatedRings:
                 self._shard_buffers.add((bucket.dtype, slot, bucket.shard_buffer_bytes))
 
     def free(self) -> None:
-        """Give their memory back."""
+        """Free all buffers."""
         self._packed_buffers.clear()
         self._shard_buffers.clear()
 
 
 class _MemoryReplay:
-    """Where a replay is, and what the library holds there."""
+    """The state of a memory replay: what the library holds at the current event."""
 
     def __init__(
         self,
@@ -180,23 +189,22 @@ class _MemoryReplay:
     ) -> None:
         self._sizes, self._is_gpu, self._prefetch, self._is_accumulating = sizes, on_gpu, prefetch, is_accumulating
         self._segments = _grad_segments(sizes)
-        self._allocated_segments = (
-            set().union(*self._segments) if has_persistent_grads else set()
-        )  # pieces of reduced gradients
+        # segments of reduced gradients
+        self._allocated_segments = set().union(*self._segments) if has_persistent_grads else set()
         self._unshard_orders = unshard_orders(spans)
         self._next_unshard = 0
         self._unsharded: set[int] = set()
-        self._pending_grad_bytes = 0.0  # bytes of gradients that a reduction still reads
-        self._forward_end_bytes = 0.0  # bytes of activations and units when forward ended, the loss among them
+        self._pending_grad_bytes = 0.0  # gradients that a reduction still reads
+        self._forward_end_bytes = 0.0  # activations (with the loss) and units at the end of forward
         self._rings = SimulatedRings(sizes.ring_slots)
 
     def replay_span(self, span: TraceSpan) -> MemoryUsage:
-        """Go through one span, from its mark on, and return its highest moment, without what is always there."""
-        taken = self._apply_event(span) if span.event is not None else 0.0
+        """Replay one span, its event first, and return its peak usage without the persistent memory."""
+        extra = self._apply_event(span) if span.event is not None else 0.0
         return MemoryUsage(
             span.peak_module_name or (span.event.kind if span.event is not None else ""),
             {
-                "activations": max(span.peak_bytes, span.start_bytes + taken),
+                "activations": max(span.peak_bytes, span.start_bytes + extra),
                 "gathered": self._unsharded_bytes,
                 "gradients": float(sum(nbytes for *_, nbytes in self._allocated_segments)),
                 "gradients of autograd": self._pending_grad_bytes,
@@ -205,40 +213,43 @@ class _MemoryReplay:
         )
 
     def _apply_event(self, span: TraceSpan) -> float:
-        """Do what the engine does at a mark; return bytes that are held for this moment alone."""
-        mark, partitioned = span.event, self._sizes.placement
-        if mark is None:
+        """Apply an engine event; return the bytes that are allocated only during this event."""
+        event, placement = span.event, self._sizes.placement
+        if event is None:
             return 0.0
-        if mark.kind == "bring" and partitioned.parameters:
-            self._unshard(mark.unit, self._unshard_orders[span.is_backward])
-        elif mark.kind == "release":
-            self._unsharded.discard(mark.unit)
-        elif mark.kind == "finish":
-            if not (partitioned.gradients or self._allocated_segments) and self._is_gpu:
+        if event.kind == "bring" and placement.parameters:
+            self._unshard(event.unit, self._unshard_orders[span.is_backward])
+        elif event.kind == "release":
+            self._unsharded.discard(event.unit)
+        elif event.kind == "finish":
+            if not (placement.gradients or self._allocated_segments) and self._is_gpu:
                 self._allocate_all_segments(
-                    self._forward_end_bytes - span.start_bytes - self._unsharded_bytes - mark.nbytes
+                    self._forward_end_bytes - span.start_bytes - self._unsharded_bytes - event.nbytes
                 )
-            self._allocated_segments |= self._segments[mark.unit]
-            if not partitioned.gradients:
-                return mark.nbytes  # copied into the sum, and gone
-            self._rings.add_buckets(self._sizes.units[mark.unit].buckets, self._is_accumulating)
-            late = self._sizes.units[mark.unit].side_stream_grad_bytes if self._is_gpu else 0.0
-            self._pending_grad_bytes = min(late, mark.nbytes)
-            return mark.nbytes - self._pending_grad_bytes
-        elif mark.kind == "end forward":
+            self._allocated_segments |= self._segments[event.unit]
+            if not placement.gradients:
+                return event.nbytes  # added to the accumulated gradients, then freed
+            self._rings.add_buckets(self._sizes.units[event.unit].buckets, self._is_accumulating)
+            pending = self._sizes.units[event.unit].side_stream_grad_bytes if self._is_gpu else 0.0
+            self._pending_grad_bytes = min(pending, event.nbytes)
+            return event.nbytes - self._pending_grad_bytes
+        elif event.kind == "end forward":
             self._forward_end_bytes = span.start_bytes + self._unsharded_bytes
             self._next_unshard = 0
-        elif mark.kind == "end backward":
+        elif event.kind == "end backward":
             self._pending_grad_bytes = 0.0
             self._rings.free()
             self._unsharded.clear()
         return 0.0
 
     def _allocate_all_segments(self, free_bytes: float) -> None:
-        """Take all pieces if the loss has left room for them: see [Note: gradients that come and go]."""
-        every = set().union(*self._segments)
-        if free_bytes >= sum(nbytes for *_, nbytes in every):
-            self._allocated_segments |= every
+        """Allocate all segments if they fit into the bytes freed since the loss.
+
+        See [Note: freeing gradients between steps].
+        """
+        segments = set().union(*self._segments)
+        if free_bytes >= sum(nbytes for *_, nbytes in segments):
+            self._allocated_segments |= segments
 
     @property
     def _unsharded_bytes(self) -> float:
@@ -251,31 +262,31 @@ class _MemoryReplay:
             self._unsharded.add(order[self._next_unshard])
 
 
-GradSegment = tuple[torch.dtype, int, int]  # of which dtype, its number, and its bytes
+GradSegment = tuple[torch.dtype, int, int]  # (dtype, segment index, bytes)
 
 
 def _grad_segments(held: StateSizes) -> list[set[GradSegment]]:
-    """For each unit the pieces that its gradients lie in: see [Note: gradients that come and go]."""
-    found: list[set[GradSegment]] = [set() for _ in held.units]
+    """Return the gradient segments of each unit: see [Note: freeing gradients between steps]."""
+    segments: list[set[GradSegment]] = [set() for _ in held.units]
     for dtype in {dtype: None for unit in held.units for dtype, _ in unit.device_grad_numels}:
         sizes = [
-            (number, numel)
-            for number, unit in enumerate(held.units)
-            for its, numel in unit.device_grad_numels
-            if its == dtype
+            (index, numel)
+            for index, unit in enumerate(held.units)
+            for grad_dtype, numel in unit.device_grad_numels
+            if grad_dtype == dtype
         ]
-        parts = held.shard_count if held.placement.gradients else 1
-        numbers = assign_segments([numel for _, numel in sizes], parts)
-        together = Counter[int]()
-        for piece, (_, numel) in zip(numbers, sizes, strict=True):
-            together[piece] += numel * dtype.itemsize
-        for piece, (unit, _) in zip(numbers, sizes, strict=True):
-            found[unit].add((dtype, piece, together[piece]))
-    return found
+        shard_count = held.shard_count if held.placement.gradients else 1
+        assigned = assign_segments([numel for _, numel in sizes], shard_count)
+        segment_bytes = Counter[int]()
+        for segment, (_, numel) in zip(assigned, sizes, strict=True):
+            segment_bytes[segment] += numel * dtype.itemsize
+        for segment, (unit, _) in zip(assigned, sizes, strict=True):
+            segments[unit].add((dtype, segment, segment_bytes[segment]))
+    return segments
 
 
 def unshard_orders(spans: Sequence[TraceSpan]) -> tuple[list[int], list[int]]:
-    """The units in the order that forward, and backward, brings them in."""
+    """Return the order in which forward unshards the units, and the same for backward."""
     orders: tuple[list[int], list[int]] = ([], [])
     for span in spans:
         if span.event is not None and span.event.kind == "bring":
@@ -283,40 +294,40 @@ def unshard_orders(spans: Sequence[TraceSpan]) -> tuple[list[int], list[int]]:
     return orders
 
 
-USABLE_HOST_FRACTION = 0.9  # of host memory that states may take: the rest is the system's, the data's and Python's
+USABLE_HOST_FRACTION = 0.9  # share of host memory for states: the system, data loading and Python need the remainder
 
 
 def device_bytes_needed(footprint: Footprint, machine: Machine) -> float:
-    """Bytes of a device: what the allocator reserves, and the runtime's own."""
+    """Return the device memory needed, in bytes: what the allocator reserves plus the runtime's context."""
     return footprint.reserved + machine.context
 
 
 def usage_fractions(footprint: Footprint, devices: int, machine: Machine) -> dict[str, float]:
-    """How full device, host and disk are, as parts of what may be used; over 1 does not fit."""
-    here = min(devices, machine.devices)
+    """Return usage / usable capacity of device, host and disk; above 1, the footprint does not fit."""
+    local_ranks = min(devices, machine.devices)
     return {
         "device": device_bytes_needed(footprint, machine) / machine.memory,
-        "host": footprint.host * here / (machine.host_memory * USABLE_HOST_FRACTION),
-        "disk": footprint.disk * here / (machine.disk or 1) if footprint.disk else 0.0,
+        "host": footprint.host * local_ranks / (machine.host_memory * USABLE_HOST_FRACTION),
+        "disk": footprint.disk * local_ranks / (machine.disk or 1) if footprint.disk else 0.0,
     }
 
 
 def memory_shortfall(footprint: Footprint, devices: int, machine: Machine) -> str:
-    """What a footprint does not fit into, with figures; empty where it fits."""
-    here, full = min(devices, machine.devices), usage_fractions(footprint, devices, machine)
-    if full["device"] > 1:
+    """Say which memory is too small for a footprint, with the numbers; empty if it fits."""
+    ranks, usage = min(devices, machine.devices), usage_fractions(footprint, devices, machine)
+    if usage["device"] > 1:
         return (
             f"it needs {format_bytes(int(device_bytes_needed(footprint, machine)))} a device, which has "
             f"{format_bytes(machine.memory)}"
         )
-    if full["host"] > 1:
+    if usage["host"] > 1:
         has = f"{format_bytes(machine.host_memory)}, of which {USABLE_HOST_FRACTION:.0%} may be taken"
         return (
-            f"its {here} ranks a node need {format_bytes(int(footprint.host * here))} of host memory, which has {has}"
+            f"its {ranks} ranks a node need {format_bytes(int(footprint.host * ranks))} of host memory, which has {has}"
         )
-    if full["disk"] > 1:
+    if usage["disk"] > 1:
         return (
-            f"its {here} ranks a node need {format_bytes(int(footprint.disk * here))} of disk, which has "
+            f"its {ranks} ranks a node need {format_bytes(int(footprint.disk * ranks))} of disk, which has "
             f"{format_bytes(machine.disk)}"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Space: what the ranks of this job have left, and the machine that this makes to plan for."""
+"""Measure the free memory of this job's ranks, and derive the machine to plan for."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from zeroshard.planner.machines import cache
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.machines.presets import preset_of_gpu
 
-FALLBACK_PRESET = "a100"  # whose rates a GPU is given that has no preset and was not measured
+FALLBACK_PRESET = "a100"  # rates for a GPU that has no preset and was not measured
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """What one rank finds where it is, in bytes."""
+    """The free memory of one rank, in bytes."""
 
     node: str
     device_id: str
-    """Which of the node's devices: ranks of one share its memory."""
+    """Identifies the device in the node: ranks on the same device share its memory."""
     device_kind: str
     """ "cuda" or "cpu"."""
     machine_spec: str
-    """Whose rates are nearest: those measured here (a file), or a preset's."""
+    """The machine whose rates fit best: a file with local measurements, or a preset."""
     device_bytes: int
-    """Left on its device. 0: nobody tells."""
+    """Free on its device. 0: unknown."""
     model_bytes: int
-    """Of its device, by the model as it is: sharding gives that back."""
+    """Used on its device by the unsharded model: sharding frees it."""
     host_bytes: int
-    """Left of the node's memory; 0: nobody tells."""
+    """Free in the node's host memory. 0: unknown."""
     disk_bytes: int
-    """Left on the disk that states may rest on; 0: there is none."""
+    """Free on the disk for offloaded states. 0: there is no disk."""
 
     @classmethod
     def measure(
         cls, device: torch.device, model: nn.Module, directory: str | os.PathLike[str] | None = None
     ) -> FreeMemory:
-        """Look around.
+        """Measure the free memory of this rank.
 
         >>> FreeMemory.measure(torch.device("cpu"), nn.Linear(4, 4, bias=False)).model_bytes
         64
         """
         kind = "cuda" if device.type == "cuda" else "cpu"
         measured = cache.machine_path(cache.local_machine_name(kind))
-        host, taken = available_host_memory(), _model_bytes(model, device)
-        number = "cpu"
+        host, model_bytes = available_host_memory(), _model_bytes(model, device)
+        device_id = "cpu"
         if kind == "cuda":
-            number = str(torch.cuda.get_device_properties(device).uuid)
+            device_id = str(torch.cuda.get_device_properties(device).uuid)
             preset = preset_of_gpu(torch.cuda.get_device_name(device)) or FALLBACK_PRESET
             free, total = torch.cuda.mem_get_info(device)
-            most = int(total * torch.cuda.get_per_process_memory_fraction(device))
-            free = min(free + torch.cuda.memory_reserved(device), most)
-            memory = max(1, free - torch.cuda.memory_allocated(device))  # 0 would say that nobody tells
+            limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+            free = min(free + torch.cuda.memory_reserved(device), limit)
+            device_bytes = max(1, free - torch.cuda.memory_allocated(device))  # 0 would mean unknown
         else:
-            preset, memory = "cpu", host
+            preset, device_bytes = "cpu", host
         disk = shutil.disk_usage(_nearest_existing_dir(Path(directory))).free if directory is not None else 0
         machine = os.fspath(measured) if measured.exists() else preset
-        return cls(platform.node(), number, kind, machine, memory, taken, host, disk)
+        return cls(platform.node(), device_id, kind, machine, device_bytes, model_bytes, host, disk)
 
 
 def machine_from_free_memory(
@@ -76,10 +76,10 @@ def machine_from_free_memory(
     requested_machine: str | Machine | None = None,
     memory: str | int | None = None,
 ) -> Machine:
-    """The machine that ``ranks`` ranks with these spaces run on, of which the one with least counts.
+    """Return the machine that ``ranks`` ranks run on, with the smallest free memory of any rank.
 
-    One space stands for all ranks where only one was looked at. ``given`` is a machine whose rates are taken, and whose
-    memory is the most that is counted on; ``memory`` is the same for a device.
+    A single element of ``free_memory`` stands for all ranks. The rates of ``requested_machine`` are used, and its
+    memory is an upper limit; ``memory`` is another upper limit, for a device.
 
     >>> free = FreeMemory("here", "cpu", "cpu", "cpu", 10 * 2**30, model_bytes=0, host_bytes=10 * 2**30, disk_bytes=0)
     >>> machine_from_free_memory([free, free], 2, memory="4GB").memory
@@ -91,35 +91,35 @@ def machine_from_free_memory(
         raise ValueError(
             f"machine {machine.name!r} is of kind {machine.kind!r}, and the ranks run on {first.device_kind!r}"
         )
-    here, sharing = (
-        Counter(space.node for space in free_memory),
-        Counter((space.node, space.device_id) for space in free_memory),
+    ranks_per_node, ranks_per_device = (
+        Counter(rank_memory.node for rank_memory in free_memory),
+        Counter((rank_memory.node, rank_memory.device_id) for rank_memory in free_memory),
     )
     if len(free_memory) == 1:
         on_cpu = first.device_kind == "cpu"
-        here[first.node] = ranks if on_cpu else max(1, min(ranks, torch.cuda.device_count()))
-        sharing[first.node, first.device_id] = ranks if on_cpu else 1
-    left = [
-        space.device_bytes // sharing[space.node, space.device_id] + space.model_bytes
-        for space in free_memory
-        if space.device_bytes
+        ranks_per_node[first.node] = ranks if on_cpu else max(1, min(ranks, torch.cuda.device_count()))
+        ranks_per_device[first.node, first.device_id] = ranks if on_cpu else 1
+    available = [
+        rank_memory.device_bytes // ranks_per_device[rank_memory.node, rank_memory.device_id] + rank_memory.model_bytes
+        for rank_memory in free_memory
+        if rank_memory.device_bytes
     ]
-    limits = [nbytes + machine.context for nbytes in left]  # which this process has taken already
-    limits += [machine.memory] if requested_machine is not None or not left else []
-    wanted = parse_bytes("memory", memory)
-    hosts = [space.host_bytes for space in free_memory if space.host_bytes]
+    limits = [nbytes + machine.context for nbytes in available]  # this process has already allocated its context
+    limits += [machine.memory] if requested_machine is not None or not available else []
+    requested_bytes = parse_bytes("memory", memory)
+    hosts = [rank_memory.host_bytes for rank_memory in free_memory if rank_memory.host_bytes]
     hosts += [machine.host_memory] if requested_machine is not None or not hosts else []
     return Machine.resolve(
         machine,
-        devices=max(here.values()),
-        memory=min([*limits, *([wanted] if wanted is not None else [])]),
+        devices=max(ranks_per_node.values()),
+        memory=min([*limits, *([requested_bytes] if requested_bytes is not None else [])]),
         host_memory=min(hosts),
-        disk=min(space.disk_bytes for space in free_memory),
+        disk=min(rank_memory.disk_bytes for rank_memory in free_memory),
     )
 
 
 def _model_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of a model's parameters and buffers on a device."""
+    """Return the bytes of a model's parameters and buffers on a device."""
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
@@ -127,6 +127,6 @@ def _model_bytes(model: nn.Module, device: torch.device) -> int:
 
 
 def _nearest_existing_dir(path: Path) -> Path:
-    """The nearest directory above that is there."""
+    """Return the path itself if it exists, else its closest parent that does."""
     path = path.absolute()
-    return next(found for found in (path, *path.parents) if found.exists())
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())

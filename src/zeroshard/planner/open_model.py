@@ -1,4 +1,4 @@
-"""Models: opening what is to be planned, by a name, from a Hugging Face config or a function, without its memory."""
+"""Open the model to plan on the meta device: a preset, a Hugging Face config or a user-defined function."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ OpenedModel = tuple[nn.Module, Inputs, str]
 
 
 def open_model(name: str, **changes: int | None) -> OpenedModel:
-    """A model on the meta device, what it is called with where that comes with it, and one line on what it is.
+    """Return a model on the meta device, its inputs if they are known, and a one-line description.
 
     ``name`` is a preset, a Hugging Face model's directory or config.json (nothing is downloaded), or
-    "module:callable", a function of no arguments that returns a model, or a model and its inputs as
-    :func:`zeroshard.plan` takes them. ``changes`` (layers, heads, width, sequence, vocabulary) are of a preset's shape.
+    "module:callable", a function without arguments that returns a model, or a model and its inputs as in
+    :func:`zeroshard.plan`. ``changes`` (layers, heads, width, sequence, vocabulary) override a preset's shape.
 
     >>> model, inputs, description = open_model("gpt2", layers=2)
     >>> description, inputs, next(model.parameters()).is_meta
     ('GPT, 2 layers, 12 heads, width 768', None, True)
     """
-    wanted = {key: value for key, value in changes.items() if value is not None}
-    for key in wanted:
+    overrides = {key: value for key, value in changes.items() if value is not None}
+    for key in overrides:
         if key not in _PRESET_OVERRIDES:
             raise ValueError(f"a preset has no {key!r} to change: it has {', '.join(_PRESET_OVERRIDES)}")
     if name in PRESETS:
-        return _open_preset(name, wanted)
-    wanted.pop("sequence", None)  # of any language model: what it is called with, and no part of its shape
-    if wanted:
-        raise ValueError(f"{', '.join(wanted)} change a preset, and {name!r} is none: change the model itself")
+        return _open_preset(name, overrides)
+    overrides.pop("sequence", None)  # valid for any language model: it changes the inputs, not the model's shape
+    if overrides:
+        raise ValueError(f"{', '.join(overrides)} change a preset, and {name!r} is none: change the model itself")
     path = Path(name).expanduser()
     if path.exists():
         return _open_hugging_face(path)
     if ":" in name:
         return _open_callable(name)
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]!r}? Wanted is" if near else "wanted is"
+    matches = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {matches[0]!r}? Wanted is" if matches else "wanted is"
     raise ValueError(f"{name!r} is no model that is known, and no file or directory here: {hint} {_ACCEPTED_MODELS}")
 
 
 def open_inputs(name: str) -> Inputs:
-    """What a model is called with, from "module:callable": a function of the batch."""
+    """Load a model's inputs from "module:callable": a function of the batch size, or an example batch."""
     found = import_attribute(name)
     if callable(found) or isinstance(found, torch.Tensor | tuple | Mapping):
         return cast("Inputs", found)
@@ -77,7 +77,7 @@ def open_inputs(name: str) -> Inputs:
 
 
 def tokens_per_sample(model: nn.Module, inputs: Inputs, sequence: int | None = None) -> int | None:
-    """Tokens of a sample, of a language model that is known; None for all others.
+    """Return the tokens per sample of a known language model; None for all others.
 
     >>> model, inputs, _ = open_model("gpt2")
     >>> tokens_per_sample(model, inputs), tokens_per_sample(nn.Linear(2, 2), torch.empty(1, 2))
@@ -91,7 +91,7 @@ def tokens_per_sample(model: nn.Module, inputs: Inputs, sequence: int | None = N
 
 
 def import_attribute(name: str) -> Any:
-    """What "module:attribute" names; modules are also looked for in the current directory.
+    """Import "module:attribute"; the current directory is searched for modules, too.
 
     >>> import_attribute("torch:nn.Linear") is nn.Linear
     True
@@ -99,9 +99,9 @@ def import_attribute(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"{name!r} is not of the form module:callable, as in models:build for build() in models.py")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    cwd = os.getcwd()
+    if cwd not in sys.path:
+        sys.path.insert(0, cwd)
     importlib.invalidate_caches()
     try:
         found: Any = importlib.import_module(module)
@@ -109,22 +109,24 @@ def import_attribute(name: str) -> Any:
         if error.name != module.split(".")[0] and error.name != module:
             raise ValueError(f"importing {module} failed: {error}: install what it needs, or mend it") from error
         raise ValueError(
-            f"no module is called {module!r}, in {here} or installed: run this where {module.split('.')[0]}.py lies, "
+            f"no module is called {module!r}, in {cwd} or installed: run this where {module.split('.')[0]}.py lies, "
             "or set PYTHONPATH"
         ) from error
     except Exception as error:
         raise ValueError(f"importing {module} failed with {type(error).__name__}: {error}: mend it first") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            public = [known for known in vars(found) if not known.startswith("_") and callable(getattr(found, known))]
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(public[:8]) or 'nothing to call'}"
+            matches = difflib.get_close_matches(part, dir(found), n=1)
+            public = [attr for attr in vars(found) if not attr.startswith("_") and callable(getattr(found, attr))]
+            hint = (
+                f"did you mean {matches[0]!r}?" if matches else f"it has {', '.join(public[:8]) or 'nothing to call'}"
+            )
             raise ValueError(f"{module} has no {part!r}: {hint}")
         found = getattr(found, part)
     return found
 
 
-# --------------------------------------------------------------------------------------------------- three kinds
+# ------------------------------------------------------------------------------------------- three kinds of models
 
 
 def _open_preset(name: str, changes: dict[str, int]) -> OpenedModel:
@@ -150,26 +152,26 @@ def _open_hugging_face(path: Path) -> OpenedModel:
             f"{path} holds no {CONFIG_FILE}: give the directory of a Hugging Face model, or its {CONFIG_FILE}"
         )
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of which what is no UTF-8 is one
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # includes invalid UTF-8
         raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from None
-    if not isinstance(told, dict) or "model_type" not in told:
+    if not isinstance(settings, dict) or "model_type" not in settings:
         raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
     try:
-        library: Any = importlib.import_module("transformers")
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
             f"{file} is of a Hugging Face model, which needs transformers ({error}): "
             "run pip install 'zeroshard[huggingface]'"
         ) from error
     try:
-        config = library.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # of many classes
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # transformers raises many classes
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{file}: transformers {library.__version__} makes no causal language model of it: {reason}\n"
+            f"{file}: transformers {transformers.__version__} makes no causal language model of it: {reason}\n"
             "For another kind of model, write a function that makes it, and give it as module:callable"
         ) from error
     text = config.get_text_config()

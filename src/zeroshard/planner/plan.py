@@ -1,4 +1,4 @@
-"""Plan: what one choice takes, and whether it fits; and all plans of a model, of which one is the best."""
+"""Evaluate strategies: memory and step time of each, whether it fits, and which one is best."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from zeroshard.planner.traced_model import TracedModel
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
 
-SPEED_TOLERANCE = 0.01  # of the pace: plans that differ by less count as equally fast, and the smaller is better
-OFFLOAD_SCORE_FACTOR = 0.95  # of its pace is what a plan that offloads is credited with: its host may have other work
+SPEED_TOLERANCE = 0.01  # relative: plans that differ by less count as equally fast, and the smaller one wins
+OFFLOAD_SCORE_FACTOR = 0.95  # scales the speed of a plan that offloads: the host may have other work
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One choice, what it holds and how long it takes on each of so many devices."""
+    """One strategy with its memory footprint and step time on each device."""
 
     strategy: Strategy
     devices: int
     machine: Machine
     footprint: Footprint
     shortfall: str
-    """What it does not fit into, with figures; empty where it fits."""
+    """Which memory is too small, with the numbers; empty if the plan fits."""
     traced_model: TracedModel = field(repr=False, compare=False)
-    """What is planned."""
+    """The model that is planned."""
 
     @cached_property
     def step_time(self) -> StepTime:
-        """How long a step takes, and what the time goes to. Worked out when it is first asked for."""
+        """The time of a step, by cause. Computed on first access."""
         return self.traced_model.step_time(self.strategy, self.devices, self.machine)
 
     @cached_property
     def useful_flops(self) -> float:
-        """Of a step on one device, without what is computed again."""
+        """FLOPs of a step on one device, without recomputation."""
         return self.traced_model.useful_flops(self.strategy, self.machine)
 
     @property
     def fits(self) -> bool:
-        """Whether it runs without running out of memory."""
+        """Whether the plan runs without running out of memory."""
         return not self.shortfall
 
     @property
     def memory(self) -> float:
-        """Bytes of a device that it needs: what the allocator reserves, and the runtime's own."""
+        """Device memory needed, in bytes: what the allocator reserves plus the runtime's context."""
         return device_bytes_needed(self.footprint, self.machine)
 
     @property
     def samples_per_second(self) -> float:
-        """Samples a second, over all devices."""
-        choice = self.strategy
-        return choice.micro_batch * choice.accumulate * (self.devices // choice.tensor) / self.step_time.step
+        """Samples per second over all devices."""
+        strategy = self.strategy
+        return strategy.micro_batch * strategy.accumulate * (self.devices // strategy.tensor) / self.step_time.step
 
     @property
     def score(self) -> float:
-        """Samples a second that it is compared by."""
+        """Samples per second, scaled to compare plans."""
         return self.samples_per_second * (OFFLOAD_SCORE_FACTOR if self.strategy.offload is not None else 1.0)
 
     @property
     def flops_per_second(self) -> float:
-        """Useful operations a second on one device."""
+        """Useful FLOPs per second on one device."""
         return self.useful_flops / self.step_time.step
 
 
 @dataclass(frozen=True)
 class Plans:
-    """All plans of a model on so many devices."""
+    """All plans of a model on a number of devices."""
 
     model: str
     parameters: int
@@ -84,43 +84,43 @@ class Plans:
     machine: Machine
     precision: str | None
     candidates: tuple[Plan, ...]
-    """All that were looked at."""
+    """Every plan that was evaluated."""
     traced_model: TracedModel = field(repr=False, compare=False)
-    """What is planned, with its traces."""
+    """The model that is planned, with its traces."""
 
     @property
     def fitting(self) -> list[Plan]:
-        """Those that fit, the fastest first."""
+        """The plans that fit, fastest first."""
         return sorted((plan for plan in self.candidates if plan.fits), key=lambda plan: -plan.samples_per_second)
 
     @property
     def best(self) -> Plan | None:
-        """The fastest that fits; of those that are as fast, the one that needs least memory."""
+        """The fastest plan that fits; among equally fast plans, the one with the least memory."""
         fitting = self.fitting
         if not fitting:
             return None
-        most = max(plan.score for plan in fitting)
+        best_score = max(plan.score for plan in fitting)
         return min(
-            (plan for plan in fitting if plan.score >= most * (1 - SPEED_TOLERANCE)), key=lambda plan: plan.memory
+            (plan for plan in fitting if plan.score >= best_score * (1 - SPEED_TOLERANCE)), key=lambda plan: plan.memory
         )
 
     @property
     def reason(self) -> str:
-        """One line on what was chosen and why, or on why nothing fits."""
+        """One line: what was chosen and why, or why nothing fits."""
         best = self.best
         if best is None:
-            least = min(self.candidates, key=lambda plan: plan.memory)
-            return f"nothing fits: what needs least is {least.strategy.description}, and {least.shortfall}"
+            smallest = min(self.candidates, key=lambda plan: plan.memory)
+            return f"nothing fits: what needs least is {smallest.strategy.description}, and {smallest.shortfall}"
         fitting = self.fitting
-        out = len(self.candidates) - len(fitting)
+        rejected = len(self.candidates) - len(fitting)
         return (
-            f"{best.strategy.description}: the fastest of {len(fitting)} plans that fit ({out} do not), "
+            f"{best.strategy.description}: the fastest of {len(fitting)} plans that fit ({rejected} do not), "
             f"{best.samples_per_second:.4g} samples/s, {format_bytes(int(best.memory))} of "
             f"{format_bytes(self.machine.memory)} a device"
         )
 
     def fastest_per_strategy(self) -> list[Plan]:
-        """For every stage, tensor degree, offload and checkpointing, the micro-batch that is fastest."""
+        """Return the plan with the fastest micro-batch for each stage, tensor degree, offload and checkpoint mode."""
         groups: dict[tuple[int, int, str, str], list[Plan]] = {}
         for plan in self.candidates:
             groups.setdefault(plan.strategy.key, []).append(plan)
@@ -152,20 +152,21 @@ def plan(
     replicas: int = 1,
     **options: Any,
 ) -> Plans:
-    """Work out what training a model takes on so many devices, in every way that zeroshard knows, and choose.
+    """Predict the memory and step time of training a model on ``devices`` for every strategy, and choose the best.
 
-    The model may be on the meta device and of any kind; it runs there once or a few times. ``inputs`` says what it is
-    called with: a function of the batch, or an example whose first dimension is the batch; language models that are
-    known need none, with ``sequence`` tokens a sample. ``loss`` makes one number of its output, where that is none
-    already. ``machine`` is the name of one, a JSON file, or a :class:`zeroshard.planner.machines.machine.Machine`;
-    ``memory`` is what each device has, if another.
+    Any model works, also on the meta device; it is run there once or a few times. ``inputs`` is what the model is
+    called with: a function of the batch size, or an example whose first dimension is the batch. Known language models
+    need no ``inputs``; their samples have ``sequence`` tokens. ``loss`` reduces the output to a scalar, if the output
+    is not a scalar already. ``machine`` is a name, a JSON file or a
+    :class:`zeroshard.planner.machines.machine.Machine`; ``memory`` overrides the memory of each device.
 
-    ``batch`` is that of a step over all devices; without it, each plan has the micro-batch that is fastest.
-    ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` narrow the choice where they are given, as
-    one value or several. ``optimizer_states`` are the optimizer's values for each element (2 for Adam); ``one_pass``:
-    with 2 of them, it is torch's fused Adam or AdamW, which a GPU updates in one pass over memory; ``scratch`` are the
-    bytes its kernels take for each element. ``replicas`` is the number of groups of ``devices`` with the same states,
-    on a mesh of two axes; sums over them are not counted as time. ``options`` are those of :func:`zeroshard.shard`.
+    ``batch`` is the batch size of a step over all devices; without it, each plan uses its fastest micro-batch.
+    ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` restrict the search, each to one value or
+    several. ``optimizer_states`` is the number of state values per element (2 for Adam). ``one_pass``: if there are 2,
+    the optimizer is torch's fused Adam or AdamW, which a GPU updates in one pass over memory. ``scratch`` is the
+    temporary memory of its kernels, in bytes per element. ``replicas`` is the number of groups of ``devices`` with the
+    same states, on a 2D mesh; the time of all-reduces between replicas is not counted. ``options`` are those of
+    :func:`zeroshard.shard`.
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -189,8 +190,8 @@ def plan(
     machine = machine.shared_by(devices)
     precision = options.setdefault("precision", default_precision(machine))
     if precision is not None:
-        machine.peak_flops(precision)  # refuses one that the machine does not compute in
-    subject = TracedModel(
+        machine.peak_flops(precision)  # raises if the machine does not support it
+    traced_model = TracedModel(
         model,
         inputs,
         loss=loss,
@@ -202,7 +203,7 @@ def plan(
         replicas=replicas,
         **options,
     )
-    narrowed = {
+    constraints = {
         "batch": batch,
         "micro_batches": _as_tuple(micro_batch),
         "stages": _as_tuple(stage) or (),
@@ -210,39 +211,40 @@ def plan(
         "checkpoints": _as_tuple(checkpoint) or (),
         "offloads": offload,
     }
-    plans = _evaluate_all(subject, devices, machine, precision, narrowed)
+    plans = _evaluate_all(traced_model, devices, machine, precision, constraints)
     best = plans.best
-    if best is not None and not subject.verify_extrapolation(best.strategy, machine):
-        plans = _evaluate_all(subject, devices, machine, precision, narrowed)  # from traces of the whole model
+    if best is not None and not traced_model.verify_extrapolation(best.strategy, machine):
+        plans = _evaluate_all(
+            traced_model, devices, machine, precision, constraints
+        )  # now from traces of the full model
     return plans
 
 
 def _evaluate_all(
     traced_model: TracedModel, devices: int, machine: Machine, precision: str | None, constraints: dict[str, Any]
 ) -> Plans:
-    """Work out all choices."""
-    found = candidate_strategies(traced_model, devices, machine, **constraints)
-    every = tuple(evaluate_strategy(traced_model, choice, devices, machine) for choice in found)
-    if not every:
+    strategies = candidate_strategies(traced_model, devices, machine, **constraints)
+    candidates = tuple(evaluate_strategy(traced_model, strategy, devices, machine) for strategy in strategies)
+    if not candidates:
         raise ValueError(
             f"a batch of {constraints['batch']} cannot be divided over {devices} devices as asked: give a multiple of "
             f"the data-parallel devices, {devices} over the tensor degree, times the micro-batch"
         )
     model = traced_model.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Plans(type(model).__name__, parameters, devices, machine, precision, every, traced_model)
+    return Plans(type(model).__name__, parameters, devices, machine, precision, candidates, traced_model)
 
 
 def evaluate_strategy(
     traced_model: TracedModel, strategy: Strategy, devices: int, machine: Machine, timeline: bool = False
 ) -> Plan:
-    """Work out one choice."""
-    held = traced_model.footprint(strategy, devices, machine, timeline)
-    return Plan(strategy, devices, machine, held, memory_shortfall(held, devices, machine), traced_model)
+    """Predict the footprint of one strategy and whether it fits."""
+    footprint = traced_model.footprint(strategy, devices, machine, timeline)
+    return Plan(strategy, devices, machine, footprint, memory_shortfall(footprint, devices, machine), traced_model)
 
 
 def default_precision(machine: Machine) -> str:
-    """The 16 bits that a GPU computes in; 32 on a CPU.
+    """Return the 16-bit precision of a GPU (fp32 if it has none), or fp32 on a CPU.
 
     >>> default_precision(Machine.resolve("dgx2")), default_precision(Machine.resolve("cpu"))
     ('fp16', 'fp32')

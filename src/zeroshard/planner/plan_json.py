@@ -1,37 +1,37 @@
-"""Record: plans as plain data, for JSON. Keys stay; new ones may come.
+"""Convert plans to plain data for JSON. Keys are stable; new ones may be added.
 
-[Note: the record of a plan]
-Sizes are bytes, times seconds, rates a second; all of one device (one rank) unless the key says otherwise::
+[Note: a plan as JSON]
+Sizes are in bytes, times in seconds, rates per second; all for one device (one rank) unless noted otherwise::
 
     why, fits                         one line; whether anything fits
-    model, parameters, devices        what was planned, its elements, and for how many devices
-    precision, tokens                 of computation; tokens a sample, or null where samples are no text
-    machine                           as a machine's JSON file has it
+    model, parameters, devices        the model, its number of elements, and the number of devices
+    precision, tokens                 of computation; tokens per sample, or null if samples are not text
+    machine                           as in a machine's JSON file
     versions                          of zeroshard, torch and Python
-    best                              the chosen plan's place in "plans", or null
-    rows                              places of the plans that stand for a stage, tensor degree, offload and
-                                      checkpointing
-    plans                             all that were looked at, each:
-        words                         the choice in a line
+    best                              index of the chosen plan in "plans", or null
+    rows                              indices of the best plan of each stage, tensor degree, offload and
+                                      checkpoint mode
+    plans                             every plan that was evaluated, each:
+        words                         the strategy in one line
         choice                        stage, tensor, checkpoint, offload (fractions by kind and tier, or null),
-                                      micro_batch (samples a data-parallel rank and backward), accumulate
-        fits, lacks                   whether it fits, and into what it does not
-        memory                        what a device needs: peak, the allocator's rounding and the runtime's own
+                                      micro_batch (samples per data-parallel rank and backward), accumulate
+        fits, lacks                   whether it fits, and which memory is too small
+        memory                        what a device needs: peak, the allocator's overhead and the runtime's context
         states                        on the device after a backward, by kind of state
-        far                           outside it, by kind of state and tier
+        far                           offloaded, by kind of state and tier
         at_rest                       on the device between zero_grad() and the next forward
-        peak                          moment (what runs then), total, by_kind, of which "states" is the sum of those
-                                      above but for gradients, which are by themselves
+        peak                          moment (what runs then), total, by_kind; its "states" is the sum of the states
+                                      above without gradients, which are listed separately
         host, disk                    host memory and disk of one rank
-        node                          host and disk of a node's ranks together
-        traffic                       bytes a step by kind: collectives of the data axis under their names, of the
-                                      tensor axis with "tensor " before it, "pcie" and "disk" for the tiers
-        psi                           traffic of the data axis as a multiple of Ψ, the bytes of all parameters
-        seconds                       step, and what it goes to: compute, tensor (its collectives), launch (the device
-                                      waits for the host), gather, reduce, update (waiting for these)
+        node                          host and disk of all ranks of a node
+        traffic                       bytes per step by kind: data-parallel collectives by name, tensor-parallel ones
+                                      with the prefix "tensor ", "pcie" and "disk" for the tiers
+        psi                           data-parallel traffic as a multiple of Ψ, the bytes of all parameters
+        seconds                       step, and its parts: compute, tensor (its collectives), launch (the device
+                                      waits for the host), gather, reduce, update (the device waits for these)
         samples_per_second            of all devices
         tokens_per_second             the same in tokens, or null
-        flops_per_second              useful operations of one device, without recomputation
+        flops_per_second              useful FLOPs of one device, without recomputation
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner.plan import Plan, Plans
 
 TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
-TIER_TRAFFIC = ("pcie", "disk")  # traffic that is no collective's
+TIER_TRAFFIC = ("pcie", "disk")  # kinds of traffic that are not collectives
 
 
 def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
-    """Everything in plain data: [Note: the record of a plan]. ``model`` describes it, if its class does too little.
+    """Return all plans as plain data: [Note: a plan as JSON]. ``model`` replaces the model's class name.
 
     >>> from torch import nn
     >>> with torch.device("meta"):
@@ -60,8 +60,8 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
     >>> told["plans"][told["best"]]["states"]["optimizer states"]
     16384
     """
-    every, best = plans.candidates, plans.best
-    places = {id(plan): place for place, plan in enumerate(every)}
+    candidates, best = plans.candidates, plans.best
+    indices = {id(plan): index for index, plan in enumerate(candidates)}
     return {
         "why": plans.reason,
         "fits": best is not None,
@@ -72,18 +72,18 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
         "tokens": tokens,
         "machine": json.loads(plans.machine.to_json()),
         "versions": versions(),
-        "best": None if best is None else places[id(best)],
-        "rows": [places[id(plan)] for plan in best_per_strategy(plans)],
-        "plans": [plan_to_dict(plan, psi_bytes(plans), tokens) for plan in every],
+        "best": None if best is None else indices[id(best)],
+        "rows": [indices[id(plan)] for plan in best_per_strategy(plans)],
+        "plans": [plan_to_dict(plan, psi_bytes(plans), tokens) for plan in candidates],
     }
 
 
 def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, Any]:
-    """One plan in plain data; ``psi`` are the bytes of all parameters."""
-    held, here = plan.footprint, min(plan.devices, plan.machine.devices)
-    far: dict[str, dict[str, float]] = {}
-    for (kind, tier), nbytes in held.offloaded.items():
-        far.setdefault(kind, {})[tier] = nbytes
+    """Return one plan as plain data; ``psi`` is the size of all parameters in bytes."""
+    footprint, local_ranks = plan.footprint, min(plan.devices, plan.machine.devices)
+    offloaded: dict[str, dict[str, float]] = {}
+    for (kind, tier), nbytes in footprint.offloaded.items():
+        offloaded.setdefault(kind, {})[tier] = nbytes
     return {
         "words": plan.strategy.description,
         "choice": {
@@ -97,13 +97,17 @@ def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str,
         "fits": plan.fits,
         "lacks": plan.shortfall,
         "memory": plan.memory,
-        "states": dict(held.states),
-        "far": far,
-        "at_rest": held.between_steps,
-        "peak": {"moment": held.peak.label, "total": held.peak.total, "by_kind": dict(held.peak.by_kind)},
-        "host": held.host,
-        "disk": held.disk,
-        "node": {"host": held.host * here, "disk": held.disk * here},
+        "states": dict(footprint.states),
+        "far": offloaded,
+        "at_rest": footprint.between_steps,
+        "peak": {
+            "moment": footprint.peak.label,
+            "total": footprint.peak.total,
+            "by_kind": dict(footprint.peak.by_kind),
+        },
+        "host": footprint.host,
+        "disk": footprint.disk,
+        "node": {"host": footprint.host * local_ranks, "disk": footprint.disk * local_ranks},
         "traffic": dict(plan.step_time.traffic),
         "psi": data_parallel_traffic(plan) / psi,
         "seconds": {name: getattr(plan.step_time, name) for name in ("step", *TIME_PARTS)},
@@ -114,8 +118,8 @@ def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str,
 
 
 def best_per_strategy(plans: Plans) -> list[Plan]:
-    """The plans that stand for a stage, tensor degree, offload and checkpointing each; the chosen one for its own."""
-    best = plans.best  # of two as fast, the smaller: not always its way's fastest
+    """Return the fastest plan of each strategy without its batch sizes; for the chosen strategy, the chosen plan."""
+    best = plans.best  # among equally fast plans the smaller: not always the fastest of its strategy
     return [
         best if best is not None and plan.strategy.key == best.strategy.key else plan
         for plan in plans.fastest_per_strategy()
@@ -123,24 +127,24 @@ def best_per_strategy(plans: Plans) -> list[Plan]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the plans were made with."""
+    """Return the versions of the software that made the plans."""
     return {"zeroshard": zeroshard.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def psi_bytes(plans: Plans) -> float:
-    """Ψ in bytes: all parameters in the precision of computation."""
+    """Return Ψ in bytes: all parameters in the compute precision."""
     return plans.parameters * (2 if plans.precision in ("bf16", "fp16") else 4)
 
 
 def data_parallel_traffic(plan: Plan) -> float:
-    """Bytes a step of the data axis's collectives."""
+    """Return the bytes per step of data-parallel collectives."""
     return collective_traffic(plan) - sum(
         nbytes for kind, nbytes in plan.step_time.traffic.items() if kind.startswith("tensor ")
     )
 
 
 def collective_traffic(plan: Plan) -> float:
-    """Bytes a step of all collectives."""
+    """Return the bytes per step of all collectives."""
     return sum(nbytes for kind, nbytes in plan.step_time.traffic.items() if kind not in TIER_TRAFFIC)
 
 

@@ -1,4 +1,4 @@
-"""Usage: what to type so that a model is trained as a choice says."""
+"""Render a strategy as a command line or as Python calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeroshard.config.offload import Offload
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.strategy import Strategy
 
-PLACEHOLDER_DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know it
+PLACEHOLDER_DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know the path
 
 
 def train_command(
@@ -19,32 +19,32 @@ def train_command(
     precision: str | None = None,
     sequence: int | None = None,
 ) -> str:
-    """The call of `zeroshard train` that makes this choice; on several nodes, one that torchrun makes on each.
+    """Return the `zeroshard train` command for a strategy; for several nodes, the torchrun command of each node.
 
     >>> strategy = Strategy(stage=2, checkpoint="recompute", micro_batch=4)
     >>> print(train_command(strategy, "gpt2-xl", 8, Machine.resolve("h100")))
     zeroshard train --model gpt2-xl --ranks 8 --stage 2 --recompute --micro-batch 4
     """
-    said = ["--model", model]
+    args = ["--model", model]
     nodes = -(-devices // machine.devices)
     if nodes == 1:
-        said += ["--ranks", str(devices)]
+        args += ["--ranks", str(devices)]
     if machine.kind == "cpu":
-        said += ["--device", "cpu"]
+        args += ["--device", "cpu"]
     if sequence is not None:
-        said += ["--sequence", str(sequence)]
-    said += ["--stage", str(strategy.stage)]
+        args += ["--sequence", str(sequence)]
+    args += ["--stage", str(strategy.stage)]
     if strategy.tensor > 1:
-        said += ["--tensor", str(strategy.tensor)]
+        args += ["--tensor", str(strategy.tensor)]
     if strategy.checkpoint != "none":
-        said.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
-    said += _offload_flags(strategy.offload)
-    said += ["--micro-batch", str(strategy.micro_batch)]
+        args.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
+    args += _offload_flags(strategy.offload)
+    args += ["--micro-batch", str(strategy.micro_batch)]
     if strategy.accumulate > 1:
-        said += ["--accumulate", str(strategy.accumulate)]
+        args += ["--accumulate", str(strategy.accumulate)]
     if precision is not None:
-        said += ["--precision", precision]
-    return f"{_launch_command(devices, nodes)} train {shlex.join(said)}"
+        args += ["--precision", precision]
+    return f"{_launch_command(devices, nodes)} train {shlex.join(args)}"
 
 
 def _launch_command(devices: int, nodes: int) -> str:
@@ -59,20 +59,20 @@ def _launch_command(devices: int, nodes: int) -> str:
 
 
 def _offload_flags(offload: Offload | None) -> list[str]:
-    said: list[str] = []
+    flags: list[str] = []
     for tier, fraction in offload.optimizer.items() if offload is not None else ():
-        said += ["--offload", tier]
+        flags += ["--offload", tier]
         if fraction < 1:
-            said += ["--offload-fraction", f"{fraction:g}"]
+            flags += ["--offload-fraction", f"{fraction:g}"]
     if offload is not None and offload.parameters:
-        said.append("--offload-parameters")
+        flags.append("--offload-parameters")
     if offload is not None and offload.needs_disk:
-        said += ["--offload-directory", PLACEHOLDER_DIRECTORY]
-    return said
+        flags += ["--offload-directory", PLACEHOLDER_DIRECTORY]
+    return flags
 
 
 def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: str | None = None) -> str:
-    """The same in a script of one's own.
+    """Return the Python calls for a strategy, for a user's own script.
 
     >>> print(python_calls(Strategy(stage=3, checkpoint="host"), 8, Machine.resolve("h100"), "bf16"))
     model, optimizer = zeroshard.shard(model, optimizer, stage=3, precision="bf16")
@@ -96,14 +96,14 @@ def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: 
 
 
 def _offload_call(offload: Offload) -> str:
-    said = []
+    arguments = []
     for kind in ("optimizer", "gradients", "parameters"):
         fractions: dict[str, float] = getattr(offload, kind) or {}
         if not fractions:
             continue
-        (tier, fraction), several = next(iter(fractions.items())), len(fractions) > 1
-        shown = str(fractions) if several else f'"{tier}"' if fraction == 1 else f'("{tier}", {fraction:g})'
-        said.append(f"{kind}={shown}")
+        (tier, fraction), has_several = next(iter(fractions.items())), len(fractions) > 1
+        value = str(fractions) if has_several else f'"{tier}"' if fraction == 1 else f'("{tier}", {fraction:g})'
+        arguments.append(f"{kind}={value}")
     if offload.needs_disk:
-        said.append(f'directory="{PLACEHOLDER_DIRECTORY}"')
-    return f"zeroshard.Offload({', '.join(said)})"
+        arguments.append(f'directory="{PLACEHOLDER_DIRECTORY}"')
+    return f"zeroshard.Offload({', '.join(arguments)})"

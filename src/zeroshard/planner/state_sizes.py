@@ -1,4 +1,4 @@
-"""Memory: the bytes of a model's states on each rank, from its shapes alone."""
+"""Compute the bytes of a model's states on each rank from its shapes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from zeroshard.tensor_parallel.plans import local_numels
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """Bytes on one rank, by kind of state, as :func:`zeroshard.report` counts them. Activations come on top."""
+    """Bytes on one rank by kind of state, as :func:`zeroshard.report` counts them; activations are not included."""
 
     states: dict[str, int]
-    """Held on the device from the first step on: "parameters", "gradients" (those from a backward to zero_grad(); see
-    [Note: gradients that come and go]), "master weights", "optimizer states"."""
+    """On the device from the first step on: "parameters", "gradients" (from a backward to zero_grad(); see
+    [Note: freeing gradients between steps]), "master weights", "optimizer states"."""
     transient: dict[str, int]
-    """The most that is held beside them at some moment of a step, by kind; "step" is never held with the others."""
+    """The peak of temporary memory in a step, by kind; "step" never overlaps with the others."""
     offloaded: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Held outside the device from the first step on, by (kind of state, tier)."""
+    """Offloaded from the first step on, by (kind of state, tier)."""
 
     @property
     def state_bytes(self) -> int:
@@ -43,7 +43,7 @@ class PredictedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """An upper bound of what is held at once over a step."""
+        """An upper bound of the memory usage in a step."""
         passes = sum(nbytes for kind, nbytes in self.transient.items() if kind != "step")
         return self.state_bytes + max(passes, self.transient["step"])
 
@@ -51,78 +51,77 @@ class PredictedMemory:
 def predict_memory(
     model: nn.Module, *, ranks: int, tensor: int = 1, optimizer_states: int = 2, **options: Any
 ) -> PredictedMemory:
-    """Predict what :func:`zeroshard.shard` with ``options`` will hold on each of ``ranks``.
+    """Predict the memory of each of ``ranks`` after :func:`zeroshard.shard` with ``options``.
 
-    Of these, ``tensor`` divide each layer; where they cannot do so evenly, it is the first of them, which holds most.
-    The model may be on the meta device. ``optimizer_states`` is how many values the optimizer keeps for each element:
-    2 for Adam, 1 for SGD with momentum. Every parameter that requires a gradient is taken to be trained, by one of
-    torch's own optimizers, which are stepped in pieces: see :attr:`zeroshard.Config.bucket_size`.
+    ``tensor`` is the tensor-parallel degree; if it does not divide a layer evenly, the result is for the first rank,
+    which holds the most. The model may be on the meta device. ``optimizer_states`` is the number of values that the
+    optimizer keeps per element: 2 for Adam, 1 for SGD with momentum. Every parameter that requires a gradient is
+    assumed to be trained by one of torch's optimizers, which are stepped slice by slice: see
+    :attr:`zeroshard.Config.bucket_size`.
 
     >>> with torch.device("meta"):
     ...     model = nn.Linear(1024, 1024, bias=False)
     >>> predict_memory(model, ranks=4, stage=3, precision="bf16").states["optimizer states"] == 2 * 4 * 1024**2 // 4
     True
     """
-    found = state_sizes(model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states)
-    working = {
-        "gathered": 2 * max((unit.full_bytes for unit in found.units), default=0) if found.placement.parameters else 0,
-        "autograd": 2 * max((unit.grad_bytes for unit in found.units), default=0),
-        "buckets": found.ring_bytes if found.placement.gradients else found.shard_buffer_bytes,
-        "step": found.step_buffer_bytes,
+    sizes = state_sizes(model, Config(**options), ranks=ranks, tensor=tensor, optimizer_states=optimizer_states)
+    transient = {
+        "gathered": 2 * max((unit.full_bytes for unit in sizes.units), default=0) if sizes.placement.parameters else 0,
+        "autograd": 2 * max((unit.grad_bytes for unit in sizes.units), default=0),
+        "buckets": sizes.ring_bytes if sizes.placement.gradients else sizes.shard_buffer_bytes,
+        "step": sizes.step_buffer_bytes,
     }
-    return PredictedMemory(found.states, working, found.offloaded)
+    return PredictedMemory(sizes.states, transient, sizes.offloaded)
 
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """What one bucket of a unit's gradient takes in a slot of the ring: see [Note: buffers of a ring]."""
+    """Memory of one gradient bucket in a slot of the ring: see [Note: bucket ring]."""
 
-    dtype: torch.dtype  # which ring
-    packed_bytes: int  # bytes of the buffer that it is packed into; none where it is reduced as it lies
-    shard_buffer_bytes: int  # bytes of the buffer for this rank's part of it, where that is reduced aside
-    needs_reduce_buffer: bool  # it is, since it leaves the device; else only where it is added to what is there
+    dtype: torch.dtype  # selects the ring
+    packed_bytes: int  # bytes of the buffer it is packed into; 0 if it is reduced in place
+    shard_buffer_bytes: int  # bytes of the buffer for this rank's shard, if reduced into one
+    needs_reduce_buffer: bool  # always, because it is offloaded; else only when accumulating
 
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """What one unit takes and moves on one rank."""
+    """Memory and traffic of one unit on one rank."""
 
     name: str
     full_bytes: int  # bytes of its full parameters
-    alloc_bytes: int  # bytes of memory that they take while they are gathered
-    grad_bytes: int  # bytes of what autograd makes for it
-    reduce_bytes: int  # bytes that its reduction is given, in the dtype of the reduction
-    trained_numel: int  # elements of this rank's shard that are updated
-    offloaded_numel: dict[str, int]  # elements of these whose optimizer states rest outside the device, by tier
-    param_tier: str  # the tier that its shard rests in
+    alloc_bytes: int  # bytes allocated for them while unsharded
+    grad_bytes: int  # bytes of its gradients from autograd
+    reduce_bytes: int  # bytes of its reduction's input, in the reduce dtype
+    trained_numel: int  # trainable elements of this rank's shard
+    offloaded_numel: dict[str, int]  # of these, elements with offloaded optimizer states, by tier
+    param_tier: str  # the tier of its parameter shard
     shard_bytes: int  # bytes of its shard
-    offloaded_grad_bytes: int  # bytes of its gradient that leave the device
-    in_place_grad_bytes: int  # bytes of its gradient that are reduced where autograd has made them
-    side_stream_grad_bytes: int  # bytes of its gradient that are read by the lane: see [Note: packing at once]
-    device_grad_numels: tuple[tuple[torch.dtype, int], ...]  # elements of its gradients that the device keeps, by dtype
-    buckets: tuple[BucketSizes, ...]  # in the order that they are reduced in
-    cast_bytes: int = 0  # bytes that a gather reads and writes on the device, to cast its shard
-    num_blocks: int = 1  # that it was made of: see [Note: small blocks]
+    offloaded_grad_bytes: int  # bytes of its gradient that are offloaded
+    in_place_grad_bytes: int  # bytes of its gradient that are reduced in place
+    side_stream_grad_bytes: int  # bytes of it read on the side stream: see [Note: packing on the compute stream]
+    device_grad_numels: tuple[tuple[torch.dtype, int], ...]  # elements of its gradients on the device, by dtype
+    buckets: tuple[BucketSizes, ...]  # in reduce order
+    cast_bytes: int = 0  # bytes read and written on the device to cast its shard before an all-gather
+    num_blocks: int = 1  # blocks in this unit: see [Note: small blocks]
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Everything that the library holds on one rank, from shapes alone."""
+    """All memory that the library holds on one rank, computed from shapes."""
 
     units: list[UnitSizes]
     placement: Placement
-    shard_count: int  # that the states are partitioned over
+    shard_count: int  # ranks that the states are sharded over
     states: dict[str, int]
     offloaded: dict[tuple[str, str], int]
-    ring_slots: int  # of each ring of buckets that gradients travel through in backward
-    ring_bytes: int  # bytes of all of them with all the buffers that they may have
-    shard_buffer_bytes: int  # bytes of the buffers for what is reduced at the step, where gradients are whole
-    step_buffer_bytes: int  # bytes of the buffer that the update takes
-    staging_bytes: int  # bytes of host memory that far states travel through
-    update_bytes_per_element: (
-        int  # bytes that an update reads and writes for one element: states, gradient, parameter, their copies
-    )
-    optimizer_bytes_per_element: int  # bytes of one element's master and states
+    ring_slots: int  # slots of each bucket ring that backward uses
+    ring_bytes: int  # bytes of all rings with all buffers they can have
+    shard_buffer_bytes: int  # bytes of the buffers for reductions at the step, if gradients are unsharded
+    step_buffer_bytes: int  # bytes of the buffer that the update allocates
+    staging_bytes: int  # bytes of host memory that stages offloaded states
+    update_bytes_per_element: int  # read and written by an update: states, gradient, parameter, their copies
+    optimizer_bytes_per_element: int  # bytes of an element's master weight and optimizer states
 
 
 def state_sizes(
@@ -137,101 +136,114 @@ def state_sizes(
     unit_specs: list[UnitSpec] | None = None,
     replicas: int = 1,
 ) -> StateSizes:
-    """Work out what :func:`zeroshard.shard` would hold on the first of ``ranks``; ``plans`` are its units, if known.
+    """Compute the memory that :func:`zeroshard.shard` would hold on the first of ``ranks``.
 
-    Of such ranks, who share the states, there are ``replicas``.
-    ``one_pass``: the optimizer is one that a GPU updates so, see [Note: one pass].
+    ``unit_specs`` are the model's units, if known. There are ``replicas`` groups of ``ranks``; the ranks of a group
+    share the states. ``has_fused_adam``: the optimizer is an Adam that a GPU updates in one pass, see [Note: fused Adam
+    in one pass].
     """
     if tensor < 1 or ranks % tensor:
         raise ValueError(f"{ranks} ranks are not a multiple of the {tensor} that divide each layer: change one of them")
     data_ranks = ranks // tensor
     placement = Placement.from_stage(config.stage, data_ranks, config.offload, replicas, config.needs_cast_on_gather)
-    parts = data_ranks if placement.optimizer else 1
+    shard_count = data_ranks if placement.optimizer else 1
     unit_specs = plan_units(model, config.units, config.bucket_size) if unit_specs is None else unit_specs
-    named, precision, held = dict(model.named_parameters()), Precision(model, config), local_numels(model, tensor)
+    parameters, precision, numels = (
+        dict(model.named_parameters()),
+        Precision(model, config),
+        local_numels(model, tensor),
+    )
     flats = [
-        _flat_specs([(n, named[n], held[n]) for n in plan.parameters], config, precision, parts) for plan in unit_specs
+        _flat_specs(
+            [(name, parameters[name], numels[name]) for name in spec.parameters], config, precision, shard_count
+        )
+        for spec in unit_specs
     ]
-    every = [flat for unit in flats for flat in unit]
-    rests, travel = _tier_placements(every, placement, config, optimizer_states, on_gpu)
-    cast = config.needs_cast_on_gather and placement.parameters
-    every = [
+    all_flats = [flat for unit in flats for flat in unit]
+    tier_placements, staging = _tier_placements(all_flats, placement, config, optimizer_states, on_gpu)
+    shards_from_master = config.needs_cast_on_gather and placement.parameters
+    all_flats = [
         replace(
             flat,
-            shard_from_master=cast and flat.can_shard_from_master(rest),
-            reduce_in_place=on_gpu and flat.can_reduce_in_place(rest),
+            shard_from_master=shards_from_master and flat.can_shard_from_master(tier_placement),
+            reduce_in_place=on_gpu and flat.can_reduce_in_place(tier_placement),
         )
-        for flat, rest in zip(every, rests, strict=True)
+        for flat, tier_placement in zip(all_flats, tier_placements, strict=True)
     ]
-    numbered = iter(every)
-    flats = [[next(numbered) for _ in unit] for unit in flats]
-    states, far = _count_states(every, rests, placement, optimizer_states)
-    rings = _ring_sizes([flat for flat in every if flat.is_trained])
-    at_once = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM)
-    copies = [flat for flat in every if flat.is_trained and flat.needs_grad_copy(at_once)]
-    copied, itemsize = (
-        sum(f.layout.shard_numel for f in copies),
-        max((f.optimizer_dtype.itemsize for f in copies), default=0),
+    flat_iter = iter(all_flats)
+    flats = [[next(flat_iter) for _ in unit] for unit in flats]
+    states, offloaded = _count_states(all_flats, tier_placements, placement, optimizer_states)
+    rings = _ring_sizes([flat for flat in all_flats if flat.is_trained])
+    uses_fused_adam = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM)
+    copied_flats = [flat for flat in all_flats if flat.is_trained and flat.needs_grad_copy(uses_fused_adam)]
+    copied_numel, itemsize = (
+        sum(f.layout.shard_numel for f in copied_flats),
+        max((f.optimizer_dtype.itemsize for f in copied_flats), default=0),
     )
-    rooms, resting = iter(round_to_shared_sizes([flat.nbytes for flat in every])), iter(rests)
-    packs = config.offload is None and replicas == 1
+    alloc_iter, tier_iter = iter(round_to_shared_sizes([flat.nbytes for flat in all_flats])), iter(tier_placements)
+    can_pack = config.offload is None and replicas == 1
     units = [
-        _unit_sizes(plan, unit, [next(rooms) for _ in unit], [next(resting) for _ in unit], rings, placement, packs)
-        for plan, unit in zip(unit_specs, flats, strict=True)
+        _unit_sizes(
+            spec, unit, [next(alloc_iter) for _ in unit], [next(tier_iter) for _ in unit], rings, placement, can_pack
+        )
+        for spec, unit in zip(unit_specs, flats, strict=True)
     ]
     return StateSizes(
         units,
         placement,
-        parts,
+        shard_count,
         states,
-        far,
+        offloaded,
         ring_slots=config.ring,
         ring_bytes=config.ring * sum(ring.slot_bytes for ring in rings.values()),
-        shard_buffer_bytes=config.ring * sum(ring.max_shard_bytes for ring in rings.values()) if parts > 1 else 0,
-        step_buffer_bytes=min(copied, max_slice_numel(config.bucket_size)) * itemsize,
-        staging_bytes=travel,
+        shard_buffer_bytes=config.ring * sum(ring.max_shard_bytes for ring in rings.values()) if shard_count > 1 else 0,
+        step_buffer_bytes=min(copied_numel, max_slice_numel(config.bucket_size)) * itemsize,
+        staging_bytes=staging,
         update_bytes_per_element=max(
-            (flat.update_bytes_per_element(optimizer_states, at_once) for flat in every if flat.is_trained), default=0
+            (flat.update_bytes_per_element(optimizer_states, uses_fused_adam) for flat in all_flats if flat.is_trained),
+            default=0,
         ),
         optimizer_bytes_per_element=max(
-            ((1 + optimizer_states) * flat.optimizer_dtype.itemsize for flat in every if flat.is_trained), default=0
+            ((1 + optimizer_states) * flat.optimizer_dtype.itemsize for flat in all_flats if flat.is_trained), default=0
         ),
     )
 
 
 @dataclass(frozen=True)
 class _FlatSpec:
-    """What decides the bytes of one flat."""
+    """The properties of one FlatParam that determine its bytes."""
 
     layout: FlatLayout
-    compute_dtype: torch.dtype  # in computation
-    reduce_dtype: torch.dtype  # of its gradient
-    optimizer_dtype: torch.dtype  # that the optimizer sees
+    compute_dtype: torch.dtype  # of its parameters in forward and backward
+    reduce_dtype: torch.dtype  # of its gradient in the reduction
+    optimizer_dtype: torch.dtype  # of its master weights and optimizer states
     is_trained: bool
-    shard_from_master: bool = False  # keeps its master alone: see [Note: cast on gather]
-    reduce_in_place: bool = False  # its large gradients are reduced as they lie: see [Note: what needs no packing]
+    shard_from_master: bool = False  # keeps only its master weights: see [Note: all-gathering from master weights]
+    reduce_in_place: bool = False  # reduces large gradients in place: see [Note: reducing large gradients in place]
 
     @property
     def nbytes(self) -> int:
-        """Of its full parameters."""
+        """Bytes of its full parameters."""
         return self.layout.numel * self.compute_dtype.itemsize
 
     @cached_property
     def buckets(self) -> list[tuple[Range, ParamRange | None]]:
-        """Each with the part of a parameter that is reduced as it lies."""
+        """Each bucket with the parameter range that is reduced in place, or None."""
         return [
             (bucket, self.layout.single_param(bucket) if self.reduce_in_place else None)
             for bucket in self.layout.buckets
         ]
 
     def flat_sizes(self, optimizer_states: int) -> FlatSizes:
-        """The same, as ``tier_placement.py`` wants it."""
-        homes = tuple(self.layout.shard_range(bucket) for bucket in self.layout.buckets)
+        """Return the sizes that ``tier_placement.py`` needs."""
+        shard_ranges = tuple(self.layout.shard_range(bucket) for bucket in self.layout.buckets)
         state_bytes = (1 + optimizer_states) * self.optimizer_dtype.itemsize
-        return FlatSizes(homes, self.is_trained, self.compute_dtype.itemsize, self.reduce_dtype.itemsize, state_bytes)
+        return FlatSizes(
+            shard_ranges, self.is_trained, self.compute_dtype.itemsize, self.reduce_dtype.itemsize, state_bytes
+        )
 
     def can_shard_from_master(self, tier_placement: TierPlacement) -> bool:
-        """Whether it could do with its master alone, were it partitioned."""
+        """Return whether it can keep only its master weights if its parameters are partitioned."""
         return (
             self.is_trained
             and self.optimizer_dtype != self.compute_dtype
@@ -240,84 +252,87 @@ class _FlatSpec:
         )
 
     def can_reduce_in_place(self, tier_placement: TierPlacement) -> bool:
-        """Whether a GPU could reduce its gradients as autograd makes them."""
+        """Return whether a GPU can reduce its gradients in place."""
         return self.is_trained and self.compute_dtype == self.reduce_dtype and tier_placement.gradients == "device"
 
     @property
     def can_pack_on_compute_stream(self) -> bool:
-        """Whether its gradients make one bucket: see [Note: packing at once]."""
+        """Whether its gradients are packed into a single bucket: see [Note: packing on the compute stream]."""
         return len(self.layout.buckets) == 1 and self.layout.single_param(self.layout.buckets[0]) is None
 
     def needs_grad_copy(self, has_fused_adam: bool) -> bool:
-        """Whether an update takes a copy of the gradient in the master's dtype."""
+        """Return whether an update needs a copy of the gradient in the master dtype."""
         if has_fused_adam and self.optimizer_dtype == torch.float32 and self.reduce_dtype in SUPPORTED_DTYPES:
             return False
         return not self.compute_dtype == self.reduce_dtype == self.optimizer_dtype
 
     def update_bytes_per_element(self, optimizer_states: int, has_fused_adam: bool) -> int:
-        """Read and written for one element in an update: states and master twice, gradient and parameter once.
+        """Return the bytes read and written to update one element.
 
-        With a copy of the gradient, that is written and read, and the master read once more for the parameter.
+        Master weight and optimizer states count twice, gradient and parameter once. A gradient copy is written and
+        read, and then the master weight is read once more to write the parameter.
         """
-        parameter = (
+        param_bytes = (
             0 if self.compute_dtype == self.optimizer_dtype or self.shard_from_master else self.compute_dtype.itemsize
         )
-        moved = 2 * (1 + optimizer_states) * self.optimizer_dtype.itemsize + self.reduce_dtype.itemsize + parameter
+        nbytes = 2 * (1 + optimizer_states) * self.optimizer_dtype.itemsize + self.reduce_dtype.itemsize + param_bytes
         if self.needs_grad_copy(has_fused_adam):
-            moved += (2 + bool(parameter)) * self.optimizer_dtype.itemsize
-        return moved
+            nbytes += (2 + bool(param_bytes)) * self.optimizer_dtype.itemsize
+        return nbytes
 
 
 def _flat_specs(
     parameters: list[tuple[str, nn.Parameter, int]], config: Config, precision: Precision, shard_count: int
 ) -> list[_FlatSpec]:
-    """The flats of a unit, of its parameters with their names and the elements this rank has of them."""
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    """Return the FlatParams of a unit from its parameters: (name, parameter, elements on this rank)."""
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     for name, parameter, numel in parameters:
-        kinds.setdefault((precision.compute_dtype(name, parameter), parameter.requires_grad), []).append(numel)
+        groups.setdefault((precision.compute_dtype(name, parameter), parameter.requires_grad), []).append(numel)
     flats = []
-    for (dtype, trained), numels in kinds.items():
-        updated = torch.float32 if precision.has_master(dtype) else dtype
+    for (compute_dtype, is_trained), numels in groups.items():
+        optimizer_dtype = torch.float32 if precision.has_master(compute_dtype) else compute_dtype
         layout = FlatLayout.build(numels, config.bucket_size, shard_count)
-        flats.append(_FlatSpec(layout, dtype, precision.reduce_dtype(dtype), updated, trained))
+        flats.append(
+            _FlatSpec(layout, compute_dtype, precision.reduce_dtype(compute_dtype), optimizer_dtype, is_trained)
+        )
     return flats
 
 
 @dataclass(frozen=True)
 class _RingSizes:
-    """The lengths of a slot's buffers, in elements."""
+    """The lengths of a ring slot's buffers, in elements."""
 
     dtype: torch.dtype
     packed_numels: list[int]
     shard_numels: list[int]
-    max_packed_numels: list[int]  # of those for packed buckets, where none is reduced as it lies
+    max_packed_numels: list[int]  # lengths for packed buckets if none is reduced in place
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot with all the buffers that it may have."""
+        """Bytes of one slot with all buffers it can have."""
         return self.dtype.itemsize * sum(self.max_packed_numels + self.shard_numels)
 
     @property
     def max_shard_bytes(self) -> int:
-        """Bytes of a rank's part of the longest bucket."""
+        """Bytes of a rank's shard of the longest bucket."""
         return self.dtype.itemsize * max(self.shard_numels, default=0)
 
     def bucket_sizes(self, numel: int, shard_numel: int, in_place: bool, needs_reduce_buffer: bool) -> BucketSizes:
-        """What a bucket of so many elements takes."""
+        """Return the memory of a bucket of ``numel`` elements."""
         packed = 0 if in_place else min(length for length in self.packed_numels if length >= numel)
-        reduced = min(length for length in self.shard_numels if length >= shard_numel)
-        return BucketSizes(self.dtype, packed * self.dtype.itemsize, reduced * self.dtype.itemsize, needs_reduce_buffer)
+        shard = min(length for length in self.shard_numels if length >= shard_numel)
+        return BucketSizes(self.dtype, packed * self.dtype.itemsize, shard * self.dtype.itemsize, needs_reduce_buffer)
 
 
 def _ring_sizes(flats: list[_FlatSpec]) -> dict[torch.dtype, _RingSizes]:
-    """The ring of each dtype that gradients are reduced in."""
+    """Return the ring sizes for each reduce dtype."""
     rings = {}
     for dtype in {flat.reduce_dtype: None for flat in flats}:
-        alike = [flat for flat in flats if flat.reduce_dtype == dtype]
-        packed = [bucket.numel for flat in alike for bucket, lying in flat.buckets if lying is None]
-        parts = [bucket.numel // flat.layout.shard_count for flat in alike for bucket, _ in flat.buckets]
-        every = [bucket.numel for flat in alike for bucket, _ in flat.buckets]
-        rings[dtype] = _RingSizes(dtype, *(buffer_lengths(numels) for numels in (packed, parts, every)))
+        same_dtype = [flat for flat in flats if flat.reduce_dtype == dtype]
+        packed = [bucket.numel for flat in same_dtype for bucket, in_place in flat.buckets if in_place is None]
+        shards = [bucket.numel // flat.layout.shard_count for flat in same_dtype for bucket, _ in flat.buckets]
+        all_buckets = [bucket.numel for flat in same_dtype for bucket, _ in flat.buckets]
+        rings[dtype] = _RingSizes(dtype, *(buffer_lengths(numels) for numels in (packed, shards, all_buckets)))
     return rings
 
 
@@ -330,13 +345,15 @@ def _unit_sizes(
     placement: Placement,
     can_pack_on_compute_stream: bool,
 ) -> UnitSizes:
-    trained = [(flat, rest) for flat, rest in zip(flats, tier_placements, strict=True) if flat.is_trained]
-    far: dict[str, int] = {}
-    for _, rest in trained:
-        for span, tier in rest.optimizer:
+    trained = [
+        (flat, tier_placement) for flat, tier_placement in zip(flats, tier_placements, strict=True) if flat.is_trained
+    ]
+    offloaded: dict[str, int] = {}
+    for _, tier_placement in trained:
+        for range_, tier in tier_placement.optimizer:
             if tier != "device":
-                far[tier] = far.get(tier, 0) + span.numel
-    tiers = [rest.parameters for rest in tier_placements if rest.parameters != "device"]
+                offloaded[tier] = offloaded.get(tier, 0) + range_.numel
+    tiers = [tier_placement.parameters for tier_placement in tier_placements if tier_placement.parameters != "device"]
     return UnitSizes(
         spec.name,
         full_bytes=sum(flat.nbytes for flat in flats),
@@ -344,19 +361,19 @@ def _unit_sizes(
         grad_bytes=sum(sum(flat.layout.numels) * flat.compute_dtype.itemsize for flat, _ in trained),
         reduce_bytes=sum(flat.layout.numel * flat.reduce_dtype.itemsize for flat, _ in trained),
         trained_numel=sum(flat.layout.shard_numel for flat, _ in trained),
-        offloaded_numel=far,
+        offloaded_numel=offloaded,
         param_tier=tiers[0] if tiers else "device",
         shard_bytes=sum(flat.layout.shard_numel * flat.compute_dtype.itemsize for flat in flats),
         offloaded_grad_bytes=sum(
             f.layout.shard_numel * f.reduce_dtype.itemsize
-            for f, rest in trained
-            if rest.has_offloaded_optimizer or rest.gradients != "device"
+            for f, tier_placement in trained
+            if tier_placement.has_offloaded_optimizer or tier_placement.gradients != "device"
         ),
         in_place_grad_bytes=sum(
-            lying.elements.numel * flat.compute_dtype.itemsize
+            in_place.elements.numel * flat.compute_dtype.itemsize
             for flat, _ in trained
-            for _, lying in flat.buckets
-            if lying is not None
+            for _, in_place in flat.buckets
+            if in_place is not None
         ),
         side_stream_grad_bytes=sum(
             sum(f.layout.numels) * f.compute_dtype.itemsize
@@ -365,18 +382,18 @@ def _unit_sizes(
         ),
         device_grad_numels=tuple(
             (flat.reduce_dtype, flat.layout.shard_numel if placement.gradients else flat.layout.numel)
-            for flat, rest in trained
-            if rest.gradients == "device"
+            for flat, tier_placement in trained
+            if tier_placement.gradients == "device"
         ),
         buckets=tuple(
             rings[flat.reduce_dtype].bucket_sizes(
                 bucket.numel,
                 bucket.numel // flat.layout.shard_count,
-                in_place=lying is not None,
-                needs_reduce_buffer=rest.gradients != "device" and flat.layout.shard_count > 1,
+                in_place=in_place is not None,
+                needs_reduce_buffer=tier_placement.gradients != "device" and flat.layout.shard_count > 1,
             )
-            for flat, rest in trained
-            for bucket, lying in flat.buckets
+            for flat, tier_placement in trained
+            for bucket, in_place in flat.buckets
         ),
         cast_bytes=sum(
             f.layout.shard_numel * (f.optimizer_dtype.itemsize + f.compute_dtype.itemsize)
@@ -390,35 +407,40 @@ def _unit_sizes(
 def _tier_placements(
     flats: list[_FlatSpec], placement: Placement, config: Config, optimizer_states: int, on_gpu: bool
 ) -> tuple[list[TierPlacement], int]:
-    """Where each flat's states rest, and the bytes of host memory they travel through."""
+    """Return the tiers of each FlatParam's states, and the bytes of host memory for staging."""
     if config.offload is None:
         return [TierPlacement(optimizer=[(Range(0, flat.layout.shard_numel), "device")]) for flat in flats], 0
-    bodies = [flat.flat_sizes(optimizer_states) for flat in flats]
-    travel = staging_bytes(config.offload, bodies, on_gpu)
-    return assign_tiers(bodies, config.offload, placement.gradients, travel)[0], travel
+    flat_sizes = [flat.flat_sizes(optimizer_states) for flat in flats]
+    staging = staging_bytes(config.offload, flat_sizes, on_gpu)
+    return assign_tiers(flat_sizes, config.offload, placement.gradients, staging)[0], staging
 
 
 def _count_states(
     flats: list[_FlatSpec], tier_placements: list[TierPlacement], placement: Placement, optimizer_states: int
 ) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
-    """Bytes of states on the device, and outside it by (kind of state, tier)."""
+    """Return the bytes of states on the device, and of offloaded states by (kind of state, tier)."""
     counted: dict[tuple[str, str], int] = dict.fromkeys(((kind, "device") for kind in MODEL_STATE_KINDS), 0)
 
     def count(kind: str, tier: str, numel: int, dtype: torch.dtype) -> None:
         counted[kind, tier] = counted.get((kind, tier), 0) + numel * dtype.itemsize
 
-    for flat, rest in zip(flats, tier_placements, strict=True):
+    for flat, tier_placement in zip(flats, tier_placements, strict=True):
         layout = flat.layout
         numel = 0 if flat.shard_from_master else layout.shard_numel if placement.parameters else layout.numel
-        count("parameters", rest.parameters, numel, flat.compute_dtype)
+        count("parameters", tier_placement.parameters, numel, flat.compute_dtype)
         if not flat.is_trained:
             continue
         count(
-            "gradients", rest.gradients, layout.shard_numel if placement.gradients else layout.numel, flat.reduce_dtype
+            "gradients",
+            tier_placement.gradients,
+            layout.shard_numel if placement.gradients else layout.numel,
+            flat.reduce_dtype,
         )
-        for span, tier in rest.optimizer:
-            apart = flat.optimizer_dtype != flat.compute_dtype or tier != "device" or rest.parameters != "device"
-            count("master weights", tier, span.numel if apart else 0, flat.optimizer_dtype)
-            count("optimizer states", tier, optimizer_states * span.numel, flat.optimizer_dtype)
-    near = {kind: nbytes for (kind, tier), nbytes in counted.items() if tier == "device"}
-    return near, {key: nbytes for key, nbytes in counted.items() if key[1] != "device" and nbytes}
+        for range_, tier in tier_placement.optimizer:
+            has_master = (
+                flat.optimizer_dtype != flat.compute_dtype or tier != "device" or tier_placement.parameters != "device"
+            )
+            count("master weights", tier, range_.numel if has_master else 0, flat.optimizer_dtype)
+            count("optimizer states", tier, optimizer_states * range_.numel, flat.optimizer_dtype)
+    on_device = {kind: nbytes for (kind, tier), nbytes in counted.items() if tier == "device"}
+    return on_device, {key: nbytes for key, nbytes in counted.items() if key[1] != "device" and nbytes}

@@ -1,15 +1,19 @@
-"""Pace: how long a step takes on a machine, from a trace and what the library moves.
+"""Step time: simulate a step on a machine, from a trace and the library's traffic.
 
-[Note: replaying time]
-Several clocks run side by side: the host's thread that launches, the device's computation, one lane for gathers and one
-for reductions, the wire that both share, that to the host, the host's own updates, and the disk. Operations move the
-first two: the device begins no operation before it was launched, and the host runs ahead as far as it likes. At the
-moments between them the engine's rules say who waits for whom: a lane begins after what computation was given before;
-computation waits for the unit it needs; a reduction waits for the one before it; the next forward waits, unit by unit,
-for what is updated outside the device. The third of three steps is what a step takes: by then work that reaches into
-the next step does so at both ends.
+[Note: simulating step time]
+The simulation keeps several timelines: the host thread that launches kernels, the device's compute stream, the
+all-gather stream, the reduce stream, the network that both share, the link to the host, the host's optimizer updates,
+and the disk. Operations advance the first two: the device starts an operation after its launch, and the host may run
+ahead without limit. At the engine events between operations, the engine's rules determine who waits:
 
-An operation takes the longer of its arithmetic and its memory traffic, at the rates that a ``Machine`` has.
+- A side stream starts after the computation that was launched before it.
+- Computation waits for the unit it needs.
+- A reduction waits for the previous one.
+- The next forward waits, unit by unit, for offloaded updates.
+
+Three steps are simulated and the third one counts: by then, work that overlaps with the next step does so at both ends.
+
+An operation takes the longer of its compute time and its memory traffic, at the rates of the ``Machine``.
 """
 
 from __future__ import annotations
@@ -23,82 +27,82 @@ from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import StateSizes
 from zeroshard.planner.tracing.trace import Op, Trace, TraceSpan, split_spans
 
-SIMULATED_STEPS = 3  # replayed, of which the last counts
-TRANSFER_BYTES_PER_PARAM, ADAM_BYTES_PER_PARAM = (
-    4,
-    28,
-)  # bytes a parameter: 16 bits that come and go by themselves, and what an update of Adam moves
-SLOW_PRECISION_RATIO = 0.5  # of the fastest precision's rate
-MAX_SIMULATED_BACKWARDS = 3  # of a step that are replayed at most: each further one takes as long as the last of these
+SIMULATED_STEPS = 3  # only the last one counts
+# host memory traffic per parameter: the 16-bit gradient and parameter in transfer, and an Adam update
+TRANSFER_BYTES_PER_PARAM, ADAM_BYTES_PER_PARAM = (4, 28)
+SLOW_PRECISION_RATIO = 0.5  # relative to the fastest precision's rate
+MAX_SIMULATED_BACKWARDS = 3  # per step: each further backward takes as long as the last simulated one
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on one rank, and what they go to."""
+    """Seconds of one optimizer step on one rank, by cause."""
 
     step: float
-    """From one step to the next."""
+    """From one step to the next, in total."""
     compute: float
-    """The device computes, tensor-parallel collectives not counted."""
+    """The device computes; tensor-parallel collectives are not counted."""
     tensor: float
-    """Collectives of the tensor axis: nothing hides them."""
+    """Tensor-parallel collectives, which are never overlapped."""
     launch: float
     """The device waits for the host to launch."""
     gather: float
-    """It waits for parameters to be gathered."""
+    """The device waits for an all-gather of parameters."""
     reduce: float
-    """It waits for gradients to be reduced, or to leave."""
+    """The device waits for gradients to be reduced or offloaded."""
     update: float
-    """It updates, or waits for what is updated outside of it."""
+    """The device updates, or waits for offloaded updates."""
     flops: float
-    """Of the model's products and attention, recomputation included, of all backwards of a step."""
+    """FLOPs of matmuls and attention over all backwards of a step, including recomputation."""
     traffic: dict[str, float] = field(default_factory=dict)
-    """Bytes a step by kind of collective, as :func:`zeroshard.report` counts them; "pcie" and "disk" for the tiers."""
+    """Bytes per step by collective, as :func:`zeroshard.report` counts them; "pcie" and "disk" for the tiers."""
 
     @property
     def exposed_communication(self) -> float:
-        """Seconds that communication is not hidden."""
+        """Seconds of communication that are not overlapped with computation."""
         return self.tensor + self.gather + self.reduce
 
     def extrapolate(self, previous: StepTime, count: int) -> StepTime:
-        """The pace with so many backwards more, each of which adds what the last one added to the pace before it."""
+        """Return the step time with ``count`` more backwards; each adds the difference from ``previous``."""
 
-        def on(mine: float, its: float) -> float:
+        def extrapolated(mine: float, its: float) -> float:
             return mine + count * (mine - its)
 
         numbers = {
-            f.name: on(getattr(self, f.name), getattr(previous, f.name)) for f in fields(self) if f.name != "traffic"
+            f.name: extrapolated(getattr(self, f.name), getattr(previous, f.name))
+            for f in fields(self)
+            if f.name != "traffic"
         }
-        traffic = {kind: on(nbytes, previous.traffic.get(kind, 0.0)) for kind, nbytes in self.traffic.items()}
+        traffic = {kind: extrapolated(nbytes, previous.traffic.get(kind, 0.0)) for kind, nbytes in self.traffic.items()}
         return StepTime(**numbers, traffic=traffic)
 
 
 @dataclass
 class TraceCost:
-    """What the spans of a trace take on a machine, whatever the stage."""
+    """The cost of a trace's spans on a machine, independent of the stage."""
 
     spans: Sequence[TraceSpan]
-    device_seconds: list[float]  # seconds of each span on the device
-    tensor_seconds: list[float]  # of these, for collectives of the tensor axis
-    host_seconds: list[float]  # seconds of the host
+    device_seconds: list[float]  # per span
+    tensor_seconds: list[float]  # of these, for tensor-parallel collectives
+    host_seconds: list[float]  # per span
     flops: float
     traffic: dict[str, float]
 
     @classmethod
     def from_trace(cls, trace: Trace, machine: Machine, tensor: int = 1) -> TraceCost:
-        """Price all operations of a trace."""
+        """Compute the cost of all operations of a trace."""
         spans = split_spans(trace)
-        found = cls(spans, [], [], [], sum(op.flops for op in trace.ops), {})
+        cost = cls(spans, [], [], [], sum(op.flops for op in trace.ops), {})
         for span in spans:
-            found._add_span(span, machine, tensor)
-        return found
+            cost._add_span(span, machine, tensor)
+        return cost
 
     def _add_span(self, span: TraceSpan, machine: Machine, tensor: int) -> None:
-        device = wire = host = 0.0
+        device = network = host = 0.0
         for op in span.ops:
             host += op.host_ops * machine.op
             if op.collective:
-                wire += collective_seconds(machine, op.collective, op.moved_bytes, tensor)
+                network += collective_seconds(machine, op.collective, op.moved_bytes, tensor)
                 counted = op.moved_bytes * (2 if op.collective == "all-reduce" else 1)
                 key = f"tensor {op.collective}"
                 self.traffic[key] = self.traffic.get(key, 0.0) + counted
@@ -106,13 +110,13 @@ class TraceCost:
             elif op.kind != "nothing":
                 device += op_seconds(op, machine)
                 host += machine.op
-        self.device_seconds.append(device + wire)
-        self.tensor_seconds.append(wire)
+        self.device_seconds.append(device + network)
+        self.tensor_seconds.append(network)
         self.host_seconds.append(host)
 
 
 def op_seconds(op: Op, machine: Machine) -> float:
-    """How long an operation keeps the device busy."""
+    """Return how long an operation keeps the device busy."""
     moving, computing = op.moved_bytes / machine.bandwidth, 0.0
     precision = op.dtype if op.dtype in machine.flops else "fp32"
     if op.kind == "product" and op.flops:
@@ -122,7 +126,7 @@ def op_seconds(op: Op, machine: Machine) -> float:
     elif op.kind == "convolution":
         computing = machine.convolution_seconds(op.flops, precision)
     if computing > moving and machine.peak_flops(precision) < SLOW_PRECISION_RATIO * max(machine.flops.values()):
-        return computing + machine.gap  # a device that computes far below its best keeps its clocks up
+        return computing + machine.gap  # a device far below its peak rate keeps its clock frequency
     return max(moving, computing) / machine.sustained + machine.gap
 
 
@@ -138,19 +142,22 @@ def step_time(
     has_clipping: bool = False,
     kept_input_bytes: float = 0.0,
 ) -> StepTime:
-    """Replay a step: see [Note: replaying time]. ``ranks`` are all, ``kept_inputs_on_host`` bytes a backward."""
-    clock = _StepSimulator(cost, sizes, machine, ranks, tensor, prefetch, has_clipping, kept_input_bytes)
+    """Simulate a step: see [Note: simulating step time].
+
+    ``ranks`` counts all ranks. ``kept_input_bytes`` are block inputs kept on the host, in bytes per backward.
+    """
+    simulator = _StepSimulator(cost, sizes, machine, ranks, tensor, prefetch, has_clipping, kept_input_bytes)
     if accumulate > MAX_SIMULATED_BACKWARDS:
-        longest, before = (
-            clock.simulate(MAX_SIMULATED_BACKWARDS),
-            _StepSimulator(*clock.init_args).simulate(MAX_SIMULATED_BACKWARDS - 1),
+        last, before = (
+            simulator.simulate(MAX_SIMULATED_BACKWARDS),
+            _StepSimulator(*simulator.init_args).simulate(MAX_SIMULATED_BACKWARDS - 1),
         )
-        return longest.extrapolate(before, accumulate - MAX_SIMULATED_BACKWARDS)
-    return clock.simulate(accumulate)
+        return last.extrapolate(before, accumulate - MAX_SIMULATED_BACKWARDS)
+    return simulator.simulate(accumulate)
 
 
 class _StepSimulator:
-    """All clocks of one rank."""
+    """All timelines of one rank."""
 
     def __init__(
         self,
@@ -167,28 +174,27 @@ class _StepSimulator:
         self._cost, self._sizes, self._machine, self._prefetch = cost, sizes, machine, prefetch
         self._tensor, self._data_ranks = tensor, ranks // tensor
         self._has_clipping, self._kept_input_bytes = has_clipping, kept_input_bytes
-        self._local_ranks = min(ranks, machine.devices)  # ranks that share a node's host and disk
+        self._local_ranks = min(ranks, machine.devices)  # ranks that share a node's host memory and disk
         self._unshard_orders = unshard_orders(cost.spans)
         self._is_cpu = machine.kind == "cpu"
-        self._host_update_slowdown = (
-            1.0 if self._is_cpu else 1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM
-        )  # gradients and parameters pass its memory too
+        # transfers of gradients and parameters use host memory bandwidth, too
+        self._host_update_slowdown = 1.0 if self._is_cpu else 1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM
         self.wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self.traffic: dict[str, float] = {}
-        self._known_collective_seconds: dict[tuple[str, float], float] = {}  # of collectives over the data axis
+        self._known_collective_seconds: dict[tuple[str, float], float] = {}  # over the data-parallel axis
         self.host_time = self.compute_time = 0.0
+        # when each resource is free
         self._all_gather_free_at = self._reduce_free_at = self._network_free_at = self._h2d_free_at = (
             self._host_update_free_at
-        ) = 0.0  # when each is free
-        self._all_gather_done_at: dict[int, float] = {}  # units on their way → when they are there
-        self._grad_offloaded_at: dict[int, float] = {}  # gradients outside the device → when they are there
-        self._updated_params_at: dict[
-            int, float
-        ] = {}  # units updated by the last step → when their new values are on the device
+        ) = 0.0
+        self._all_gather_done_at: dict[int, float] = {}  # units in all-gather → when they are unsharded
+        self._grad_offloaded_at: dict[int, float] = {}  # offloaded gradients → when the copy is done
+        # units updated by the last step → when their new values are on the device
+        self._updated_params_at: dict[int, float] = {}
         self._next_unshard = 0
 
     def simulate(self, accumulate: int) -> StepTime:
-        """The pace of a step with so many backwards."""
+        """Simulate a step with ``accumulate`` backwards."""
         step = 0.0
         for _ in range(SIMULATED_STEPS):
             self.wait_seconds, self.traffic = dict.fromkeys(self.wait_seconds, 0.0), {}
@@ -197,14 +203,14 @@ class _StepSimulator:
                 self.micro_step()
             self.step()
             step = self.compute_time - begin
-        work = self._cost
-        for kind, nbytes in work.traffic.items():
+        cost = self._cost
+        for kind, nbytes in cost.traffic.items():
             self._count_traffic(kind, accumulate * nbytes)
         return StepTime(
             step,
-            compute=accumulate * (sum(work.device_seconds) - sum(work.tensor_seconds)),
-            tensor=accumulate * sum(work.tensor_seconds),
-            flops=accumulate * work.flops,
+            compute=accumulate * (sum(cost.device_seconds) - sum(cost.tensor_seconds)),
+            tensor=accumulate * sum(cost.tensor_seconds),
+            flops=accumulate * cost.flops,
             traffic=self.traffic,
             **self.wait_seconds,
         )
@@ -212,27 +218,27 @@ class _StepSimulator:
     # -- forward and backward -----------------------------------------------------------------------------------
 
     def micro_step(self) -> None:
-        """One forward and backward."""
+        """Simulate one forward and backward."""
         self._next_unshard, began = 0, self.compute_time
-        for number, span in enumerate(self._cost.spans):
-            mark = span.event
-            if mark is not None and mark.kind == "bring":
-                self._unshard(mark.unit, span.is_backward)
-            elif mark is not None and mark.kind == "release":
-                self._all_gather_done_at.pop(mark.unit, None)
-            elif mark is not None and mark.kind == "finish":
-                self._post_backward(mark.unit)
-            elif mark is not None and mark.kind == "end forward":
+        for index, span in enumerate(self._cost.spans):
+            event = span.event
+            if event is not None and event.kind == "bring":
+                self._unshard(event.unit, span.is_backward)
+            elif event is not None and event.kind == "release":
+                self._all_gather_done_at.pop(event.unit, None)
+            elif event is not None and event.kind == "finish":
+                self._post_backward(event.unit)
+            elif event is not None and event.kind == "end forward":
                 self._next_unshard = 0
                 began = self._wait_kept_inputs(began)
-            elif mark is not None and mark.kind == "end backward":
+            elif event is not None and event.kind == "end backward":
                 self._wait_until("reduce", self._reduce_free_at)
                 self._wait_kept_inputs(began)
                 self._all_gather_done_at.clear()
-            self._run_ops(number)
+            self._run_ops(index)
 
     def _run_ops(self, number: int) -> None:
-        """The operations of a span."""
+        """Advance host and device by the operations of a span."""
         device, host = self._cost.device_seconds[number], self._cost.host_seconds[number]
         if self._is_cpu:
             self.compute_time = self.host_time = max(self.compute_time, self.host_time) + device + host
@@ -245,7 +251,7 @@ class _StepSimulator:
         self.compute_time = end
 
     def _wait_kept_inputs(self, began: float) -> float:
-        """Inputs that are kept on the host have to pass the wire in the time of a forward, and of a backward."""
+        """Wait until the kept inputs are transferred, once in a forward and once in a backward."""
         if self._kept_input_bytes:
             self._count_traffic("pcie", self._kept_input_bytes)
             self._wait_until("reduce", began + self._kept_input_bytes / self._machine.pcie)
@@ -263,7 +269,7 @@ class _StepSimulator:
 
     def _unshard(self, unit: int, backward: bool) -> None:
         self.host_time += self._host_seconds(unit)
-        if unit in self._updated_params_at:  # updated by the last step: the host waits for it, and then the device
+        if unit in self._updated_params_at:  # updated by the last step: first the host waits, then the device
             ready = self._updated_params_at.pop(unit)
             if self._sizes.units[unit].offloaded_numel:
                 self.host_time = max(self.host_time, ready)
@@ -278,7 +284,7 @@ class _StepSimulator:
             self._start_all_gather(order[self._next_unshard])
 
     def _host_seconds(self, unit: int) -> float:
-        """Seconds of the host: half of them for a collective, half for the hooks of each module that makes it run."""
+        """Return the host time of a unit: half of it for a collective, half for the hooks of each of its blocks."""
         collective = 1 if self._data_ranks > 1 else 0
         return self._machine.unit * (self._sizes.units[unit].num_blocks + collective) / 2
 
@@ -299,7 +305,7 @@ class _StepSimulator:
         self._all_gather_done_at[unit] = self._all_gather_free_at
 
     def _schedule_collective(self, ready: float, kind: str, nbytes: float) -> float:
-        """When a collective that could begin now is over: gathers and reductions share the links."""
+        """Return when a collective that can start at ``ready`` ends: all-gathers and reductions share the network."""
         seconds = self._collective_seconds(kind, nbytes)
         if not seconds:
             return ready
@@ -307,18 +313,18 @@ class _StepSimulator:
         return self._network_free_at
 
     def _collective_seconds(self, kind: str, nbytes: float) -> float:
-        """Count one over the data axis and return its seconds."""
+        """Count the traffic of a data-parallel collective and return its seconds."""
         if self._data_ranks == 1 or not nbytes:
             return 0.0
         self._count_traffic(kind, nbytes * (2 if kind == "all-reduce" else 1))
-        known = self._known_collective_seconds.get((kind, nbytes))
-        if known is None:
-            known = collective_seconds(self._machine, kind, nbytes, self._data_ranks, self._tensor)
-            self._known_collective_seconds[kind, nbytes] = known
-        return known
+        seconds = self._known_collective_seconds.get((kind, nbytes))
+        if seconds is None:
+            seconds = collective_seconds(self._machine, kind, nbytes, self._data_ranks, self._tensor)
+            self._known_collective_seconds[kind, nbytes] = seconds
+        return seconds
 
     def _post_backward(self, unit: int) -> None:
-        """A unit's gradients are complete: they are packed, and reduced beside what comes, or added to the sum."""
+        """Pack a unit's gradients and reduce them during computation, or add them to the accumulated gradients."""
         self.host_time += self._host_seconds(unit)
         sizes = self._sizes.units[unit]
         if not self._sizes.placement.gradients:
@@ -327,7 +333,7 @@ class _StepSimulator:
         self._wait_until("reduce", self._reduce_free_at)
         copied = sizes.grad_bytes + sizes.reduce_bytes - 2 * sizes.in_place_grad_bytes
         begin = max(self.compute_time, self.host_time) + copied / self._machine.bandwidth
-        if not sizes.side_stream_grad_bytes:  # see [Note: packing at once]
+        if not sizes.side_stream_grad_bytes:  # see [Note: packing on the compute stream]
             self._wait_until("launch", self.host_time)
             self.compute_time = begin
         self._reduce_free_at = self._schedule_collective(begin, "reduce-scatter", sizes.reduce_bytes)
@@ -339,42 +345,47 @@ class _StepSimulator:
     # -- the step -----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Update what is near, start to update what is far, and send new parameters to all."""
-        held, machine = self._sizes, self._machine
-        if not held.placement.gradients:
-            kind = "reduce-scatter" if held.shard_count > 1 else "all-reduce"
+        """Update the states on the device, start the offloaded updates, and all-gather the new parameters."""
+        sizes, machine = self._sizes, self._machine
+        if not sizes.placement.gradients:
+            kind = "reduce-scatter" if sizes.shard_count > 1 else "all-reduce"
             self._wait_until(
                 "reduce",
-                self.compute_time + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in held.units),
+                self.compute_time + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in sizes.units),
             )
-        trained = sum(unit.trained_numel for unit in held.units)
-        near = trained - sum(sum(unit.offloaded_numel.values()) for unit in held.units)
-        busy = near * held.update_bytes_per_element / machine.bandwidth
+        trainable = sum(unit.trained_numel for unit in sizes.units)
+        on_device = trainable - sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
+        busy = on_device * sizes.update_bytes_per_element / machine.bandwidth
         if self._has_clipping:
-            busy += sum(held.states[kind] for kind in ("gradients",)) / machine.bandwidth
+            busy += sum(sizes.states[kind] for kind in ("gradients",)) / machine.bandwidth
             busy += collective_seconds(machine, "all-reduce", 4, self._data_ranks, self._tensor)
         self.host_time += machine.unit
         self._wait_until("update", max(self.compute_time, self.host_time) + busy)
         self._updated_params_at.clear()
         self._update_offloaded()
-        if held.shard_count > 1 and not held.placement.parameters:
+        if sizes.shard_count > 1 and not sizes.placement.parameters:
             self._all_gather_params()
 
     def _update_offloaded(self) -> None:
-        """The host updates unit by unit: of the gradients that are there, what forward wants first."""
-        held, machine = self._sizes, self._machine
-        due = {unit: when for unit, when in self._grad_offloaded_at.items() if held.units[unit].offloaded_numel}
+        """Update unit by unit on the host: among the gradients that have arrived, the first one that forward needs."""
+        state_sizes, machine = self._sizes, self._machine
+        arrivals = {
+            unit: time for unit, time in self._grad_offloaded_at.items() if state_sizes.units[unit].offloaded_numel
+        }
         self._grad_offloaded_at.clear()
-        first = {unit: place for place, unit in reversed(list(enumerate(self._unshard_orders[0])))}
-        free = self._host_update_free_at
-        while due:
-            now = max(free, min(due.values()))
-            unit = min((u for u in due if due[u] <= now), key=lambda u: first.get(u, len(first)))
-            sizes = held.units[unit]
-            begin = max(free, due.pop(unit))
+        forward_position = {unit: position for position, unit in reversed(list(enumerate(self._unshard_orders[0])))}
+        free_at = self._host_update_free_at
+        while arrivals:
+            now = max(free_at, min(arrivals.values()))
+            unit = min(
+                (candidate for candidate in arrivals if arrivals[candidate] <= now),
+                key=lambda candidate: forward_position.get(candidate, len(forward_position)),
+            )
+            sizes = state_sizes.units[unit]
+            begin = max(free_at, arrivals.pop(unit))
             if self._has_clipping or "disk" in sizes.offloaded_numel:  # not before the step
                 begin = max(begin, self.compute_time)
-            free = (
+            free_at = (
                 begin
                 + sum(sizes.offloaded_numel.values())
                 * self._local_ranks
@@ -382,16 +393,16 @@ class _StepSimulator:
                 / machine.host_update
             )
             if "disk" in sizes.offloaded_numel:
-                states = sizes.offloaded_numel["disk"] * held.optimizer_bytes_per_element
-                free += states * self._local_ranks * (1 / machine.disk_read + 1 / machine.disk_write)
-                self._count_traffic("disk", 2 * states)
-            self._h2d_free_at = max(self._h2d_free_at, free, self.compute_time) + sizes.shard_bytes / machine.pcie
+                state_bytes = sizes.offloaded_numel["disk"] * state_sizes.optimizer_bytes_per_element
+                free_at += state_bytes * self._local_ranks * (1 / machine.disk_read + 1 / machine.disk_write)
+                self._count_traffic("disk", 2 * state_bytes)
+            self._h2d_free_at = max(self._h2d_free_at, free_at, self.compute_time) + sizes.shard_bytes / machine.pcie
             self._count_traffic("pcie", sizes.shard_bytes)
             self._updated_params_at[unit] = self._h2d_free_at
-        self._host_update_free_at = free
+        self._host_update_free_at = free_at
 
     def _all_gather_params(self) -> None:
-        """Gather the updated parts of parameters that all ranks hold whole; the next forward waits unit by unit."""
+        """All-gather the updated shards of unsharded parameters; the next forward waits unit by unit."""
         self._all_gather_free_at = max(self._all_gather_free_at, self.compute_time, self.host_time)
         for unit in dict.fromkeys(self._unshard_orders[0]):
             if self._sizes.units[unit].trained_numel:

@@ -1,4 +1,4 @@
-"""Subject: the model that is planned for, traced as often as plans need it and no more."""
+"""The model that is planned, with cached traces, sizes and costs."""
 
 from __future__ import annotations
 
@@ -25,29 +25,27 @@ from zeroshard.planner.tracing.trace_model import CheckpointMode, UntraceableErr
 from zeroshard.sharding.units import find_repeated_blocks, plan_units
 from zeroshard.tensor_parallel.plans import tensor_plan_for
 
-TRACE_TOLERANCE = 0.001  # by which a trace may miss what it stands for
-TRACED_DEPTHS = (2, 3)  # blocks of the shortened models that are traced in the place of a deep one
-MIN_EXTRAPOLATED_BLOCKS = 8  # blocks from which on that is done
-TRACED_MICRO_BATCHES = (
-    2,
-    3,
-)  # micro-batches that are traced; all others lie on the lines through them. 1 is special to many kernels
+TRACE_TOLERANCE = 0.001  # relative error allowed for an extrapolated trace
+TRACED_DEPTHS = (2, 3)  # blocks of the truncated models that are traced instead of a deep one
+MIN_EXTRAPOLATED_BLOCKS = 8  # models with fewer blocks are traced in full
+# traced micro-batches; others are extrapolated linearly. Not 1: many kernels treat it specially
+TRACED_MICRO_BATCHES = (2, 3)
 
 
 @dataclass(frozen=True)
 class TraceAndCost:
-    """A trace, and what it takes on a machine."""
+    """A trace and its cost on a machine."""
 
     trace: Trace
     cost: TraceCost
 
 
 class TracedModel:
-    """A model, how it is called, and what :func:`zeroshard.shard` is told beside a choice.
+    """A model, its inputs, and the options of :func:`zeroshard.shard` that are not part of a strategy.
 
-    ``partition``: whether each tensor rank keeps its part of a recomputed block's input (P_a), or all of it.
-    ``together``: whether small blocks make units together, as they do ([Note: small blocks]). ``replicas``: groups of
-    ranks that have the same states.
+    ``partition``: each tensor-parallel rank keeps a shard of a recomputed block's input (P_a), not all of it.
+    ``group_small_blocks``: small blocks are grouped into units, as in the engine ([Note: small blocks]).
+    ``replicas``: number of groups of ranks that have the same states.
     """
 
     def __init__(
@@ -72,13 +70,14 @@ class TracedModel:
         self.options, self._partition_activations = options, partition
         self._config = Config(**options)
         self._unit_specs = plan_units(model, self._config.units, self._config.bucket_size, group_small_blocks)
-        alone = all(plan.block_count == 1 for plan in self._unit_specs if plan.is_block)  # see [Note: small blocks]
-        stack = find_block_stack(model) if self._config.units is None and alone else None
-        self._extrapolated_depth = (
-            len(stack) if stack is not None and len(stack) >= MIN_EXTRAPOLATED_BLOCKS else 0
-        )  # 0: traced as it is
+        is_ungrouped = all(
+            spec.block_count == 1 for spec in self._unit_specs if spec.is_block
+        )  # see [Note: small blocks]
+        stack = find_block_stack(model) if self._config.units is None and is_ungrouped else None
+        # 0: the full model is traced
+        self._extrapolated_depth = len(stack) if stack is not None and len(stack) >= MIN_EXTRAPOLATED_BLOCKS else 0
         self._short_models: list[nn.Module] = []
-        self._can_extrapolate_micro_batch = True  # whether other micro-batches are taken to lie on straight lines
+        self._can_extrapolate_micro_batch = True  # traces are linear in the micro-batch
         self._traces: dict[tuple[int, CheckpointMode, str, int], Trace] = {}
         self._costs: dict[tuple[int, CheckpointMode, Machine, int], TraceAndCost] = {}
         self._state_sizes: dict[Any, StateSizes] = {}
@@ -86,11 +85,11 @@ class TracedModel:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether there are repeated blocks, whose inputs could be kept alone."""
+        """Whether the model has repeated blocks, which can be recomputed."""
         return next(find_repeated_blocks(self.model), None) is not None
 
     def tensor_degrees(self, max_degree: int) -> list[int]:
-        """The powers of two up to ``most`` that the model can be divided by; 1 alone where no plan is known."""
+        """Return the tensor-parallel degrees up to ``max_degree``, powers of two; only 1 if no plan is known."""
         plan = tensor_plan_for(self.model)
         degrees = [1]
         while plan is not None and 2 * degrees[-1] <= max_degree:
@@ -100,11 +99,11 @@ class TracedModel:
         return degrees
 
     def trace_and_cost(self, strategy: Strategy, machine: Machine) -> TraceAndCost:
-        """The trace of a choice, priced on a machine."""
+        """Return the trace of a strategy and its cost on a machine."""
         key = (strategy.tensor, strategy.checkpoint, machine, strategy.micro_batch)
         if key not in self._costs:
-            found = self._trace(strategy.tensor, strategy.checkpoint, machine.kind, strategy.micro_batch)
-            self._costs[key] = TraceAndCost(found, TraceCost.from_trace(found, machine, strategy.tensor))
+            trace = self._trace(strategy.tensor, strategy.checkpoint, machine.kind, strategy.micro_batch)
+            self._costs[key] = TraceAndCost(trace, TraceCost.from_trace(trace, machine, strategy.tensor))
         return self._costs[key]
 
     def _trace(self, tensor: int, checkpoint: CheckpointMode, kind: str, micro_batch: int) -> Trace:
@@ -116,8 +115,8 @@ class TracedModel:
         return self._cached_trace(tensor, checkpoint, kind, micro_batch)
 
     def _cached_trace(self, tensor: int, checkpoint: CheckpointMode, kind: str, micro_batch: int) -> Trace:
-        same: CheckpointMode = "recompute" if checkpoint == "host" else checkpoint
-        key = (tensor, same, kind, micro_batch)
+        traced_mode: CheckpointMode = "recompute" if checkpoint == "host" else checkpoint
+        key = (tensor, traced_mode, kind, micro_batch)
         if key not in self._traces:
             self._traces[key] = (
                 self._trace_from_short_models(*key) if self._extrapolated_depth else self._trace_model(self.model, *key)
@@ -125,7 +124,7 @@ class TracedModel:
         return self._traces[key]
 
     def _trace_from_short_models(self, tensor: int, checkpoint: CheckpointMode, kind: str, micro_batch: int) -> Trace:
-        """The trace of a deep model from two shortened ones; the whole model's, where these are not alike."""
+        """Extrapolate the trace from two truncated models; if their blocks differ, trace the full model."""
         try:
             self._short_models = self._short_models or [truncate_model(self.model, blocks) for blocks in TRACED_DEPTHS]
             low, high = (
@@ -153,9 +152,9 @@ class TracedModel:
         )
 
     def verify_extrapolation(self, strategy: Strategy, machine: Machine) -> bool:
-        """Whether the whole model, at a choice's own micro-batch, does what other traces have told of it.
+        """Return whether the extrapolated trace of a strategy matches a trace of the full model at its micro-batch.
 
-        If not, nothing is taken for a straight line from now on: neither depth nor micro-batch.
+        If not, stop extrapolating, both over depth and over the micro-batch.
         """
         if not (self._extrapolated_depth or self._can_extrapolate_micro_batch):
             return True
@@ -169,7 +168,7 @@ class TracedModel:
         return False
 
     def state_sizes(self, strategy: Strategy, ranks: int, on_gpu: bool) -> StateSizes:
-        """What the library holds of a choice."""
+        """Return the state sizes of a strategy on one rank."""
         key = (strategy.stage, strategy.tensor, repr(strategy.offload), ranks, on_gpu)
         if key not in self._state_sizes:
             self._state_sizes[key] = state_sizes(
@@ -186,25 +185,25 @@ class TracedModel:
         return self._state_sizes[key]
 
     def footprint(self, strategy: Strategy, ranks: int, machine: Machine, timeline: bool = False) -> Footprint:
-        """What a choice holds on each of ``ranks``."""
-        alike = replace(strategy, accumulate=min(strategy.accumulate, 2), offload=None)
-        key = (alike, repr(strategy.offload), ranks, machine, timeline)
+        """Return the memory footprint of a strategy on each of ``ranks``."""
+        reduced = replace(strategy, accumulate=min(strategy.accumulate, 2), offload=None)
+        key = (reduced, repr(strategy.offload), ranks, machine, timeline)
         if key not in self._footprints:
             self._footprints[key] = self._footprint(strategy, ranks, machine, timeline)
         return self._footprints[key]
 
     def _footprint(self, strategy: Strategy, ranks: int, machine: Machine, timeline: bool) -> Footprint:
         traced, on_gpu = self.trace_and_cost(strategy, machine), machine.kind == "cuda"
-        held = self.state_sizes(strategy, ranks, on_gpu)
-        trained = sum(unit.trained_numel for unit in held.units)
+        sizes = self.state_sizes(strategy, ranks, on_gpu)
+        trainable = sum(unit.trained_numel for unit in sizes.units)
         return footprint(
             traced.trace,
-            held,
+            sizes,
             on_gpu=on_gpu,
             prefetch=self._config.prefetch,
             inputs_on_host=strategy.checkpoint == "host",
             workspace=machine.workspace * (1 if self._config.defragment else 2),  # see [Note: one workspace]
-            scratch=self._scratch_bytes_per_element * min(trained, self._config.bucket_size),
+            scratch=self._scratch_bytes_per_element * min(trainable, self._config.bucket_size),
             timeline=timeline,
             spans=traced.cost.spans,
             has_persistent_grads=strategy.accumulate > 1 or strategy.offload is not None,
@@ -212,7 +211,7 @@ class TracedModel:
         )
 
     def step_time(self, strategy: Strategy, ranks: int, machine: Machine) -> StepTime:
-        """How long a step of a choice takes."""
+        """Return the step time of a strategy."""
         traced = self.trace_and_cost(strategy, machine)
         return step_time(
             traced.cost,
@@ -227,20 +226,22 @@ class TracedModel:
         )
 
     def useful_flops(self, strategy: Strategy, machine: Machine) -> float:
-        """Of a step on one device, without what is computed again."""
-        plain = Strategy(tensor=strategy.tensor, micro_batch=strategy.micro_batch)
-        return strategy.accumulate * self.trace_and_cost(plain, machine).cost.flops
+        """Return the FLOPs of a step on one device, without recomputation."""
+        uncheckpointed = Strategy(tensor=strategy.tensor, micro_batch=strategy.micro_batch)
+        return strategy.accumulate * self.trace_and_cost(uncheckpointed, machine).cost.flops
 
 
 def _has_same_cost(found: Trace, real: Trace) -> bool:
-    """Whether two traces take the same memory and time, but for rounding."""
-    sizes = [
+    """Return whether two traces need the same memory and time within ``TRACE_TOLERANCE``."""
+    totals = [
         (
-            max(span.peak_bytes for span in split_spans(one)),
-            sum(op.flops for op in one.ops),
-            sum(op.moved_bytes for op in one.ops),
+            max(span.peak_bytes for span in split_spans(trace)),
+            sum(op.flops for op in trace.ops),
+            sum(op.moved_bytes for op in trace.ops),
         )
-        for one in (found, real)
+        for trace in (found, real)
     ]
-    near = all(abs(mine - its) <= TRACE_TOLERANCE * its for mine, its in zip(*sizes, strict=True))
-    return near and len(found.events) == len(real.events)
+    is_close = all(
+        abs(predicted - actual) <= TRACE_TOLERANCE * actual for predicted, actual in zip(*totals, strict=True)
+    )
+    return is_close and len(found.events) == len(real.events)

@@ -1,4 +1,4 @@
-"""The table: which training states each ZeRO stage partitions. The one place that looks at a stage number."""
+"""Which training states each ZeRO stage partitions. The only place that depends on a stage number."""
 
 from __future__ import annotations
 
@@ -11,49 +11,53 @@ from zeroshard.config.offload import Offload
 class Placement:
     """Which states are partitioned over the shard axis; the others are replicated on every rank.
 
-    Where they rest, on the device or further away, is ``tier_placement.py``'s.
+    ``tier_placement.py`` decides in which tier they are placed.
 
     >>> Placement.from_stage(2, ranks=4)
     Placement(parameters=False, gradients=True, optimizer=True)
 
-    Over one rank there is nothing to partition:
+    With one rank there is nothing to partition:
 
     >>> Placement.from_stage(3, ranks=1)
     Placement(parameters=False, gradients=False, optimizer=False)
 
-    unless states rest outside the device: then units come and go, and gradients leave during backward, as over many.
+    unless states are offloaded: then units are unsharded and resharded, and gradients are offloaded during backward, as
+    with several ranks.
 
     >>> Placement.from_stage(3, ranks=1, offload=Offload(optimizer="host"))
     Placement(parameters=False, gradients=True, optimizer=False)
 
-    or a unit is cast from its master whenever it is brought: then units come and go.
+    or unsharding casts a unit from its master: then units are unsharded and resharded too.
 
     >>> Placement.from_stage(3, ranks=1, casts_master=True)
     Placement(parameters=True, gradients=False, optimizer=False)
     """
 
-    parameters: bool  # partitioned: a unit is gathered for its computation and released after it
+    parameters: bool  # partitioned: a unit is unsharded for its computation and resharded after it
     gradients: bool  # partitioned: reduced inside backward; replicated: summed locally, reduced once per step
-    optimizer: bool  # partitioned: each rank updates its shard, and parameters are gathered from all
+    optimizer: bool  # partitioned: each rank updates its shard, and parameters are all-gathered
 
     @classmethod
     def from_stage(
         cls, stage: int, ranks: int, offload: Offload | None = None, replicas: int = 1, casts_master: bool = False
     ) -> Placement:
-        """Look the stage up, and refuse to offload what its ranks hold whole.
+        """Return the placement of a stage; raise if states that it does not partition should be offloaded.
 
-        ``ranks`` are those of the shard axis, of which there are ``replicas``. ``cast``: gathers cast masters.
+        ``ranks``: size of the shard axis. ``replicas``: how many such groups of ranks there are. ``casts_master``:
+        unsharding casts from the masters.
         """
         row = _STAGE_TABLE[stage] if ranks > 1 else _STAGE_TABLE[0]
         if offload is None:
-            alone = ranks * replicas == 1
-            return replace(row, parameters=_STAGE_TABLE[stage].parameters) if casts_master and alone else row
+            is_single_rank = ranks * replicas == 1
+            return replace(row, parameters=_STAGE_TABLE[stage].parameters) if casts_master and is_single_rank else row
         if offload.parameters and not _STAGE_TABLE[stage].parameters:
             raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
-        leave = _STAGE_TABLE[stage].gradients or ranks * replicas == 1  # one by one in backward
-        if offload.gradients and not leave:
+        can_offload_grads = _STAGE_TABLE[stage].gradients or ranks * replicas == 1  # unit by unit during backward
+        if offload.gradients and not can_offload_grads:
             raise ValueError(f"stage {stage} sums whole gradients on each rank: to offload them, take stage=2 or 3")
-        return row if ranks > 1 else cls(parameters=bool(offload.parameters), gradients=leave, optimizer=False)
+        return (
+            row if ranks > 1 else cls(parameters=bool(offload.parameters), gradients=can_offload_grads, optimizer=False)
+        )
 
 
 _STAGE_TABLE = {

@@ -1,4 +1,4 @@
-"""Which dtype each parameter computes, reduces and is updated in, and the loss scale of fp16."""
+"""The dtypes in which each parameter is computed, reduced and updated, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from zeroshard.config.config import Config
 
 GROWTH_INTERVAL = 2000  # steps without overflow after which the loss scale doubles
 
-# Backwards under way, by autograd's number → inverse of the scale that their loss was multiplied by, None: of none.
-# One table for all models: a loss may reach several of them.
+# Running backwards: autograd's graph task id → inverse of the scale of their loss; None: not scaled.
+# One table for all models, because a loss may depend on several models.
 _running_backwards: dict[int, torch.Tensor | None] = {}
 
 
 def current_inverse_scale() -> torch.Tensor | None:
-    """The inverse of the loss scale that the backward under way carries; None where its loss was not scaled.
+    """Return the inverse of the running backward's loss scale; None if its loss was not scaled.
 
-    From here on it counts as decided: a loss that turns out to be scaled later in the same backward is an error.
+    This fixes the scale: a loss found to be scaled later in the same backward is an error.
     """
-    number = torch._C._current_graph_task_id()
-    if number not in _running_backwards:
-        _record_backward(number, None)
-    return _running_backwards[number]
+    task_id = torch._C._current_graph_task_id()
+    if task_id not in _running_backwards:
+        _record_backward(task_id, None)
+    return _running_backwards[task_id]
 
 
 def _record_backward(number: int, inverse: torch.Tensor | None) -> None:
@@ -43,12 +43,12 @@ def _remove_backward(number: int) -> None:
 
 
 def _on_scaled_loss(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
-    """A backward comes to a loss that was multiplied by the loss scale."""
-    number = torch._C._current_graph_task_id()
-    if number not in _running_backwards:
-        _record_backward(number, inverse)
+    """Record that the running backward starts from a scaled loss; raise if another of its losses differs."""
+    task_id = torch._C._current_graph_task_id()
+    if task_id not in _running_backwards:
+        _record_backward(task_id, inverse)
         return
-    known = _running_backwards[number]
+    known = _running_backwards[task_id]
     if known is None or (known is not inverse and bool(known != inverse)):
         other = "is not scaled" if known is None else "has another scale"
         raise RuntimeError(
@@ -58,7 +58,7 @@ def _on_scaled_loss(inverse: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def matches(name: str, module: nn.Module, patterns: tuple[str | type[nn.Module], ...]) -> bool:
-    """Whether a module is meant by one of the patterns: its class, or a shell pattern of its name.
+    """Return whether a module matches one of the patterns: a class, or a shell pattern for its name.
 
     >>> matches("layers.3", nn.Linear(1, 1), ("layers.*",)), matches("head", nn.Linear(1, 1), (nn.LayerNorm,))
     (True, False)
@@ -77,53 +77,53 @@ class Precision:
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self._config = config
-        kept = (*config.keep_fp32, _BatchNorm) if config.has_master else ()
-        self.fp32_modules = [name for name, module in model.named_modules() if matches(name, module, kept)]
+        fp32_patterns = (*config.keep_fp32, _BatchNorm) if config.has_master else ()
+        self.fp32_modules = [name for name, module in model.named_modules() if matches(name, module, fp32_patterns)]
         self._fp32_param_names = {
             f"{name}.{key}" if name else key
             for name in self.fp32_modules
             for key, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
         }
-        self._fp32_patterns = [p for p in kept if isinstance(p, str)]
+        self._fp32_patterns = [p for p in fp32_patterns if isinstance(p, str)]
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype of the parameter in forward and backward."""
-        wanted = self._config.compute_dtype
-        if wanted is None or not parameter.is_floating_point():
+        """Return the dtype of the parameter in forward and backward."""
+        dtype = self._config.compute_dtype
+        if dtype is None or not parameter.is_floating_point():
             return parameter.dtype
-        kept = name in self._fp32_param_names or any(fnmatchcase(name, pattern) for pattern in self._fp32_patterns)
-        return torch.float32 if kept else wanted
+        is_fp32 = name in self._fp32_param_names or any(fnmatchcase(name, pattern) for pattern in self._fp32_patterns)
+        return torch.float32 if is_fp32 else dtype
 
     def has_master(self, dtype: torch.dtype) -> bool:
-        """Whether parameters computed in ``dtype`` are updated in an fp32 copy."""
+        """Return whether parameters computed in ``dtype`` have an fp32 master."""
         return self._config.has_master and dtype in (torch.bfloat16, torch.float16)
 
     def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that gradients of parameters computed in ``dtype`` are summed and kept in."""
+        """Return the dtype in which gradients of parameters computed in ``dtype`` are reduced and kept."""
         chosen = self._config.reduce_dtype
         return chosen if isinstance(chosen, torch.dtype) else dtype
 
 
 class LossScale:
-    """fp16's dynamic loss scale. It stays on the device: no host sync to read it or to change it."""
+    """The dynamic loss scale of fp16. It stays on the device: using or changing it needs no host sync."""
 
     def __init__(self, initial: float, device: torch.device) -> None:
         self.scale = torch.full((), initial, device=device)  # fp32
         self.inverse_scale = 1 / self.scale  # fp32
-        self.found_inf = torch.zeros((), device=device)  # fp32, 1 where a gradient was not finite on any rank
+        self.found_inf = torch.zeros((), device=device)  # fp32, 1 if a gradient was not finite on any rank
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the scale, and have its backward know that."""
+        """Multiply a loss by the scale, and hook its backward to record that."""
         scaled = loss.float() * self.scale
         if scaled.requires_grad:
             scaled.register_hook(partial(_on_scaled_loss, self.inverse_scale))  # type: ignore[no-untyped-call]
         return scaled
 
     def check_overflow(self, gradients: list[torch.Tensor], max_abs_values: Sequence[torch.Tensor] = ()) -> None:
-        """Note values that are not finite, or would not be in fp32. Reads only, and makes no copy.
+        """Set ``found_inf`` if values are not finite, or would not be in fp32. Reads only, without a copy.
 
-        ``magnitudes`` are the largest ones of gradients that are not at hand.
+        ``max_abs_values`` are the largest magnitudes of gradients that are not in ``gradients``.
         """
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for gradient in gradients:
@@ -131,32 +131,32 @@ class LossScale:
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         norms = [torch.stack(torch._foreach_norm(group, math.inf)).float() for group in by_dtype.values()]
         norms += [torch.stack(list(max_abs_values))] if max_abs_values else []
-        if norms:  # the norm of what holds a NaN is NaN, which is not less than anything
+        if norms:  # a tensor with a NaN has the norm NaN, and NaN < inf is False
             torch.logical_not((torch.cat(norms) < math.inf).all(), out=self.found_inf)
 
     def state(self) -> list[float]:
-        """The scale and the length of the present streak without overflow, as plain numbers."""
+        """Return the scale and the growth tracker (steps since the last overflow), as plain numbers."""
         return [float(self.scale), float(self._growth_tracker)]
 
     def load(self, state: list[float]) -> None:
-        """Go on from :meth:`state`."""
+        """Restore the result of :meth:`state`."""
         self.scale.fill_(state[0])
         self._growth_tracker.fill_(int(state[1]))
         self.inverse_scale = 1 / self.scale
 
     def update(self) -> None:
-        """Halve the scale after an overflow, double it after a long streak without, and clear the note."""
+        """Halve the scale after an overflow, double it after many steps without, and clear ``found_inf``."""
         torch._amp_update_scale_(self.scale, self._growth_tracker, self.found_inf, 2.0, 0.5, GROWTH_INTERVAL)
         self.inverse_scale = 1 / self.scale
         self.clear_overflow()
 
     def clear_overflow(self) -> None:
-        """Clear the note of an overflow."""
+        """Clear ``found_inf``."""
         self.found_inf.zero_()
 
 
 def tree_map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``change`` to every tensor in nested containers and dataclasses; the value itself where none changes.
+    """Apply ``change`` to every tensor in nested containers and dataclasses; return ``value`` itself if none changes.
 
     >>> tree_map_tensors({"a": [torch.ones(1)], "b": 2}, lambda t: t + 1)
     {'a': [tensor([2.])], 'b': 2}

@@ -1,13 +1,14 @@
-"""Rests: in which tier each stretch of this rank's states rests. Pure arithmetic, from fractions and limits.
+"""Which tier each range of this rank's states is placed in. Pure arithmetic, from fractions and limits.
 
-[Note: what stays near]
-Backward comes last to the units that forward begins with. Their gradients are the last to arrive, and the next forward
-wants them first, so whatever of them rests far away is waited for. The far tiers are therefore filled from the last
-unit to the first, the farthest tier first. Optimizer states are cut anywhere (on vector boundaries), so a fraction is
-met exactly; gradients and parameters go by whole flats, so it is met as nearly as they allow.
+[Note: which units stay on the device]
+Backward visits last the units that forward visits first. Their gradients are the last to be ready, and the next forward
+needs them first, so it has to wait for any of their states that are offloaded. Therefore the offload tiers are filled
+from the last unit to the first, the slowest tier first. Optimizer states are split anywhere (on vector boundaries), so
+their fraction is met exactly. Gradients and parameters are offloaded by whole flats, so their fraction is met as
+closely as the flats allow.
 
-A limit counts everything the library keeps in that tier, buffers included. What does not fit under it stays on the
-device.
+A limit counts everything that the library keeps in that tier, including buffers. States that do not fit under it stay
+on the device.
 """
 
 from __future__ import annotations
@@ -19,57 +20,56 @@ from dataclasses import dataclass, field
 from zeroshard.config.offload import TIERS, Offload
 from zeroshard.sharding.layout import ALIGN_ELEMENTS, Range, round_up
 
-PAGE_BYTES = max(4096, mmap.PAGESIZE)  # bytes: what direct I/O and maps have to be aligned to, in a file and in memory
-MAX_TENSORS_PER_CHUNK = 4  # of a granule at most: its master and three states, as Adam with amsgrad has
-MAX_CHUNK_ELEMENTS = {"host": 2**26, "disk": 2**24}  # most elements that are updated, and moved, at once: 20 ms of work
+PAGE_BYTES = max(4096, mmap.PAGESIZE)  # alignment of direct I/O and mmap, in a file and in memory
+MAX_TENSORS_PER_CHUNK = 4  # at most: the master and three states, as Adam with amsgrad has
+MAX_CHUNK_ELEMENTS = {"host": 2**26, "disk": 2**24}  # elements of a state chunk, at most: 20 ms of work
 
 
 @dataclass(frozen=True)
 class FlatSizes:
-    """One flat, as this rank holds it."""
+    """The sizes of one flat's states on this rank."""
 
-    shard_ranges: tuple[Range, ...]  # each bucket's place in the shard; neighbours
+    shard_ranges: tuple[Range, ...]  # each bucket's range in the shard; contiguous
     is_trained: bool  # whether an optimizer updates it
-    param_bytes_per_element: int  # of an element, as parameter in computation
-    grad_bytes_per_element: int  # of an element, as reduced gradient
-    state_bytes_per_element: int  # of an element, of optimizer states and their master copy
+    param_bytes_per_element: int  # of compute-dtype parameters
+    grad_bytes_per_element: int  # of reduced gradients
+    state_bytes_per_element: int  # of optimizer states and the master
 
     @property
     def numel(self) -> int:
-        """Elements of the shard."""
+        """Return the elements of the shard."""
         return self.shard_ranges[-1].end if self.shard_ranges else 0
 
 
 @dataclass
 class TierPlacement:
-    """Where the states of one flat rest."""
+    """The tiers of one flat's states."""
 
     parameters: str = "device"
     gradients: str = "device"
-    optimizer: list[tuple[Range, str]] = field(default_factory=list)  # stretches of the shard, in order, with tiers
+    optimizer: list[tuple[Range, str]] = field(default_factory=list)  # ranges of the shard, in order, with tiers
 
     @property
     def has_offloaded_optimizer(self) -> bool:
-        """Whether any optimizer states rest outside the device."""
+        """Return whether any optimizer states are offloaded."""
         return any(tier != "device" for _, tier in self.optimizer)
 
 
 class _TierBudget:
-    """What is left of each tier's limit, in bytes; None: no limit."""
+    """The bytes left under each tier's limit; None: no limit."""
 
     def __init__(self, offload: Offload, buffers: int, pages: int) -> None:
         self._bytes_left = {tier: offload.byte_limit(tier) for tier in TIERS}
-        for tier, taken in (("host", buffers), ("disk", pages)):
+        for tier, used in (("host", buffers), ("disk", pages)):
             limit = self._bytes_left[tier]
-            self._bytes_left[tier] = None if limit is None else max(0, limit - taken)
+            self._bytes_left[tier] = None if limit is None else max(0, limit - used)
 
     def max_count(self, tier: str, nbytes: int) -> int | None:
-        """How many things of ``each`` bytes still fit."""
+        """Return how many items of ``nbytes`` bytes still fit; None: no limit."""
         left = self._bytes_left[tier]
         return None if left is None else left // nbytes
 
     def bytes_left(self, tier: str) -> int | None:
-        """Bytes."""
         return self._bytes_left[tier]
 
     def reserve(self, tier: str, nbytes: int) -> None:
@@ -81,39 +81,42 @@ class _TierBudget:
 def assign_tiers(
     flats: Sequence[FlatSizes], offload: Offload, partitioned_gradients: bool, buffers: int = 0
 ) -> tuple[list[TierPlacement], int | None]:
-    """Say where each flat's states rest, and how many bytes are left under the host's limit (None: it has none).
+    """Return each flat's tier placement, and the bytes left under the host's limit (None: no limit).
 
-    ``buffers`` are bytes of host memory that are taken in any case.
+    ``buffers`` are bytes of host memory that are used in any case.
 
-    >>> body = FlatSizes((Range(0, 6400),), True, 2, 2, 12)
-    >>> rests, _ = assign_tiers([body], Offload(optimizer=("host", 0.5)), partitioned_gradients=True)
-    >>> rests[0].optimizer
+    >>> sizes = FlatSizes((Range(0, 6400),), True, 2, 2, 12)
+    >>> placements, _ = assign_tiers([sizes], Offload(optimizer=("host", 0.5)), partitioned_gradients=True)
+    >>> placements[0].optimizer
     [(Range(start=0, end=3200), 'device'), (Range(start=3200, end=6400), 'host')]
     """
-    tensors = sum(
-        MAX_TENSORS_PER_CHUNK * len(split_chunks(Range(0, body.numel), body.shard_ranges, MAX_CHUNK_ELEMENTS["disk"]))
+    tensor_count = sum(
+        MAX_TENSORS_PER_CHUNK * len(split_chunks(Range(0, flat.numel), flat.shard_ranges, MAX_CHUNK_ELEMENTS["disk"]))
         + 2
-        for body in flats
+        for flat in flats
     )
-    room = _TierBudget(offload, buffers, tensors * PAGE_BYTES)
-    rests = [TierPlacement() for _ in flats]
+    budget = _TierBudget(offload, buffers, tensor_count * PAGE_BYTES)
+    placements = [TierPlacement() for _ in flats]
     limit = offload.byte_limit("host")
-    reached = [tier for tier in TIERS if tier != "disk" or limit is None or buffers <= limit]  # by way of the buffers
-    _assign_optimizer_states(flats, rests, _select_tiers(reached, offload.optimizer), room)
+    # the disk is staged through the host buffers
+    usable_tiers = [tier for tier in TIERS if tier != "disk" or limit is None or buffers <= limit]
+    _assign_optimizer_states(flats, placements, _select_tiers(usable_tiers, offload.optimizer), budget)
     if not partitioned_gradients:
-        wanted: Mapping[str, float] = {}
+        grad_fractions: Mapping[str, float] = {}
     elif offload.gradients is None:
-        _offload_matching_grads(flats, rests, room)
-        wanted = {}
+        _offload_matching_grads(flats, placements, budget)
+        grad_fractions = {}
     else:
-        wanted = offload.gradients
-    sizes = [body.numel * body.grad_bytes_per_element if body.is_trained else 0 for body in flats]
-    for rest, tier in _assign_whole_flats(rests, sizes, wanted, room):
-        rest.gradients = tier
-    sizes = [body.numel * body.param_bytes_per_element for body in flats]
-    for rest, tier in _assign_whole_flats(rests, sizes, _select_tiers(reached, offload.parameters), room):
-        rest.parameters = tier
-    return rests, room.bytes_left("host")
+        grad_fractions = offload.gradients
+    flat_bytes = [flat.numel * flat.grad_bytes_per_element if flat.is_trained else 0 for flat in flats]
+    for placement, tier in _assign_whole_flats(placements, flat_bytes, grad_fractions, budget):
+        placement.gradients = tier
+    flat_bytes = [flat.numel * flat.param_bytes_per_element for flat in flats]
+    for placement, tier in _assign_whole_flats(
+        placements, flat_bytes, _select_tiers(usable_tiers, offload.parameters), budget
+    ):
+        placement.parameters = tier
+    return placements, budget.bytes_left("host")
 
 
 def _select_tiers(tiers: Sequence[str], fractions: Mapping[str, float]) -> dict[str, float]:
@@ -123,72 +126,74 @@ def _select_tiers(tiers: Sequence[str], fractions: Mapping[str, float]) -> dict[
 def _assign_optimizer_states(
     flats: Sequence[FlatSizes], placements: list[TierPlacement], fractions: Mapping[str, float], budget: _TierBudget
 ) -> None:
-    total = sum(body.numel for body in flats if body.is_trained)
-    quotas, whole = {}, sum(fractions.values()) > 1 - 1e-9
+    total = sum(flat.numel for flat in flats if flat.is_trained)
+    quotas, is_everything = {}, sum(fractions.values()) > 1 - 1e-9
     left = total
-    for number, (tier, fraction) in enumerate(fractions.items(), 1):
+    for position, (tier, fraction) in enumerate(fractions.items(), 1):
         wanted = (
-            left if whole and number == len(fractions) else round(total * fraction / ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            left
+            if is_everything and position == len(fractions)
+            else round(total * fraction / ALIGN_ELEMENTS) * ALIGN_ELEMENTS
         )
         quotas[tier] = min(wanted, left)
         left -= quotas[tier]
-    for body, rest in reversed(list(zip(flats, placements, strict=True))):
-        end = body.numel if body.is_trained else 0
-        found: list[tuple[Range, str]] = []
+    for flat, placement in reversed(list(zip(flats, placements, strict=True))):
+        end = flat.numel if flat.is_trained else 0
+        ranges: list[tuple[Range, str]] = []
         for tier in quotas:
-            most = budget.max_count(tier, body.state_bytes_per_element)
+            max_numel = budget.max_count(tier, flat.state_bytes_per_element)
             numel = min(end, quotas[tier])
-            numel = numel if most is None else min(numel, most // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
+            numel = numel if max_numel is None else min(numel, max_numel // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
             if numel:
-                found.append((Range(end - numel, end), tier))
+                ranges.append((Range(end - numel, end), tier))
                 quotas[tier] -= numel
-                budget.reserve(tier, numel * body.state_bytes_per_element)
+                budget.reserve(tier, numel * flat.state_bytes_per_element)
                 end -= numel
         if end:
-            found.append((Range(0, end), "device"))
-        rest.optimizer = found[::-1]
+            ranges.append((Range(0, end), "device"))
+        placement.optimizer = ranges[::-1]
 
 
 def _offload_matching_grads(flats: Sequence[FlatSizes], placements: list[TierPlacement], budget: _TierBudget) -> None:
-    """Let gradients rest on the host where optimizer states are away: they are needed there.
+    """Place gradients on the host if all optimizer states of their flat are offloaded: the update there needs them.
 
-    Those of a flat whose states are partly near stay near: the device would have to wait for them to come back.
+    If some of the states are on the device, the gradients stay there: the device would have to wait for their return.
     """
-    for body, rest in reversed(list(zip(flats, placements, strict=True))):
-        nbytes = body.numel * body.grad_bytes_per_element
-        away = rest.has_offloaded_optimizer and all(tier != "device" for _, tier in rest.optimizer)
-        if away and nbytes and budget.max_count("host", nbytes) != 0:
-            rest.gradients = "host"
+    for flat, placement in reversed(list(zip(flats, placements, strict=True))):
+        nbytes = flat.numel * flat.grad_bytes_per_element
+        is_offloaded = placement.has_offloaded_optimizer and all(tier != "device" for _, tier in placement.optimizer)
+        if is_offloaded and nbytes and budget.max_count("host", nbytes) != 0:
+            placement.gradients = "host"
             budget.reserve("host", nbytes)
 
 
 def _assign_whole_flats(
     placements: list[TierPlacement], sizes: list[int], fractions: Mapping[str, float], budget: _TierBudget
 ) -> list[tuple[TierPlacement, str]]:
-    """Give whole flats to tiers, so that each tier has as nearly its fraction of the bytes as they allow."""
+    """Assign whole flats to tiers, so that each tier gets its fraction of the bytes as closely as possible."""
     quotas = {tier: fraction * sum(sizes) for tier, fraction in fractions.items()}
     placed = []
-    for rest, nbytes in reversed(list(zip(placements, sizes, strict=True))):
+    for placement, nbytes in reversed(list(zip(placements, sizes, strict=True))):
         for tier in quotas if nbytes else ():
             if quotas[tier] >= nbytes / 2 and budget.max_count(tier, nbytes) != 0:
                 quotas[tier] -= nbytes
                 budget.reserve(tier, nbytes)
-                placed.append((rest, tier))
+                placed.append((placement, tier))
                 break
     return placed
 
 
 def split_chunks(span: Range, shard_ranges: Sequence[Range], max_numel: int) -> list[Range]:
-    """Cut a stretch of a shard where buckets end, and into even parts of at most ``most`` elements.
+    """Split a range of a shard at the ends of buckets, and into even chunks of at most ``max_numel`` elements.
 
     >>> split_chunks(Range(64, 448), [Range(0, 128), Range(128, 448)], max_numel=256)
     [Range(start=64, end=128), Range(start=128, end=320), Range(start=320, end=448)]
     """
-    found = []
-    for home in shard_ranges:
-        common = home.intersect(span)
+    chunks = []
+    for bucket_range in shard_ranges:
+        common = bucket_range.intersect(span)
         if common is not None:
-            parts = -(-common.numel // (max(max_numel // ALIGN_ELEMENTS, 1) * ALIGN_ELEMENTS))
-            step = round_up(-(-common.numel // parts), ALIGN_ELEMENTS)
-            found += [Range(at, min(at + step, common.end)) for at in range(common.start, common.end, step)]
-    return found
+            count = -(-common.numel // (max(max_numel // ALIGN_ELEMENTS, 1) * ALIGN_ELEMENTS))
+            step = round_up(-(-common.numel // count), ALIGN_ELEMENTS)
+            chunks += [Range(start, min(start + step, common.end)) for start in range(common.start, common.end, step)]
+    return chunks

@@ -1,16 +1,16 @@
-"""Finding the units of a model: its repeated blocks, and the rest in between, without the user's help.
+"""Find the units of a model, its repeated blocks and the modules between them, without the user's help.
 
 [Note: small blocks]
-A collective of few bytes takes as long as its latency, and the host as long to launch it as any other. So neighbouring
-blocks are gathered and reduced together while they have few parameters: at most ``MAX_GROUP_ELEMENTS`` elements, whose
-gather takes about as long as its latency on a fast network, and at most a sixteenth of all blocks. Of up to 31 blocks
-of one size each is a unit, however small. Some groups are in memory at a time, as parameters, gradients and buckets:
-that grows with a group, and the host's time with their number. So from 48 blocks up both grow with the square root of
-the blocks.
+A collective of few bytes takes as long as its latency, and the host needs as long to launch it as any other. So
+consecutive blocks are all-gathered and reduce-scattered together while they have few parameters: at most
+``MAX_GROUP_ELEMENTS`` elements, whose all-gather takes about as long as its latency on a fast network, and at most a
+sixteenth of all blocks. With up to 31 blocks of equal size, each is a unit, however small. A few groups are in memory
+at a time, as parameters, gradients and buckets: this memory grows with the size of a group, and the host's time with
+the number of groups. So from 48 blocks on, both grow with the square root of the number of blocks.
 
-The last blocks run backward beside all the activations there are, which is where the memory of a step is highest; what
-is behind a group has given its activations back. So behind each group are at least ``MIN_ELEMENTS_BEHIND_RATIO`` times
-as many elements as it has: from the end 1, 1, … 2, 2, 2, 3, ….
+The last blocks run backward while all activations are in memory, which is the memory peak of a step. When backward
+reaches a group, the blocks executed later in forward have freed their activations. So these have at least
+``MIN_ELEMENTS_BEHIND_RATIO`` times as many elements as the group. Group sizes from the end: 1, 1, … 2, 2, 2, 3, ….
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from torch import nn
 
 from zeroshard.sharding.precision import matches
 
-TINY_NEIGHBOR_RATIO = 16  # a neighbour under 1/16 of the other is merged into it whatever the sum
-MAX_GROUP_ELEMENTS = 2**24  # elements that neighbouring blocks may have together
+TINY_NEIGHBOR_RATIO = 16  # a neighbour under 1/16 of the other is merged into it, whatever their total size
+MAX_GROUP_ELEMENTS = 2**24  # elements in a group of consecutive blocks, at most
 MIN_GROUPS = 16  # groups of blocks, at least
-GROUP_GROWTH_BLOCKS = 3  # blocks of a group, from which on there are more groups too
-MIN_ELEMENTS_BEHIND_RATIO = 6  # times as many elements as a group has are in the blocks behind it, at least
+GROUP_GROWTH_BLOCKS = 3  # blocks per group, from which on the number of groups grows too
+MIN_ELEMENTS_BEHIND_RATIO = 6  # elements executed after a group in forward, per element of the group, at least
 
 
 @dataclass
 class UnitSpec:
-    """A unit to be: its parameters, and the modules whose run needs them."""
+    """What a unit will consist of: its parameters, and the modules whose calls need them."""
 
     name: str
     parameters: list[str]
     modules: list[str]
     numel: int
     is_block: bool
-    block_count: int = 1  # that it was made of, where it is one
+    block_count: int = 1  # merged blocks, if ``is_block``
 
     def merge(self, other: UnitSpec) -> None:
-        """Make one unit of two neighbours."""
+        """Merge the next unit into this one."""
         self.block_count += other.block_count
         self.name = f"{self.name}+{other.name}"
         self.parameters += other.parameters
@@ -57,9 +57,9 @@ def plan_units(
     bucket_size: int,
     group_small_blocks: bool = True,
 ) -> list[UnitSpec]:
-    """Divide the model's parameters into units, in the order the model defines them.
+    """Split the model's parameters into units, in the order the model defines them.
 
-    ``together``: small blocks may go together, where no units are asked for.
+    ``group_small_blocks``: small blocks may share a unit, if ``patterns`` is None.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -67,7 +67,7 @@ def plan_units(
     ...         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
     >>> blocks = nn.Sequential(*[Block() for _ in range(3)])
     >>> model = nn.Sequential(nn.Embedding(100, 8), blocks, nn.LayerNorm(8), nn.Linear(8, 100))
-    >>> [plan.name for plan in plan_units(model, None, 2**25)]
+    >>> [spec.name for spec in plan_units(model, None, 2**25)]
     ['0', '1.0', '1.1', '1.2', '2+3']
     """
     names = {module: name for name, module in model.named_modules()}
@@ -78,31 +78,30 @@ def plan_units(
         if not blocks:
             known = list(names.values())[1:6]
             raise ValueError(f"units={patterns!r} matches no module; modules are named like {known}")
-    owner: dict[nn.Parameter, UnitSpec] = {}
-    plans: list[UnitSpec] = []
-    for module, inside, is_block in _candidate_modules(model, blocks):
-        plan = UnitSpec(names[module], [], [names[module]], 0, is_block)
-        for submodule in inside:
+    spec_of_param: dict[nn.Parameter, UnitSpec] = {}
+    specs: list[UnitSpec] = []
+    for module, submodules, is_block in _candidate_modules(model, blocks):
+        spec = UnitSpec(names[module], [], [names[module]], 0, is_block)
+        for submodule in submodules:
             for key, parameter in submodule.named_parameters(names[submodule], recurse=False, remove_duplicate=False):
-                home = owner.get(parameter)
-                if home is None:
-                    owner[parameter] = plan
-                    plan.parameters.append(key)
-                    plan.numel += parameter.numel()
-                elif home is not plan and names[module] not in home.modules:
-                    home.modules.append(names[module])  # tied: this module needs that unit too
-        if plan.parameters:
-            plans.append(plan)
+                owner = spec_of_param.get(parameter)
+                if owner is None:
+                    spec_of_param[parameter] = spec
+                    spec.parameters.append(key)
+                    spec.numel += parameter.numel()
+                elif owner is not spec and names[module] not in owner.modules:
+                    owner.modules.append(names[module])  # tied: this module needs that unit too
+        if spec.parameters:
+            specs.append(spec)
     return _merge_small_neighbors(
-        _group_small_blocks(plans) if group_small_blocks and patterns is None else plans, bucket_size
+        _group_small_blocks(specs) if group_small_blocks and patterns is None else specs, bucket_size
     )
 
 
 def find_repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the outermost containers' children of one class: transformer layers, residual blocks, stages."""
-    found = (
-        _same_class_children(model) if isinstance(model, (nn.ModuleList, nn.Sequential)) else []
-    )  # the model is the container
+    """Yield the outermost containers' children that share a class: transformer layers, residual blocks, stages."""
+    # the model itself may be the container
+    found = _same_class_children(model) if isinstance(model, (nn.ModuleList, nn.Sequential)) else []
     yield from found
     for child in model.children():
         if child not in found:
@@ -118,7 +117,7 @@ def _find_repeated_in(child: nn.Module) -> Iterator[nn.Module]:
 
 
 def _same_class_children(container: nn.Module) -> list[nn.Module]:
-    """The children of a container that are of one class with another, and have children and parameters."""
+    """Return the children of a container that share a class and have children and parameters."""
     members = list(container.children())
     counts = Counter(type(m) for m in members if next(m.children(), None) is not None)
     return [m for m in members if counts[type(m)] > 1 and next(m.parameters(), None) is not None]
@@ -128,46 +127,46 @@ CandidateModule = tuple[nn.Module, list[nn.Module], bool]
 
 
 def _candidate_modules(module: nn.Module, blocks: set[nn.Module], root: bool = True) -> Iterator[CandidateModule]:
-    """Yield each module that becomes (part of) a unit, the submodules whose parameters it takes, whether a block.
+    """Yield each module that becomes (part of) a unit, the submodules whose parameters it gets, and ``is_block``.
 
-    A module with parameters of its own and no block inside takes all below it, since its forward may use a child's
-    parameters directly, as nn.MultiheadAttention does.
+    A module that has direct parameters and contains no block gets the parameters of all its submodules, because its
+    forward may use a child's parameters directly, as nn.MultiheadAttention does.
     """
-    own = next(module.parameters(recurse=False), None) is not None
+    has_own_params = next(module.parameters(recurse=False), None) is not None
     has_blocks = any(m in blocks for m in module.modules() if m is not module)
     is_block = module in blocks
-    if (is_block or (own and not root)) and not has_blocks:
+    if (is_block or (has_own_params and not root)) and not has_blocks:
         yield module, list(module.modules()), is_block
         return
-    if own:
+    if has_own_params:
         yield module, [module], is_block
     for child in module.children():
         yield from _candidate_modules(child, blocks, root=False)
 
 
 def _group_small_blocks(specs: list[UnitSpec]) -> list[UnitSpec]:
-    """Merge neighbouring blocks of one container while they are small: see [Note: small blocks]."""
-    blocks = [plan.numel for plan in specs if plan.is_block]
-    limit = _group_element_limit(sum(blocks), len(blocks))
-    grouped: list[UnitSpec] = []  # from the end
-    behind = 0  # elements of the blocks behind the last group
-    for plan in reversed(specs):
+    """Merge consecutive blocks of one container while they are small: see [Note: small blocks]."""
+    block_numels = [spec.numel for spec in specs if spec.is_block]
+    limit = _group_element_limit(sum(block_numels), len(block_numels))
+    grouped: list[UnitSpec] = []  # in reverse order
+    numel_behind = 0  # elements of the blocks executed after the last group in forward
+    for spec in reversed(specs):
         last = grouped[-1] if grouped else None
         if (
             last is not None
-            and _is_same_container(plan, last)
-            and plan.numel + last.numel <= min(limit, behind // MIN_ELEMENTS_BEHIND_RATIO)
+            and _is_same_container(spec, last)
+            and spec.numel + last.numel <= min(limit, numel_behind // MIN_ELEMENTS_BEHIND_RATIO)
         ):
-            plan.merge(last)
-            grouped[-1] = plan
+            spec.merge(last)
+            grouped[-1] = spec
             continue
-        behind += last.numel if last is not None and last.is_block else 0
-        grouped.append(plan)
+        numel_behind += last.numel if last is not None and last.is_block else 0
+        grouped.append(spec)
     return grouped[::-1]
 
 
 def blocks_per_group(numel: int, blocks: int) -> int:
-    """How many of so many blocks, of ``numel`` elements each, go together: see [Note: small blocks].
+    """Return how many of ``blocks`` blocks, of ``numel`` elements each, form a group: see [Note: small blocks].
 
     >>> blocks_per_group(1000, 31), blocks_per_group(1000, 48), blocks_per_group(2**23, 1000)
     (1, 3, 2)
@@ -176,27 +175,27 @@ def blocks_per_group(numel: int, blocks: int) -> int:
 
 
 def _group_element_limit(numel: int, blocks: int) -> int:
-    """Elements that a group may have, of those that so many blocks have together."""
+    """Return the most elements that a group may have, if ``blocks`` blocks have ``numel`` elements in total."""
     return min(MAX_GROUP_ELEMENTS, numel // max(MIN_GROUPS, math.isqrt(blocks * MIN_GROUPS // GROUP_GROWTH_BLOCKS)))
 
 
 def _is_same_container(*plans: UnitSpec) -> bool:
-    containers = {plan.modules[0].rpartition(".")[0] for plan in plans}
-    return len(containers) == 1 and all(plan.is_block for plan in plans)
+    containers = {spec.modules[0].rpartition(".")[0] for spec in plans}
+    return len(containers) == 1 and all(spec.is_block for spec in plans)
 
 
 def _merge_small_neighbors(specs: list[UnitSpec], bucket_size: int) -> list[UnitSpec]:
-    """Merge neighbours that are not blocks while they are small beside the blocks, or tiny beside each other."""
-    blocks = [plan.numel for plan in specs if plan.is_block]
-    total = sum(plan.numel for plan in specs)
-    limit = min(sum(blocks) // len(blocks) if blocks else total // 8, bucket_size)
+    """Merge consecutive units that are not blocks while they are small compared to the blocks or to each other."""
+    block_numels = [spec.numel for spec in specs if spec.is_block]
+    total = sum(spec.numel for spec in specs)
+    limit = min(sum(block_numels) // len(block_numels) if block_numels else total // 8, bucket_size)
     merged: list[UnitSpec] = []
-    for plan in specs:
+    for spec in specs:
         last = merged[-1] if merged else None
-        if last is not None and not plan.is_block and not last.is_block and "" not in plan.modules + last.modules:
-            small, large = sorted((last.numel, plan.numel))
+        if last is not None and not spec.is_block and not last.is_block and "" not in spec.modules + last.modules:
+            small, large = sorted((last.numel, spec.numel))
             if small + large <= limit or small * TINY_NEIGHBOR_RATIO <= large:
-                last.merge(plan)
+                last.merge(spec)
                 continue
-        merged.append(plan)
+        merged.append(spec)
     return merged

@@ -1,1 +1,1 @@
-"""Tensor parallelism: how parameters are divided along the tensor axis, and the plans that say so."""
+"""Tensor parallelism: how parameters are sharded along the tensor axis, and the plans that define it."""

@@ -1,12 +1,12 @@
-"""Division: a model whose parameters are divided along the tensor axis, and how it becomes one.
+"""parallelize: shard a model's parameters along the tensor axis.
 
-[Note: dividing a model]
-torch's ``parallelize_module`` makes parameters DTensors and hooks modules. It is let loose on the model with meta
-parameters in place of the real ones, which costs neither memory nor communication: what it leaves behind are the hooks
-and, for each parameter, how it is to be divided. The real values come later, unit by unit (``engine/build.py``), from
-the first rank, so that a divided model begins with the values it would have undivided.
+[Note: tensor parallelism]
+torch's ``parallelize_module`` turns parameters into DTensors and adds hooks to modules. It runs on the model with meta
+parameters in place of the real ones, which costs neither memory nor communication. Its results are the hooks and the
+placement of each parameter. The real values follow unit by unit from rank 0 (``engine/build.py``), so a tensor-parallel
+model starts with the same values as one without tensor parallelism.
 
-A model that the user has parallelised already is taken as it is.
+A model that the user has already parallelized is used as it is.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from zeroshard.tensor_parallel.plans import TensorPlan, name_matches_pattern, te
 from zeroshard.tensor_parallel.styles import NUM_FUSED_ATTR
 from zeroshard.tensor_parallel.tp_shard import TPShard
 
-ModuleRef = weakref.ref[nn.Module]  # a divided model carries its division: it must not keep itself alive
-ParamLocations = list[tuple[ModuleRef, str]]  # where a parameter is found: module and key
+ModuleRef = weakref.ref[nn.Module]  # weak: the model refers to its TensorParallelState and must not keep itself alive
+ParamLocations = list[tuple[ModuleRef, str]]  # the modules and keys of a parameter
 
 
 @dataclass(frozen=True)
 class TPParam:
-    """How one parameter is a DTensor."""
+    """How one parameter is placed as a DTensor."""
 
     mesh: DeviceMesh  # the tensor axis
     placement: Placement
-    shard: TPShard | None  # None: every rank has all of it
-    full_shape: torch.Size  # of the whole
+    shard: TPShard | None  # None: replicated over the tensor axis
+    full_shape: torch.Size
 
     @property
     def num_fused(self) -> int:
-        """How many pieces are fused in the divided dimension."""
+        """Number of matrices fused in the sharded dimension."""
         return len(self.shard.rank_ranges[0]) if self.shard is not None else 1
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
-        """A DTensor of this rank's part."""
+        """Return the DTensor whose local tensor is ``local``."""
         stride = torch.empty(self.full_shape, device="meta").stride()
         return DTensor.from_local(
             local.detach(), self.mesh, [self.placement], run_check=False, shape=self.full_shape, stride=stride
@@ -53,7 +53,7 @@ class TPParam:
 
 
 class TensorParallelState:
-    """The parameters of a model that are DTensors over the tensor axis, by name, and how to undo it."""
+    """The DTensor parameters of a model over the tensor axis, by name, and what is needed to undo it."""
 
     def __init__(self, model: nn.Module, parameters: dict[str, TPParam]) -> None:
         self.tp_params = parameters
@@ -64,65 +64,69 @@ class TensorParallelState:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self.param_locations.setdefault(names[id(parameter)], []).append((weakref.ref(module), key))
-        self._added_hooks: list[tuple[dict[int, Any], int]] = []  # (a module's hooks, the one torch has added)
+        self._added_hooks: list[tuple[dict[int, Any], int]] = []  # (hook dict of a module, id of the hook torch added)
         self._resized_attributes: list[tuple[ModuleRef, str, Any]] = []
-        self.original_params: dict[str, nn.Parameter] = {}  # the user's own parameters, in whose place DTensors are
+        self.original_params: dict[str, nn.Parameter] = {}  # the user's parameters that DTensors replaced
 
     def replace_param(self, name: str, parameter: nn.Parameter) -> None:
-        """Put a parameter in the place of the model's, wherever it is found; :meth:`undo` puts the other back."""
+        """Replace a parameter of the model in all its modules; :meth:`restore` undoes it."""
         self.original_params.setdefault(name, next(_params_at(self.param_locations[name])))
         self._set_param(name, parameter)
 
     def restore(self) -> None:
-        """Make the model undivided again: its own parameters, no hooks of torch's."""
+        """Undo tensor parallelism: restore the model's own parameters and remove torch's hooks."""
         for name, original in self.original_params.items():
             self._set_param(name, original)
-        for hooks, number in self._added_hooks:
-            hooks.pop(number, None)
-        for narrowed, attribute, value in self._resized_attributes:
-            setattr(narrowed(), attribute, value)
+        for hooks, hook_id in self._added_hooks:
+            hooks.pop(hook_id, None)
+        for module_ref, attribute, value in self._resized_attributes:
+            setattr(module_ref(), attribute, value)
         for module in self._live_modules() if self._added_hooks else ():
-            module.__dict__.pop("_distribute_module_applied", None)  # torch's mark, so that it can be done again
+            module.__dict__.pop(
+                "_distribute_module_applied", None
+            )  # torch's mark: remove it, so that the model can be parallelized again
 
     def shard_optimizer_states(self, state: dict[str, Any], groups: list[list[str]]) -> None:
-        """Divide an optimizer's whole states of parameters that stay DTensors, since the user has made them so."""
-        for number, name in enumerate(name for group in groups for name in group):
-            divided = self.tp_params.get(name) if name not in self.original_params else None
-            states = state.get("state", {}).get(number, {}) if divided is not None else {}
+        """Shard the full optimizer states of parameters that stay DTensors because the user parallelized them."""
+        for index, name in enumerate(name for group in groups for name in group):
+            tp_param = self.tp_params.get(name) if name not in self.original_params else None
+            states = state.get("state", {}).get(index, {}) if tp_param is not None else {}
             for key, value in states.items():
-                if divided is not None and isinstance(value, torch.Tensor) and value.shape == divided.full_shape:
-                    part = value if divided.shard is None else divided.shard.slice(value)
-                    states[key] = divided.to_dtensor(part.contiguous())
+                if tp_param is not None and isinstance(value, torch.Tensor) and value.shape == tp_param.full_shape:
+                    local = value if tp_param.shard is None else tp_param.shard.slice(value)
+                    states[key] = tp_param.to_dtensor(local.contiguous())
 
     def _live_modules(self) -> list[nn.Module]:
-        return [module for weak in self._module_refs if (module := weak()) is not None]
+        return [module for module_ref in self._module_refs if (module := module_ref()) is not None]
 
     def _set_param(self, name: str, parameter: nn.Parameter) -> None:
-        for weak, key in self.param_locations[name]:
-            if (module := weak()) is not None:
+        for module_ref, key in self.param_locations[name]:
+            if (module := module_ref()) is not None:
                 module._parameters[key] = parameter
 
     def apply_plan(self, model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
-        """Have torch hook the model, and find out how it divides the parameters: see [Note: dividing a model]."""
-        before = [(hooks, set(hooks)) for module in self._live_modules() for hooks in _forward_hook_dicts(module)]
+        """Let torch add its hooks, and record how it shards the parameters: see [Note: tensor parallelism]."""
+        hooks_before = [(hooks, set(hooks)) for module in self._live_modules() for hooks in _forward_hook_dicts(module)]
         buffers = [(module, dict(module._buffers)) for module in self._live_modules()]
-        real = {name: next(_params_at(homes)) for name, homes in self.param_locations.items()}
+        real_params = {name: next(_params_at(locations)) for name, locations in self.param_locations.items()}
         try:
-            for name, parameter in real.items():
+            for name, parameter in real_params.items():
                 meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                 self._set_param(name, meta)
             parallelize_module(model, mesh, plan.styles, src_data_rank=None)
             self.tp_params = {
-                name: _make_tp_param(name, homes, mesh)
-                for name, homes in self.param_locations.items()
-                if any(isinstance(parameter, DTensor) for parameter in _params_at(homes))
+                name: _make_tp_param(name, locations, mesh)
+                for name, locations in self.param_locations.items()
+                if any(isinstance(parameter, DTensor) for parameter in _params_at(locations))
             }
         finally:
-            for name, parameter in real.items():
+            for name, parameter in real_params.items():
                 self._set_param(name, parameter)
-            self._added_hooks = [(hooks, number) for hooks, known in before for number in hooks if number not in known]
-            for module, plain in buffers:  # torch makes DTensors of them too, which every rank has whole anyway
-                module._buffers.update(plain)
+            self._added_hooks = [
+                (hooks, hook_id) for hooks, known_ids in hooks_before for hook_id in hooks if hook_id not in known_ids
+            ]
+            for module, plain_buffers in buffers:  # torch turns them into DTensors too, but they are replicated anyway
+                module._buffers.update(plain_buffers)
         for pattern, attributes in plan.resized_attributes.items():
             for name, module in model.named_modules():
                 for attribute in attributes if name_matches_pattern(name, pattern) else ():
@@ -132,15 +136,15 @@ class TensorParallelState:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle] | None) -> TensorParallelState:
-    """Divide a model along ``mesh``, the tensor axis: by ``styles``, as it is already, or by the plan known for it."""
-    found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    if found and styles is not None:
+    """Shard a model along ``mesh``, the tensor axis: by ``styles``, by its existing DTensors, or by the known plan."""
+    dtensors = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    if dtensors and styles is not None:
         raise ValueError(
-            f"{next(iter(found))!r} is a DTensor, so the model is parallelised already: leave tensor_plan out"
+            f"{next(iter(dtensors))!r} is a DTensor, so the model is parallelised already: leave tensor_plan out"
         )
-    if found:
+    if dtensors:
         return TensorParallelState(
-            model, {name: _from_dtensor(name, parameter, mesh) for name, parameter in found.items()}
+            model, {name: _from_dtensor(name, parameter, mesh) for name, parameter in dtensors.items()}
         )
     plan = TensorPlan(dict(styles)) if styles is not None else tensor_plan_for(model)
     if plan is None:
@@ -151,15 +155,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         )
     _check_plan(model, plan)
     plan.check_divisible(mesh.size())
-    division = TensorParallelState(model, {})
+    state = TensorParallelState(model, {})
     try:
-        division.apply_plan(model, mesh, plan)
-        if not division.tp_params:
+        state.apply_plan(model, mesh, plan)
+        if not state.tp_params:
             raise ValueError("tensor_plan divides no parameter: leave the tensor axis out, or name layers to divide")
     except BaseException:
-        division.restore()
+        state.restore()
         raise
-    return division
+    return state
 
 
 def _check_plan(model: nn.Module, plan: TensorPlan) -> None:
@@ -183,19 +187,19 @@ def _forward_hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def _params_at(locations: ParamLocations) -> Iterator[nn.Parameter]:
-    """The parameter, as each module has it."""
-    for weak, key in locations:
-        module = weak()
+    """Yield the parameter from each module that has it."""
+    for module_ref, key in locations:
+        module = module_ref()
         parameter = module._parameters[key] if module is not None else None
         if parameter is not None:
             yield parameter
 
 
 def _make_tp_param(name: str, locations: ParamLocations, mesh: DeviceMesh) -> TPParam:
-    """How torch has divided a parameter, the same wherever it is found."""
-    found = list(_params_at(locations))
-    placements = {p.placements if isinstance(p, DTensor) else None for p in found}
-    first = found[0]
+    """Return how torch sharded a parameter; raise if its modules differ."""
+    parameters = list(_params_at(locations))
+    placements = {p.placements if isinstance(p, DTensor) else None for p in parameters}
+    first = parameters[0]
     if len(placements) > 1 or not isinstance(first, DTensor):
         raise ValueError(
             f"{name!r} is used by {len(locations)} modules, and the plan divides it in one and not, or otherwise, in "
@@ -216,6 +220,6 @@ def _from_dtensor(name: str, parameter: DTensor, mesh: DeviceMesh) -> TPParam:
         return TPParam(mesh, placement, None, parameter.shape)
     if type(placement) is not Shard:
         raise ValueError(f"{name!r} is placed as {placement} on the tensor axis: Shard and Replicate can be sharded")
-    pieces = getattr(parameter, NUM_FUSED_ATTR, 1)
-    share = TPShard.split_evenly(parameter.shape, placement.dim, mesh.size(), mesh.get_local_rank(), pieces)
-    return TPParam(mesh, placement, share, parameter.shape)
+    num_fused = getattr(parameter, NUM_FUSED_ATTR, 1)
+    tp_shard = TPShard.split_evenly(parameter.shape, placement.dim, mesh.size(), mesh.get_local_rank(), num_fused)
+    return TPParam(mesh, placement, tp_shard, parameter.shape)

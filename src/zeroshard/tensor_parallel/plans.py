@@ -1,8 +1,8 @@
-"""Plans: which layers of a known model are divided along the tensor axis, and how.
+"""Tensor-parallel plans of known models: which layers are sharded along the tensor axis, and how.
 
-Every block is divided as Megatron-LM does it: attention by heads, the MLP by its inner width, so that a block needs two
-all-reduces in forward and two in backward. The vocabulary is divided too; logits come out whole, so that any loss works
-on them.
+Every block is sharded as in Megatron-LM: attention by heads, the MLP by its inner width. So a block needs two
+all-reduces in forward and two in backward. The vocabulary is sharded too; logits are replicated, so any loss works on
+them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from zeroshard.tensor_parallel.tp_shard import TPShard
 
 @dataclass
 class TensorPlan:
-    """How a model is divided."""
+    """How the layers of a model are sharded along the tensor axis."""
 
     styles: dict[str, ParallelStyle]
-    """By pattern of module names, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them."""
+    """Module name pattern → style, in the format of ``torch.distributed.tensor.parallel.parallelize_module``."""
     divisible_sizes: dict[str, int] = field(default_factory=dict)
-    """What must be a multiple of the number of ranks: what it is → how many there are."""
+    """Sizes that must be multiples of the number of ranks: description → size."""
     resized_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By pattern of module names, attributes that are a width and shrink with it."""
+    """Module name pattern → attributes that hold a width and must shrink with it."""
 
     def check_divisible(self, ranks: int) -> None:
-        """Refuse a number of ranks that does not divide the model."""
+        """Raise if the number of ranks does not divide the model's sizes."""
         for what, count in self.divisible_sizes.items():
             if count % ranks:
                 raise ValueError(
@@ -43,27 +43,31 @@ class TensorPlan:
                 )
 
     def tp_shards(self, model: nn.Module, ranks: int, rank: int = 0) -> dict[str, TPShard]:
-        """How each parameter that the plan divides is divided, by name, from shapes alone: no mesh, no process group.
+        """Return the TP shard of each sharded parameter, by name. It uses shapes only: no mesh, no process group.
 
         >>> from zeroshard.models import GPT, GPTConfig
         >>> model = GPT(GPTConfig(vocab_size=8, context=4, layers=1, heads=2, width=4))
-        >>> shares = tensor_plan_for(model).tp_shards(model, ranks=2)
-        >>> shares["blocks.0.attention.qkv.weight"].local_shape, "norm.weight" in shares
+        >>> shards = tensor_plan_for(model).tp_shards(model, ranks=2)
+        >>> shards["blocks.0.attention.qkv.weight"].local_shape, "norm.weight" in shards
         (torch.Size([6, 4]), False)
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        shares = {}
+        shards = {}
         for pattern, style in self.styles.items():
             for name, module in model.named_modules():
-                for key, dim, pieces in _sharded_params(style, module) if name_matches_pattern(name, pattern) else ():
+                for key, dim, num_fused in (
+                    _sharded_params(style, module) if name_matches_pattern(name, pattern) else ()
+                ):
                     parameter = module._parameters.get(key)
                     if parameter is not None:
-                        shares[names[id(parameter)]] = TPShard.split_evenly(parameter.shape, dim, ranks, rank, pieces)
-        return shares
+                        shards[names[id(parameter)]] = TPShard.split_evenly(
+                            parameter.shape, dim, ranks, rank, num_fused
+                        )
+        return shards
 
 
 def tensor_plan_for(model: nn.Module) -> TensorPlan | None:
-    """The plan of a model that is known here: the reference GPT, Hugging Face's Llama and GPT-2; None of any other.
+    """Return the plan of a known model (the reference GPT, Hugging Face's Llama and GPT-2), None for any other.
 
     >>> from zeroshard.models import GPT, GPTConfig
     >>> sorted(tensor_plan_for(GPT(GPTConfig(vocab_size=8, context=4, layers=1, heads=2, width=4))).styles)[-1]
@@ -76,7 +80,7 @@ def tensor_plan_for(model: nn.Module) -> TensorPlan | None:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if name.count("."):
-            continue  # the model itself, or the one inside its head
+            continue  # look only at the model itself and at its backbone
         if _is_hf_class(module, "LlamaModel"):
             return _llama_plan(model, module, prefix)
         if _is_hf_class(module, "GPT2Model"):
@@ -85,7 +89,7 @@ def tensor_plan_for(model: nn.Module) -> TensorPlan | None:
 
 
 def local_numels(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Elements of each parameter, by name, on the first of ``ranks`` on a tensor axis; no other one has more.
+    """Return the elements of each parameter, by name, on rank 0 of a tensor axis; no other rank has more.
 
     >>> from zeroshard.models import GPT, GPTConfig
     >>> model = GPT(GPTConfig(vocab_size=9, context=4, layers=1, heads=2, width=4))
@@ -103,28 +107,30 @@ def local_numels(model: nn.Module, ranks: int) -> dict[str, int]:
             "zeroshard's GPT and Hugging Face's Llama and GPT-2"
         )
     plan.check_divisible(ranks)
-    return numels | {name: share.local_shape.numel() for name, share in plan.tp_shards(model, ranks).items()}
+    return numels | {name: tp_shard.local_shape.numel() for name, tp_shard in plan.tp_shards(model, ranks).items()}
 
 
 def _sharded_params(style: ParallelStyle, module: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """What a style divides of a module: (key of the parameter, dimension, how many pieces are fused in it)."""
-    outputs = isinstance(style, (FusedColwiseParallel, ColwiseParallel))
-    if outputs or isinstance(style, (Conv1DRowwiseParallel, RowwiseParallel)):
-        pieces = style.num_fused if isinstance(style, FusedColwiseParallel) else 1
-        # nn.Linear's weight is (outputs, inputs); nn.Embedding's and Conv1D's (inputs, outputs)
-        yield "weight", int(outputs != isinstance(module, nn.Linear)), pieces
-        if outputs:
-            yield "bias", 0, pieces
+    """Yield what a style shards of a module: (parameter key, dimension, number of fused matrices)."""
+    is_colwise = isinstance(style, (FusedColwiseParallel, ColwiseParallel))
+    if is_colwise or isinstance(style, (Conv1DRowwiseParallel, RowwiseParallel)):
+        num_fused = style.num_fused if isinstance(style, FusedColwiseParallel) else 1
+        # nn.Linear's weight is (outputs, inputs); nn.Embedding's and Conv1D's are (inputs, outputs)
+        yield "weight", int(is_colwise != isinstance(module, nn.Linear)), num_fused
+        if is_colwise:
+            yield "bias", 0, num_fused
 
 
 def name_matches_pattern(name: str, pattern: str) -> bool:
-    """Whether a module's name fits a pattern, part by part, as torch reads it."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatch(part, want) for part, want in zip(parts, wanted, strict=True))
+    """Return whether a module name matches a pattern, part by part, as in torch's ``parallelize_module``."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(
+        fnmatch(part, expected) for part, expected in zip(parts, patterns, strict=True)
+    )
 
 
 def _is_hf_class(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class of Hugging Face's library, which need not be installed."""
+    """Return whether a module is an instance of a transformers class; transformers need not be installed."""
     return any(c.__name__ == name and c.__module__.startswith("transformers.") for c in type(module).__mro__)
 
 
@@ -146,28 +152,28 @@ def _gpt_plan(model: GPT) -> TensorPlan:
 
 def _llama_plan(model: nn.Module, backbone: nn.Module, prefix: str) -> TensorPlan:
     layer = f"{prefix}layers.*."
-    whole = Replicate()
+    replicate = Replicate()
     styles: dict[str, ParallelStyle] = {
-        # the input becomes a DTensor once for all projections that read it, so that their gradients are summed once
+        # the input becomes a DTensor once for all projections that read it, so their gradients are summed once
         f"{layer}self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": replicate}, desired_input_kwarg_layouts={"hidden_states": replicate}
         ),
         f"{layer}self_attn.q_proj": ColwiseParallel(),
         f"{layer}self_attn.k_proj": ColwiseParallel(),
         f"{layer}self_attn.v_proj": ColwiseParallel(),
         f"{layer}self_attn.o_proj": RowwiseParallel(),
-        f"{layer}mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        f"{layer}mlp": PrepareModuleInput(input_layouts=(replicate,), desired_input_layouts=(replicate,)),
         f"{layer}mlp.gate_proj": ColwiseParallel(),
         f"{layer}mlp.up_proj": ColwiseParallel(),
         f"{layer}mlp.down_proj": RowwiseParallel(),
     }
     config: Any = backbone.config
-    counts = {
+    divisible_sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
         "units of the MLP": config.intermediate_size,
     }
-    return TensorPlan(styles | dict(_vocab_styles(f"{prefix}embed_tokens", _lm_head_name(model))), counts)
+    return TensorPlan(styles | dict(_vocab_styles(f"{prefix}embed_tokens", _lm_head_name(model))), divisible_sizes)
 
 
 def _gpt2_plan(model: nn.Module, backbone: nn.Module, prefix: str) -> TensorPlan:
@@ -179,9 +185,11 @@ def _gpt2_plan(model: nn.Module, backbone: nn.Module, prefix: str) -> TensorPlan
         f"{layer}mlp.c_proj": Conv1DRowwiseParallel(),
     }
     config: Any = backbone.config
-    counts = {"attention heads": config.n_head, "units of the MLP": config.n_inner or 4 * config.n_embd}
-    narrowed = {f"{layer}attn": ("split_size",)}
-    return TensorPlan(styles | dict(_vocab_styles(f"{prefix}wte", _lm_head_name(model))), counts, narrowed)
+    divisible_sizes = {"attention heads": config.n_head, "units of the MLP": config.n_inner or 4 * config.n_embd}
+    resized_attributes = {f"{layer}attn": ("split_size",)}
+    return TensorPlan(
+        styles | dict(_vocab_styles(f"{prefix}wte", _lm_head_name(model))), divisible_sizes, resized_attributes
+    )
 
 
 def _lm_head_name(model: nn.Module) -> str:

@@ -1,8 +1,8 @@
-"""Styles: how a module is divided, for the layers that torch's own styles do not know.
+"""Parallel styles for layers that torch's own styles do not support.
 
-torch's ``ColwiseParallel`` and ``RowwiseParallel`` take ``nn.Linear`` and ``nn.Embedding``, and give each rank one
-stretch of a dimension. ``FusedColwiseParallel`` also divides fused matrices (see [Note: shares]) and Hugging Face's
-``Conv1D``, a linear layer whose weight is transposed; ``Conv1DRowwiseParallel`` is its counterpart.
+torch's ``ColwiseParallel`` and ``RowwiseParallel`` support ``nn.Linear`` and ``nn.Embedding``, and give each rank one
+range of a dimension. ``FusedColwiseParallel`` also shards fused matrices (see [Note: tensor-parallel shards]) and
+Hugging Face's ``Conv1D``, a linear layer whose weight is transposed; ``Conv1DRowwiseParallel`` is its counterpart.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-NUM_FUSED_ATTR = "_zeroshard_pieces"  # on a parameter: how many pieces are fused in its divided dimension
+NUM_FUSED_ATTR = "_zeroshard_pieces"  # parameter attribute: number of matrices fused in the sharded dimension
 
 
 def _distribute_param(
     module: nn.Module, key: str, mesh: DeviceMesh, placement: Shard | Replicate, num_fused: int = 1
 ) -> None:
-    """Make one parameter of a module a DTensor."""
-    whole = getattr(module, key, None)
-    if whole is None:
+    """Replace one parameter of a module by a DTensor."""
+    full = getattr(module, key, None)
+    if full is None:
         return
-    parameter = nn.Parameter(distribute_tensor(whole, mesh, [placement], src_data_rank=None), whole.requires_grad)
+    parameter = nn.Parameter(distribute_tensor(full, mesh, [placement], src_data_rank=None), full.requires_grad)
     setattr(parameter, NUM_FUSED_ATTR, num_fused)
     module.register_parameter(key, parameter)
 
 
 def _has_transposed_weight(module: nn.Module) -> bool:
-    """Whether a module's weight is (inputs, outputs), as Hugging Face's Conv1D has it."""
+    """Return whether a module's weight is (inputs, outputs), as in Hugging Face's Conv1D."""
     if isinstance(module, nn.Linear):
         return False
     if type(module).__name__ == "Conv1D":
@@ -39,29 +39,29 @@ def _has_transposed_weight(module: nn.Module) -> bool:
 
 
 class FusedColwiseParallel(ParallelStyle):
-    """Divide a layer's outputs. Its input is the same on all ranks; ``pieces`` outputs are fused in it."""
+    """Shard a layer's outputs. The input is replicated; ``num_fused`` matrices are fused in the output dimension."""
 
     def __init__(self, num_fused: int = 1) -> None:
         self.num_fused = num_fused
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        outputs = 1 if _has_transposed_weight(module) else 0
+        output_dim = 1 if _has_transposed_weight(module) else 0
 
         def partition(_: str, layer: nn.Module, mesh: DeviceMesh) -> None:
-            _distribute_param(layer, "weight", mesh, Shard(outputs), self.num_fused)
+            _distribute_param(layer, "weight", mesh, Shard(output_dim), self.num_fused)
             _distribute_param(layer, "bias", mesh, Shard(0), self.num_fused)
 
         return distribute_module(module, device_mesh, partition, _replicate_input, _output_to_local)
 
 
 class Conv1DRowwiseParallel(ParallelStyle):
-    """Split a layer's inputs, which :class:`FusedColwiseParallel` has split; the ranks' outputs are summed."""
+    """Shard a layer's inputs, the outputs of :class:`FusedColwiseParallel`; the ranks' outputs are all-reduced."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        inputs = 0 if _has_transposed_weight(module) else 1
+        input_dim = 0 if _has_transposed_weight(module) else 1
 
         def partition(_: str, layer: nn.Module, mesh: DeviceMesh) -> None:
-            _distribute_param(layer, "weight", mesh, Shard(inputs))
+            _distribute_param(layer, "weight", mesh, Shard(input_dim))
             _distribute_param(layer, "bias", mesh, Replicate())
 
         return distribute_module(module, device_mesh, partition, _shard_input, _all_reduce_output)

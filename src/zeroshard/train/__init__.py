@@ -1,1 +1,1 @@
-"""The main job, `zeroshard train`."""
+"""The training program, `zeroshard train`."""

@@ -1,4 +1,4 @@
-"""Settled: what a run's options leave to a plan, chosen."""
+"""resolve_auto: let the planner choose the options that a run leaves to auto."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def resolve_auto(
     precision: str,
     rank_info_or_world_size: RankInfo | int,
 ) -> tuple[TrainOptions, str]:
-    """Options of which nothing is left open, and why they are so in a line; the model recomputes as they say.
+    """Return options without auto and a one-line reason; set up the model's activation checkpointing accordingly.
 
-    ``place`` is where the run is: then all ranks call it, and the first decides. Or it is only a number of ranks, as on
-    paper; then a machine that the options name has all the memory that it says.
+    With a RankInfo, all ranks call it and rank 0 decides. With a world size alone, nothing is started, and a machine
+    named by the options has all its memory free.
     """
     sharding = options.sharding
     if not sharding.auto:
@@ -42,12 +42,12 @@ def resolve_auto(
             "whether to recompute, with --recompute or --no-recompute"
         )
     inputs, loss = _tracing_inputs_and_loss(language_model, sequence)
-    free = "micro-batch" in sharding.auto and options.training.accumulate is None
-    question = {
+    is_micro_batch_free = "micro-batch" in sharding.auto and options.training.accumulate is None
+    constraints = {
         "stage": AUTO if "stage" in sharding.auto else sharding.stage,
         "offload": AUTO if "offload" in sharding.auto else sharding.offload_config,
         "checkpoint": AUTO if "recompute" in sharding.auto else None,
-        "micro_batch": None if free else batching.micro,
+        "micro_batch": None if is_micro_batch_free else batching.micro,
         "batch": batching.batch,
         "sequence": sequence,
         "loss": loss,
@@ -56,13 +56,13 @@ def resolve_auto(
         "directory": sharding.offload_directory,
     }
     try:
-        chosen = _choose_plan(options, language_model, inputs, rank_info_or_world_size, question)
+        decision = _choose_plan(options, language_model, inputs, rank_info_or_world_size, constraints)
     except UntraceableError as error:
         raise ValueError(f"--auto: {error}. Leave --auto out, and say what is to be done") from error
-    settled = _apply_decision(options, chosen, batching)
-    if "recompute" in sharding.auto and settled.model.has_activation_checkpointing:
-        language_model.checkpoint_activations(**settled.model.checkpoint_kwargs)
-    return settled, chosen.reason
+    resolved = _apply_decision(options, decision, batching)
+    if "recompute" in sharding.auto and resolved.model.has_activation_checkpointing:
+        language_model.checkpoint_activations(**resolved.model.checkpoint_kwargs)
+    return resolved, decision.reason
 
 
 def _choose_plan(
@@ -74,9 +74,9 @@ def _choose_plan(
 ) -> PlanDecision:
     sharding, module = options.sharding, language_model.module
     if isinstance(rank_info_or_world_size, RankInfo):
-        site = JobTopology(rank_info_or_world_size.device, rank_info_or_world_size.world_size, sharding.tensor)
-        told: dict[str, Any] = {name: getattr(sharding, name) for name in ("machine", "memory", "timeout")}
-        return choose_plan(module, inputs, site, **told, **constraints)
+        topology = JobTopology(rank_info_or_world_size.device, rank_info_or_world_size.world_size, sharding.tensor)
+        planner_options: dict[str, Any] = {name: getattr(sharding, name) for name in ("machine", "memory", "timeout")}
+        return choose_plan(module, inputs, topology, **planner_options, **constraints)
     machine = target_machine(options, rank_info_or_world_size)
     return choose_plan_for_machine(
         module,
@@ -88,34 +88,34 @@ def _choose_plan(
 
 
 def target_machine(options: TrainOptions, ranks: int) -> Machine:
-    """What a run would be planned for that is not started: the machine that the options name, else this one."""
+    """Return the machine to plan for without starting a run: the one that the options name, or this one."""
     sharding = options.sharding
     if sharding.machine is not None:
         changes = {} if sharding.memory is None else {"memory": sharding.memory}
         return Machine.resolve(sharding.machine, **changes)
     on_gpu = sharding.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    space = FreeMemory.measure(device, torch.nn.Module(), sharding.offload_directory)
-    return machine_from_free_memory([space], ranks, memory=sharding.memory)
+    free_memory = FreeMemory.measure(device, torch.nn.Module(), sharding.offload_directory)
+    return machine_from_free_memory([free_memory], ranks, memory=sharding.memory)
 
 
 def _apply_decision(options: TrainOptions, decision: PlanDecision, batching: Batching) -> TrainOptions:
-    """Options with what was chosen of them."""
-    choice, names = decision.strategy, options.sharding.auto
+    """Return the options with the planner's decision applied."""
+    strategy, names = decision.strategy, options.sharding.auto
     model, training, sharding = options.model, options.training, options.sharding
     if "recompute" in names:
-        far = choice.checkpoint == "host"
-        model = replace(model, recompute=choice.checkpoint != "none", offload_activations=far)
+        is_offloaded = strategy.checkpoint == "host"
+        model = replace(model, recompute=strategy.checkpoint != "none", offload_activations=is_offloaded)
     if "micro-batch" in names:
-        training = replace(training, batch=batching.batch, micro_batch=choice.micro_batch)
-    changes: dict[str, Any] = {"auto": (), "stage": cast("Stage", choice.stage)}
+        training = replace(training, batch=batching.batch, micro_batch=strategy.micro_batch)
+    changes: dict[str, Any] = {"auto": (), "stage": cast("Stage", strategy.stage)}
     if "offload" in names:
-        changes |= _offload_options(choice.offload)
+        changes |= _offload_options(strategy.offload)
     return replace(options, model=model, training=training, sharding=replace(sharding, **changes))
 
 
 def _offload_options(offload: Offload | None) -> dict[str, Any]:
-    """An offload of a plan's in the options' words.
+    """Return a plan's offload as options.
 
     >>> _offload_options(Offload(optimizer=("host", 0.5), parameters="host"))
     {'offload': 'host', 'offload_fraction': 0.5, 'offload_parameters': True}
@@ -127,29 +127,29 @@ def _offload_options(offload: Offload | None) -> dict[str, Any]:
 
 
 def _tracing_inputs_and_loss(language_model: LanguageModel, sequence: int) -> tuple[Inputs, LossFn]:
-    """What the loop calls a model with, and what it makes of the output."""
+    """Return the inputs that the training loop passes to the model, and its loss function."""
     if isinstance(language_model.module, GPT):
-        return None, None  # a plan knows it
+        return None, None  # the planner knows this model
 
     def inputs(batch: int) -> dict[str, Any]:
         return {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64, device="meta"), "use_cache": False}
 
     def loss(output: Any) -> torch.Tensor:
         tokens = torch.zeros(output.logits.shape[:2], dtype=torch.int64, device="meta")
-        answer = _PrecomputedOutput(language_model.module, output)
-        return language_model.loss(cast("torch.nn.Module", answer), tokens, tokens)
+        model = _PrecomputedOutput(language_model.module, output)
+        return language_model.loss(cast("torch.nn.Module", model), tokens, tokens)
 
     return inputs, loss
 
 
 class _PrecomputedOutput:
-    """A model that has run already: the loss is taken of what it gave."""
+    """A stand-in for a model that has already run: a call returns the recorded output."""
 
     def __init__(self, module: torch.nn.Module, output: Any) -> None:
         self._module, self._output = module, output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Give it once more."""
+        """Return the recorded output."""
         return self._output
 
     def __getattr__(self, name: str) -> Any:

@@ -1,17 +1,17 @@
-"""Batching: how a step's batch is divided over ranks and backwards."""
+"""Batching: how a step's batch is split over ranks and gradient accumulation steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_BATCH_SEQUENCES = 8  # sequences a step where nothing is said
+DEFAULT_BATCH_SEQUENCES = 8  # sequences per step by default
 
 
 @dataclass(frozen=True)
 class Batching:
-    """``batch`` sequences a step = ``micro`` a rank and backward × ranks × ``accumulate`` backwards.
+    """``batch`` sequences per step = ``micro`` per rank and backward × ranks × ``accumulate`` backwards.
 
-    Ranks that divide a layer (``tensor`` of them) have the same sequences, and count as one.
+    The ``tensor`` tensor-parallel ranks of a group have the same sequences, and count as one.
 
     >>> Batching.resolve(ranks=2, batch=16, micro=4, accumulate=None)
     Batching(batch=16, micro=4, accumulate=2)
@@ -27,7 +27,7 @@ class Batching:
     def resolve(
         cls, ranks: int, batch: int | None, micro: int | None, accumulate: int | None, tensor: int = 1
     ) -> Batching:
-        """Find what was not given; refuse what does not fit together."""
+        """Compute the values that are None; raise if the values do not match."""
         if ranks % tensor:
             raise ValueError(f"--tensor {tensor} does not divide the {ranks} ranks: give --ranks a multiple of it")
         ranks //= tensor
@@ -42,9 +42,9 @@ class Batching:
         if accumulate is None:
             accumulate = max(batch // (ranks * micro), 1)
         if micro * ranks * accumulate != batch:
-            who = f"{ranks} ranks" if tensor == 1 else f"{ranks} groups of {tensor} ranks"
+            ranks_text = f"{ranks} ranks" if tensor == 1 else f"{ranks} groups of {tensor} ranks"
             raise ValueError(
-                f"a batch of {batch} sequences is not {micro} a rank and backward × {who} × {accumulate} "
+                f"a batch of {batch} sequences is not {micro} a rank and backward × {ranks_text} × {accumulate} "
                 f"backwards, which is {micro * ranks * accumulate}: leave one of batch, micro-batch and accumulate "
                 "out, or change it"
             )

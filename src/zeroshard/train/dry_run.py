@@ -1,4 +1,4 @@
-"""Dry run: what `zeroshard train` would use, told without using it."""
+"""dry_run: describe what `zeroshard train` would use, without running it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def dry_run(options: TrainOptions, ranks: int) -> str:
-    """Say what a run on ``ranks`` ranks would be, and what each would hold in every stage. Takes no memory to speak of.
+    """Describe a run on ``ranks`` ranks, and each rank's memory in every stage. It needs almost no memory itself.
 
     >>> print(dry_run(TrainOptions(), ranks=2).splitlines()[0])
     model     GPT, 4 layers, 4 heads, width 128, 1,071,872 parameters
@@ -33,22 +33,24 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
     precision = resolve_precision(options, device)
     if options.sharding.auto and options.sharding.machine is not None:
         device, precision = _target_device_and_precision(options, ranks)
-    options, why = resolve_auto(options, batching, language_model, sequence, precision, ranks)
+    options, plan_reason = resolve_auto(options, batching, language_model, sequence, precision, ranks)
     batching = resolve_batching(options, ranks)
     parameters = list(language_model.module.parameters())
-    total, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
-    share = "" if trained == total else f", {trained:,} of them trained"
-    passes = "s" if batching.accumulate > 1 else ""
-    pairs = [
-        ("model", f"{language_model.description}, {total:,} parameters{share}"),
+    total, trained = (
+        sum(p.numel() for p in parameters if p.requires_grad or count_frozen) for count_frozen in (True, False)
+    )
+    trained_note = "" if trained == total else f", {trained:,} of them trained"
+    plural = "s" if batching.accumulate > 1 else ""
+    rows = [
+        ("model", f"{language_model.description}, {total:,} parameters{trained_note}"),
         ("data", ", ".join(options.data.data) or "Shakespeare, eight plays"),
         ("ranks", f"{ranks} on {device}{describe_tensor_groups(options, ranks)}"),
-        *([("plan", why)] if why else []),
+        *([("plan", plan_reason)] if plan_reason else []),
         *describe_sharding(options, precision),
         (
             "steps",
             f"{training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} a rank and "
-            f"backward, {batching.accumulate} backward{passes} a step",
+            f"backward, {batching.accumulate} backward{plural} a step",
         ),
         (
             "rate",
@@ -56,8 +58,8 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
         ),
         ("out", options.run.out or f"runs/{options.name}, or with a number"),
     ]
-    tokens = batching.micro * sequence  # a rank and backward
-    lines = [f"{label:<10}{value}" for label, value in pairs]
+    tokens = batching.micro * sequence  # per rank and backward
+    lines = [f"{label:<10}{value}" for label, value in rows]
     lines += [
         "",
         f"memory a rank (activations come on top{_describe_block_inputs(options, language_model, precision, tokens)})",
@@ -70,7 +72,7 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
 
 
 def _target_device_and_precision(options: TrainOptions, ranks: int) -> tuple[str, str]:
-    """The device and the precision of a run on the machine that the options name."""
+    """Return the device and the precision of a run on the machine that the options name."""
     machine, precision = target_machine(options, ranks), options.sharding.precision
     return machine.kind, default_precision(machine) if precision == "auto" else precision
 
@@ -91,13 +93,13 @@ def _predict_stage_memory(
 
 
 def _describe_block_inputs(options: TrainOptions, language_model: LanguageModel, precision: str, tokens: int) -> str:
-    """What the blocks' inputs take, where these are all that is kept of the blocks."""
+    """Describe the memory of the saved block inputs; empty without activation checkpointing."""
     if not options.model.has_activation_checkpointing or not language_model.layers:
         return ""
     ranks = options.sharding.tensor if options.model.partition_activations else 1
-    kept = -(-tokens * language_model.width // ranks) * language_model.layers * (4 if precision == "fp32" else 2)
+    nbytes = -(-tokens * language_model.width // ranks) * language_model.layers * (4 if precision == "fp32" else 2)
     where = " in host memory" if options.model.offload_activations else ""
-    return f", the blocks' inputs with {format_bytes(kept)}{where}"
+    return f", the blocks' inputs with {format_bytes(nbytes)}{where}"
 
 
 def _memory_table(plans: dict[int, PredictedMemory], chosen: int) -> list[str]:
@@ -106,9 +108,12 @@ def _memory_table(plans: dict[int, PredictedMemory], chosen: int) -> list[str]:
     rows.append(("states", [format_bytes(plan.state_bytes) for plan in plans.values()]))
     rows.append(("most in a step", [format_bytes(plan.peak_bytes) for plan in plans.values()]))
     for tier in TIERS[1:]:
-        far = [sum(nbytes for (_, there), nbytes in plan.offloaded.items() if there == tier) for plan in plans.values()]
-        if any(far):
-            rows.append((f"states on {tier}", [format_bytes(nbytes) for nbytes in far]))
+        offloaded = [
+            sum(nbytes for (_, state_tier), nbytes in plan.offloaded.items() if state_tier == tier)
+            for plan in plans.values()
+        ]
+        if any(offloaded):
+            rows.append((f"states on {tier}", [format_bytes(nbytes) for nbytes in offloaded]))
     titles = [f"stage {stage}" + (" ←" if stage == chosen else "") for stage in plans]
     lines = [(" " * 18 + "".join(f"{title:>13}" for title in titles)).rstrip()]
     return lines + [f"{name:<18}" + "".join(f"{value:>13}" for value in values) for name, values in rows]

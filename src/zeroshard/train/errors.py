@@ -1,9 +1,9 @@
-"""TrainingError: what ends a run for a reason that its message says wholly, so that no stack is shown."""
+"""TrainingError: ends a run with a message that explains everything, so no stack trace is shown."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on: what was got, what was wanted, what to do."""
+    """A run cannot continue. The message says what was got, what was expected and what to do."""
 
 
 class AllRanksError(TrainingError):
-    """One that every rank raises at the same place, so that all can end together."""
+    """An error that every rank raises at the same point, so that all ranks can end together."""

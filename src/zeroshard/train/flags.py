@@ -1,4 +1,4 @@
-"""Flags: options from the command line, a file and an earlier run, one over the other."""
+"""Read options from the command line, a file and an earlier run; the command line has the highest priority."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard.train.options import AutoOption, ConfigurationName, TrainOptions
 from zeroshard.train.run_directory import RunDirectory, newest_run
 
 AUTO_OPTIONS: tuple[AutoOption, ...] = get_args(AutoOption)
-EXPLICIT_FLAGS: dict[AutoOption, set[str]] = {  # what --auto can choose → flags that say it already
+EXPLICIT_FLAGS: dict[AutoOption, set[str]] = {  # option that --auto can choose → flags that set it explicitly
     "stage": {"stage", "configuration"},
     "offload": {"offload", "offload-fraction", "offload-parameters"},
     "recompute": {"recompute", "offload-activations", "configuration"},
@@ -24,7 +24,7 @@ EXPLICIT_FLAGS: dict[AutoOption, set[str]] = {  # what --auto can choose → fla
 
 
 def read_options(argv: Sequence[str]) -> TrainOptions:
-    """Turn a command line into options; what is wrong with it is printed, and ends the program with status 2.
+    """Parse a command line into options; errors are printed and end the program with status 2.
 
     >>> read_options(["--stage", "2", "--micro-batch", "4"]).training.micro_batch
     4
@@ -43,19 +43,19 @@ def read_options(argv: Sequence[str]) -> TrainOptions:
 
 
 def _check_planning_flags(options: TrainOptions) -> None:
-    """Refuse what only a plan would look at where there is none."""
+    """Raise for options that only the planner uses if nothing is left to it."""
     sharding = options.sharding
-    idle = [f"--{name}" for name in ("memory", "machine") if getattr(sharding, name) is not None]
-    if idle and not sharding.auto:
-        verb, them = ("is", "it") if len(idle) == 1 else ("are", "them")
+    flags = [f"--{name}" for name in ("memory", "machine") if getattr(sharding, name) is not None]
+    if flags and not sharding.auto:
+        be, pronoun = ("is", "it") if len(flags) == 1 else ("are", "them")
         raise SystemExit(
-            f"zeroshard train: {' and '.join(idle)} {verb} for planning, and nothing is left to a plan: add --auto, or "
-            f"leave {them} out"
+            f"zeroshard train: {' and '.join(flags)} {be} for planning, and nothing is left to a plan: add --auto, or "
+            f"leave {pronoun} out"
         )
 
 
 def _merge_layers(layers: Sequence[tuple[list[str], str]]) -> TrainOptions:
-    """Options from several sources, a later one over an earlier one."""
+    """Merge options from several sources; a later one overrides an earlier one."""
     options = TrainOptions()
     for flags, source in layers:
         options = _apply_layer(options, flags, source)
@@ -63,53 +63,59 @@ def _merge_layers(layers: Sequence[tuple[list[str], str]]) -> TrainOptions:
 
 
 def _apply_layer(base: TrainOptions, flags: Sequence[str], source: str) -> TrainOptions:
-    """Options from one source over those below it: its configuration over theirs, its other flags over both."""
-    flags, wanted = _split_auto_flags(flags)
+    """Apply the flags of one source to ``base``: its configuration overrides base, its other flags override both."""
+    flags, auto_values = _split_auto_flags(flags)
     options = _parse(flags, _set_configuration(base, None), source)
-    chosen = options.sharding.configuration
-    if chosen is None:
+    configuration = options.sharding.configuration
+    if configuration is None:
         options = _set_configuration(options, base.sharding.configuration)
     else:
-        options = _parse(flags, base.with_configuration(chosen), source)
-    return options.with_auto(_auto_names(options.sharding.auto, wanted, flags, source))
+        options = _parse(flags, base.with_configuration(configuration), source)
+    return options.with_auto(_auto_names(options.sharding.auto, auto_values, flags, source))
 
 
 def _split_auto_flags(flags: Sequence[str]) -> tuple[list[str], set[AutoOption]]:
-    """Flags without those that say "auto" of what a plan can choose, and what these are.
+    """Split off flags with the value "auto" that the planner can choose; return the other flags and these names.
 
     >>> _split_auto_flags(["--stage", "auto", "--device", "auto"])
     (['--device', 'auto'], {'stage'})
     """
-    rest: list[str] = []
-    found: set[AutoOption] = set()
+    other_flags: list[str] = []
+    auto_names: set[AutoOption] = set()
     for flag in flags:
-        last = rest[-1] if rest and flag == "auto" else flag.removesuffix("=auto") if flag.endswith("=auto") else ""
+        last = (
+            other_flags[-1]
+            if other_flags and flag == "auto"
+            else flag.removesuffix("=auto")
+            if flag.endswith("=auto")
+            else ""
+        )
         name = next((name for name in AUTO_OPTIONS if last.replace("_", "-") == f"--{name}"), None)
         if name is None:
-            rest.append(flag)
+            other_flags.append(flag)
             continue
-        found.add(name)
+        auto_names.add(name)
         if flag == "auto":
-            rest.pop()
-    return rest, found
+            other_flags.pop()
+    return other_flags, auto_names
 
 
 def _auto_names(
     auto_flag_values: tuple[AutoOption, ...], auto_values: set[AutoOption], flags: Sequence[str], source: str
 ) -> tuple[AutoOption, ...]:
-    """What is left to a plan, once the flags of one source have been read; ``listed`` are the names after --auto."""
+    """Return the options left to the planner by one source; ``auto_flag_values`` are the names after --auto."""
     names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
     names |= {name.removeprefix("no-") for name in names}
-    settled = {name for name in AUTO_OPTIONS if names & EXPLICIT_FLAGS[name]}
+    explicit = {name for name in AUTO_OPTIONS if names & EXPLICIT_FLAGS[name]}
     if "auto" in names and not auto_flag_values:
-        found = set(AUTO_OPTIONS) - settled
-    elif "auto" in names and settled & set(auto_flag_values):
-        both = " and ".join(sorted(settled & set(auto_flag_values)))
+        auto_names = set(AUTO_OPTIONS) - explicit
+    elif "auto" in names and explicit & set(auto_flag_values):
+        both = " and ".join(sorted(explicit & set(auto_flag_values)))
         where = f" (options of {source})" if source else ""
         raise SystemExit(f"zeroshard train{where}: {both} is given, and left to --auto: leave one of them out")
     else:
-        found = set(auto_flag_values) - settled
-    return tuple(name for name in AUTO_OPTIONS if name in found | auto_values)
+        auto_names = set(auto_flag_values) - explicit
+    return tuple(name for name in AUTO_OPTIONS if name in auto_names | auto_values)
 
 
 def _set_configuration(options: TrainOptions, configuration: ConfigurationName | None) -> TrainOptions:
@@ -117,7 +123,7 @@ def _set_configuration(options: TrainOptions, configuration: ConfigurationName |
 
 
 def saved_options(options: TrainOptions) -> dict[str, Any] | None:
-    """The options of the run that is to be resumed; None where it would be a new one."""
+    """Return the options of the run to resume; None if it would be a new run."""
     path = Path(options.run.out) if options.run.out is not None else newest_run(Path("runs"))
     if path is None:
         raise SystemExit("zeroshard train: there is no run under runs/ to resume: give its directory with --out")
@@ -141,18 +147,18 @@ def read_options_file(path: Path) -> dict[str, Any]:
 
 
 def _to_flags(values: Mapping[str, Any]) -> list[str]:
-    """Write options as the command line has them."""
+    """Return options as command-line flags."""
     flags: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
         if name == "auto" and (value is False or value == []):
-            continue  # nothing: a lone flag would be everything
+            continue  # none: a bare flag would mean all options
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, (list, tuple)):
             flags += [flag, *map(str, value)]
         else:
-            flags.append(f"{flag}={value}")  # also where the value begins with a dash
+            flags.append(f"{flag}={value}")  # also works for values that begin with a dash
     return flags
 
 

@@ -1,4 +1,4 @@
-"""Sample: text that a model makes, token by token."""
+"""Generate text from a model, token by token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zeroshard.train.data.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from zeroshard.train.training_setup import TrainingSetup
 
-PROMPT_TOKENS = 24  # tokens of held-out text to go on from where no prompt is given
-DEFAULT_TEMPERATURE = 0.8  # below 1: the likelier tokens more often than the model says
+PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt
+DEFAULT_TEMPERATURE = 0.8  # below 1: favors likely tokens more than the model does
 
 
 @torch.no_grad()
@@ -27,10 +27,10 @@ def generate_tokens(
     temperature: float = DEFAULT_TEMPERATURE,
     seed: int = 0,
 ) -> torch.Tensor:
-    """Append ``count`` tokens to (1, n) tokens, drawn by the model's own scores; temperature 0 takes the likeliest.
+    """Append ``count`` tokens to (1, n) tokens, sampled from the model's scores; temperature 0 takes the likeliest.
 
-    All ranks of a sharded model call it together. The draws are made on the CPU with a generator of their own, so the
-    ranks draw alike and the run's random state is left alone.
+    All ranks of a sharded model call it together. Sampling runs on the CPU with its own generator, so all ranks draw
+    the same tokens, and the run's RNG state does not change.
 
     >>> generate_tokens(lambda t: torch.nn.functional.one_hot((t + 1) % 5, 5) * 1e3, torch.tensor([[3]]), 3, context=8)
     tensor([[3, 4, 0, 1]])
@@ -40,28 +40,28 @@ def generate_tokens(
         window = tokens if context is None else tokens[:, -context:]
         scores = logits(window)[:, -1].float().cpu()
         if temperature == 0:
-            drawn = scores.argmax(-1, keepdim=True)
+            next_token = scores.argmax(-1, keepdim=True)
         else:
-            drawn = torch.multinomial(torch.softmax(scores / temperature, -1), 1, generator=generator)
-        tokens = torch.cat([tokens, drawn.to(tokens.device)], dim=1)
+            next_token = torch.multinomial(torch.softmax(scores / temperature, -1), 1, generator=generator)
+        tokens = torch.cat([tokens, next_token.to(tokens.device)], dim=1)
     return tokens
 
 
 def encode_prompt(tokenizer: Path, prompt: str) -> list[int]:
-    """The ids of a text's beginning, without the marks a tokenizer may put around it."""
+    """Return the ids of a prompt, without special tokens."""
     ids: list[int] = load_tokenizer(tokenizer).encode(prompt, add_special_tokens=False).ids
     return ids
 
 
 class GeneratedText(NamedTuple):
-    """A text's beginning, and what a model added."""
+    """A prompt, and the text that a model generated after it."""
 
     prompt: str
     text: str
 
 
 def generate_sample(setup: TrainingSetup) -> GeneratedText | None:
-    """What a job's model makes of its prompt; None where there is nothing to make. All ranks call it together."""
+    """Generate text from the run's prompt; return None if sampling is off. All ranks call it together."""
     run, corpus = setup.options.run, setup.corpus
     if not run.sample_tokens or corpus.tokenizer_path is None:
         return None

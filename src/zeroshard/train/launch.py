@@ -1,6 +1,6 @@
-"""Launch: the ranks of this machine, and what is said when one of them fails.
+"""launch: start the ranks on this machine, and report why one of them failed.
 
-The ranks of one machine need nobody outside it, so nothing here listens anywhere but on loopback.
+The ranks of one machine need no other machine, so everything here listens only on loopback.
 """
 
 from __future__ import annotations
@@ -30,48 +30,47 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from zeroshard.comm.consistency import RanksDisagreeError
 from zeroshard.train.errors import TrainingError
 
-ERROR_DIR_ENV = "ZEROSHARD_ACCOUNTS"  # environment of ranks started here: the directory where those that fail say why
-SHUTDOWN_GRACE_SECONDS = 120  # seconds that ranks have for their last checkpoint once they are told to stop
-POLL_SECONDS = 0.1  # seconds between two looks at the ranks
+ERROR_DIR_ENV = "ZEROSHARD_ACCOUNTS"  # environment variable: the directory for error reports of failed ranks
+SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
+POLL_SECONDS = 0.1  # between two polls of the ranks
 LOOPBACK = "127.0.0.1"
-ERROR_GRACE_SECONDS = 3  # seconds that a rank has to write its record once another has failed
-PEER_LOST_MESSAGES = (
-    "Connection closed by peer",
-    "remote worker",
-)  # what gloo says of another rank, whatever it met of its end
+ERROR_GRACE_SECONDS = 3  # for a rank to write its record after a peer failed
+PEER_LOST_MESSAGES = ("Connection closed by peer", "remote worker")  # in gloo's errors when another rank has died
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(ranks: int, argv: Sequence[str]) -> int:
-    """Run `zeroshard train` on ``ranks`` processes of this machine, and return the exit status."""
-    with tempfile.TemporaryDirectory(prefix="zeroshard-") as accounts:
+    """Run `zeroshard train` in ``ranks`` processes on this machine, and return the exit status."""
+    with tempfile.TemporaryDirectory(prefix="zeroshard-") as error_dir:
         store = local_store()
-        environment = {**os.environ, **_local_environment(ranks, store.port), ERROR_DIR_ENV: accounts}
-        started: list[subprocess.Popen[bytes]] = []
-        received: list[int] = []
-        with _collect_signals(received):
+        environment = {**os.environ, **_local_environment(ranks, store.port), ERROR_DIR_ENV: error_dir}
+        processes: list[subprocess.Popen[bytes]] = []
+        received_signals: list[int] = []
+        with _collect_signals(received_signals):
             try:
                 for rank in range(ranks):
-                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                    rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
                     command = [sys.executable, "-m", "zeroshard", "train", *argv]
-                    # a session of its own: a Ctrl-C is forwarded once, not also sent to it by the terminal
-                    started.append(subprocess.Popen(command, env={**environment, **place}, start_new_session=True))
-                failed = _wait_ranks(started, received)
+                    # in a new session: the launcher forwards Ctrl-C once, and the terminal does not send it too
+                    processes.append(
+                        subprocess.Popen(command, env={**environment, **rank_environment}, start_new_session=True)
+                    )
+                failed = _wait_ranks(processes, received_signals)
             finally:
-                for process in started:
+                for process in processes:
                     _send_signal(process, signal.SIGKILL)
                     process.wait()
-        if failed or (received and any(not account["missed"] for account in _read_errors(Path(accounts)))):
-            print("zeroshard train: " + describe_first_failure(Path(accounts), failed), file=sys.stderr)
+        if failed or (received_signals and any(not report["missed"] for report in _read_errors(Path(error_dir)))):
+            print("zeroshard train: " + describe_first_failure(Path(error_dir), failed), file=sys.stderr)
             return 1
-        return 128 + received[0] if received else 0
+        return 128 + received_signals[0] if received_signals else 0
 
 
 def local_store() -> TCPStore:
-    """A store for the ranks of this machine, which listens on loopback alone.
+    """Return a store for the ranks of this machine that listens only on loopback.
 
-    torch's own listens on every interface, whatever address it is given, and asks nobody who they are: so the socket is
-    bound here. It lives in the launcher, so that it outlives a rank that dies.
+    torch's own store listens on every interface, whatever its address, and has no authentication. So the socket is
+    bound here. The store lives in the launcher, so it outlives a rank that dies.
 
     >>> store = local_store()
     >>> store.set("key", "value")
@@ -82,30 +81,30 @@ def local_store() -> TCPStore:
         listener.bind((LOOPBACK, 0))
         listener.listen(128)
         port = listener.getsockname()[1]
-        descriptor = listener.detach()  # the store's, which closes it
+        descriptor = listener.detach()  # now owned by the store, which closes it
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _local_environment(ranks: int, port: int) -> dict[str, str]:
-    """What the ranks of this machine are told, but for their numbers; what the user has set stays."""
-    told = {
+    """Return the ranks' environment without rank numbers. The user's thread and interface settings take precedence."""
+    required = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # to torch: the store is there, no rank has to open one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the store exists: no rank opens one
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:  # where gloo and NCCL listen for the other ranks
-        own |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return {**{name: value for name, value in own.items() if name not in os.environ}, **told}
+    if loopback is not None:  # the interface on which gloo and NCCL listen for other ranks
+        defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return {**{name: value for name, value in defaults.items() if name not in os.environ}, **required}
 
 
 @contextmanager
 def _collect_signals(received_signals: list[int]) -> Iterator[None]:
-    """Note the signals that end a run, instead of being ended by them."""
+    """Collect stop signals instead of being ended by them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,21 +121,21 @@ def _collect_signals(received_signals: list[int]) -> Iterator[None]:
 def _wait_ranks(processes: Sequence[subprocess.Popen[bytes]], received_signals: list[int]) -> dict[int, int]:
     """Wait until all ranks have ended; return the exit statuses of those that failed first, by rank.
 
-    Signals are forwarded. A rank that fails ends the others with SIGTERM. Either way those that are left after a grace
-    period are killed; after a second signal, at once.
+    Signals are forwarded to the ranks. When a rank fails, the others get SIGTERM. In both cases the remaining ranks are
+    killed after a grace period, which is shorter after a second signal.
     """
     failed: dict[int, int] = {}
-    deadline, heard = math.inf, 0
+    deadline, forwarded = math.inf, 0
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
-        if len(received_signals) > heard:
+        if len(received_signals) > forwarded:
             deadline = now + (
-                _shutdown_grace_seconds() if heard == 0 and len(received_signals) == 1 else ERROR_GRACE_SECONDS
+                _shutdown_grace_seconds() if forwarded == 0 and len(received_signals) == 1 else ERROR_GRACE_SECONDS
             )
-            for number in received_signals[heard:]:
+            for number in received_signals[forwarded:]:
                 for process in processes:
                     _send_signal(process, number)
-            heard = len(received_signals)
+            forwarded = len(received_signals)
         elif not failed and not received_signals:
             failed = _failed_ranks(processes)
             if failed:
@@ -151,67 +150,68 @@ def _wait_ranks(processes: Sequence[subprocess.Popen[bytes]], received_signals: 
 
 
 def _failed_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """The exit statuses of the ranks that have failed so far."""
+    """Return the exit statuses of the ranks that have failed so far."""
     statuses = {rank: process.poll() for rank, process in enumerate(processes)}
     return {rank: status for rank, status in statuses.items() if status}
 
 
 def _send_signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a rank and what it has started, unless it has ended."""
+    """Send a signal to a rank and its child processes, unless it has ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
 
 def _shutdown_grace_seconds() -> float:
-    """Seconds that ranks have for their last checkpoint."""
+    """Return the seconds that ranks have for their last checkpoint."""
     return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_GRACE_SECONDS))
 
 
 def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> str:
-    """Say which rank failed first, and why.
+    """Return which rank failed first, and why.
 
-    Others fail because it is gone: they miss it in a collective, or are killed by the launcher. So an error of a rank's
-    own goes first, then a rank that was killed and could say nothing, then what a rank missed.
+    Other ranks fail as a consequence: a collective loses its peer, or the launcher kills them. So the order is: a
+    rank's own error, then a rank that was killed without an error report, then a lost peer.
     """
-    told = sorted(_read_errors(error_dir), key=lambda account: float(account["moment"]))
-    own = [account for account in told if not account["missed"]]
-    if own:
-        return str(own[0]["account"])
+    reports = sorted(_read_errors(error_dir), key=lambda report: float(report["moment"]))
+    own_errors = [report for report in reports if not report["missed"]]
+    if own_errors:
+        return str(own_errors[0]["account"])
     for rank, status in exit_statuses.items():
-        if status < 0 and status != -signal.SIGTERM:  # which the launcher sends to those that are left
+        if status < 0 and status != -signal.SIGTERM:  # the launcher sends SIGTERM to the remaining ranks
             name = signal.Signals(-status).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    if told:
-        return str(told[0]["account"])
+    if reports:
+        return str(reports[0]["account"])
     return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exit_statuses.items())
 
 
 def report_failure(error: BaseException, rank: int) -> None:
-    """Tell what ended this rank: to our own launcher, else to the terminal and to torchrun."""
+    """Report what ended this rank: to our own launcher, or to the terminal and torchrun."""
     stack = "".join(traceback.format_exception(error)).rstrip()
-    account = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
+    message = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
     directory = os.environ.get(ERROR_DIR_ENV)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
-        missed = isinstance(error, (RanksDisagreeError, DistError)) or any(
-            words in str(error) for words in PEER_LOST_MESSAGES
+        peer_lost = isinstance(error, (RanksDisagreeError, DistError)) or any(
+            fragment in str(error) for fragment in PEER_LOST_MESSAGES
         )
-        told = {"rank": rank, "moment": time.time(), "account": account, "missed": missed}
-        partial.write_text(json.dumps(told))
+        report = {"rank": rank, "moment": time.time(), "account": message, "missed": peer_lost}
+        partial.write_text(json.dumps(report))
         partial.rename(partial.with_suffix(".account.json"))
         return
-    print(f"zeroshard train: {account}", file=sys.stderr)
+    print(f"zeroshard train: {message}", file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         ErrorHandler().record_exception(error)
 
 
 class StopRequest:
-    """Whether this rank was told to stop: by Ctrl-C, a scheduler's SIGTERM, a closed terminal. A second signal ends it.
+    """Records a stop signal: Ctrl-C, a scheduler's SIGTERM, a closed terminal. A second signal ends the process.
 
-    [Note: ranks left waiting] When one rank fails, the launcher sends SIGTERM to the others, which may wait for it in a
-    call that runs no Python, and so would never see their own handler run. The signal also writes a byte that a thread
-    waits for: from then on it looks for another rank's account, and ends this one soon after it finds it.
+    [Note: ranks whose peer failed] When one rank fails, the launcher sends SIGTERM to the others. They may wait for the
+    failed rank in a call that runs no Python code, so their signal handler would never run. The signal also writes a
+    byte to a pipe on which a thread waits. The thread then polls for an error report of another rank, and ends this
+    process soon after it finds one.
     """
 
     def __init__(self) -> None:
@@ -220,10 +220,12 @@ class StopRequest:
             signal.signal(number, self._on_signal)
         directory = os.environ.get(ERROR_DIR_ENV)
         if directory is not None:
-            told, tells = os.pipe()
-            os.set_blocking(tells, False)
-            signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
-            threading.Thread(target=self._exit_when_peer_failed, args=(told, Path(directory)), daemon=True).start()
+            wakeup_read_fd, wakeup_write_fd = os.pipe()
+            os.set_blocking(wakeup_write_fd, False)
+            signal.set_wakeup_fd(wakeup_write_fd, warn_on_full_buffer=False)
+            threading.Thread(
+                target=self._exit_when_peer_failed, args=(wakeup_read_fd, Path(directory)), daemon=True
+            ).start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
@@ -240,17 +242,17 @@ class StopRequest:
 
 
 def _error_files(error_dir: Path) -> list[Path]:
-    """The accounts of ranks that failed."""
+    """Return the error reports of failed ranks."""
     return list(error_dir.glob("*.account.json"))
 
 
 def _read_errors(error_dir: Path) -> list[dict[str, Any]]:
-    """What ranks that failed have said."""
+    """Read the error reports of failed ranks."""
     return [json.loads(path.read_text()) for path in _error_files(error_dir)]
 
 
 def default_ranks(device: str) -> int:
-    """How many ranks to start here: one a GPU, or two on the CPU."""
+    """Return the number of ranks to start on this machine: one per GPU, or two on the CPU."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Metrics: the figures of one step, and the file a run leaves them in."""
+"""StepMetrics and MetricsFile: the metrics of one step, and the file that a run writes them to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_TENSORBOARD_TAGS = {  # field of Metrics → tag in TensorBoard
+_TENSORBOARD_TAGS = {  # field of StepMetrics → tag in TensorBoard
     "loss": "loss/training",
     "validation_loss": "loss/held-out",
     "lr": "optimizer/learning rate",
@@ -27,7 +27,7 @@ _TENSORBOARD_TAGS = {  # field of Metrics → tag in TensorBoard
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The figures of one step.
+    """The metrics of one step.
 
     >>> metrics = StepMetrics(step=1, loss=5.8, lr=1e-3, grad_norm=None, tokens=4096, tokens_per_s=2e4, seconds=0.2)
     >>> metrics.mfu is None
@@ -35,36 +35,35 @@ class StepMetrics:
     """
 
     step: int
-    """Steps done, this one included: the first is 1."""
+    """Steps done, including this one: the first is 1."""
     loss: float
     lr: float
     grad_norm: float | None
-    """Norm of the gradient before clipping; None when not taken."""
+    """Norm of the gradient before clipping; None if not computed."""
     tokens: int
     """Tokens trained on so far, on all ranks."""
     tokens_per_s: float
-    """Of all ranks together."""
+    """Tokens per second of all ranks together."""
     seconds: float
-    """Since the run began."""
+    """Seconds since the run started."""
     communication: float | None = None
-    """Share of the step's time spent waiting for communication, 0 to 1."""
+    """Fraction of the step's time spent waiting for communication, 0 to 1."""
     tflops: float | None = None
-    """10¹² floating-point operations a second, per device."""
+    """10¹² floating-point operations per second and device."""
     mfu: float | None = None
-    """Share of the device's peak that `tflops` is, 0 to 1."""
+    """`tflops` as a fraction of the device's peak, 0 to 1."""
 
 
 class MetricsFile:
-    """A run's metrics as lines of JSON, one object a step: `metrics.jsonl`; on request as TensorBoard events too.
+    """Writes a run's metrics to `metrics.jsonl`, one JSON object per step; optionally also as TensorBoard events.
 
-    A line has the fields of `Metrics`; an evaluation has a line of its own, {"step": …, "validation_loss": …}. JSON has
-    no NaN: figures that are not finite are written as the strings "nan", "inf" and "-inf", which `float()` reads, while
-    null stands for a figure that was not measured.
+    A line has the fields of `StepMetrics`; an evaluation has its own line, {"step": …, "validation_loss": …}. JSON has
+    no NaN: values that are not finite are written as the strings "nan", "inf" and "-inf", which `float()` reads. null
+    means that a value was not measured.
 
-    Each line reaches the system in one write, so a crash leaves at most one cut line, the last. To continue a run give
-    `resume_step`, the step of the checkpoint it resumes from (0 to start over): a cut last line and all lines of later
-    steps are dropped, in a new file that then takes the old one's place. Without it, a file that has lines already is
-    an error.
+    Each line is written in one system call, so a crash truncates at most the last line. To resume a run, pass
+    `resume_step`, the step of the checkpoint (0 to start over): a truncated last line and all lines of later steps are
+    dropped, in a new file that then replaces the old one. Without it, a file that already has lines is an error.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -81,7 +80,9 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None, resume_step: int | None = None) -> None:
         path = Path(path)
-        writer = None if tensorboard is None else _import_writer()  # may be missing, so before the file is touched
+        writer = (
+            None if tensorboard is None else _import_writer()
+        )  # may be missing: import it before the file is changed
         if resume_step is not None and path.exists():
             _truncate_after(path, resume_step)
         elif path.exists() and path.stat().st_size:
@@ -90,19 +91,21 @@ class MetricsFile:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", newline="\n")
-        purge = None if resume_step is None else resume_step + 1  # TensorBoard hides its former events from there on
-        self._tensorboard = None if writer is None else writer(str(tensorboard), purge_step=purge)
+        purge_step = (
+            None if resume_step is None else resume_step + 1
+        )  # TensorBoard hides older events from this step on
+        self._tensorboard = None if writer is None else writer(str(tensorboard), purge_step=purge_step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append the figures of a step."""
+        """Append the metrics of a step."""
         self._append(asdict(metrics))
 
     def write_evaluation(self, step: int, validation_loss: float) -> None:
-        """Append the held-out loss after `step` steps."""
+        """Append the validation loss after `step` steps."""
         self._append({"step": step, "validation_loss": validation_loss})
 
     def close(self) -> None:
-        """Close the file, and TensorBoard's."""
+        """Close the file and the TensorBoard writer."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -124,36 +127,36 @@ class MetricsFile:
 
 
 def _strict_json_value(value: float | None) -> float | str | None:
-    """A figure as strict JSON can hold it."""
+    """Return a value as strict JSON can represent it."""
     if value is None or isinstance(value, int):
         return value
-    number = float(value)  # also of a tensor with one element
+    number = float(value)  # also converts a tensor with one element
     return number if math.isfinite(number) else str(number)
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Drop a cut last line and the lines of later steps."""
+    """Drop a truncated last line and the lines of later steps."""
     lines = path.read_bytes().splitlines()
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            late = record["step"] > step
-        except (ValueError, TypeError, KeyError):  # ValueError: cut, or not even text
+            is_later = record["step"] > step
+        except (ValueError, TypeError, KeyError):  # ValueError: truncated, or not even text
             if number == len(lines):
                 break
             raise ValueError(
                 f"line {number} of {path} is {line[:80]!r}, but must be a JSON object with a step, as zeroshard writes "
                 "them: remove the line, or move the file away"
             ) from None
-        if not late:
+        if not is_later:
             kept.append(line + b"\n")
-    new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
+    new_path = path.with_name(path.name + ".new")
+    with new_path.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the old name
-    new.replace(path)
+    new_path.replace(path)
 
 
 def _import_writer() -> type[SummaryWriter]:

@@ -1,6 +1,6 @@
-"""Check: what can be seen to be wrong with a job's options before there are ranks.
+"""Check a run's options before its ranks start.
 
-The process that starts the ranks needs no more than this, so nothing heavy is imported here.
+The launcher process needs only this module, so it has no heavy imports.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from zeroshard.train.errors import TrainingError
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.run_directory import RunDirectory
 
-REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # what the extra `train` brings
+REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
 
 
 def check_options(options: TrainOptions, ranks: int) -> None:
-    """Refuse what can be seen to be wrong before there are ranks."""
+    """Raise for errors that can be detected before the ranks start."""
     missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
@@ -36,14 +36,14 @@ def check_options(options: TrainOptions, ranks: int) -> None:
 
 
 def resolve_batching(options: TrainOptions, ranks: int) -> Batching:
-    """How the batch is divided."""
+    """Return how the batch is split over ranks and backwards."""
     training = options.training
     tensor = options.sharding.tensor
     return Batching.resolve(ranks, training.batch, training.micro_batch, training.accumulate, tensor)
 
 
 def check_output_directory(options: TrainOptions, directory: Path) -> None:
-    """Refuse a directory that is a file, or that holds a run which is not to be resumed."""
+    """Raise if the path is a file, or a directory with a run that is not to be resumed."""
     if directory.exists() and not directory.is_dir():
         raise TrainingError(f"{directory}, given as --out, is a file: give a directory")
     if RunDirectory(directory).has_run() and not options.run.resume:

@@ -1,7 +1,7 @@
-"""Options: all that `zeroshard train` can be told, as typed dataclasses.
+"""All options of `zeroshard train`, as typed dataclasses.
 
 The command line and the configuration file are made from these classes: a field is a flag (`--micro-batch 4`) and a key
-of the file (`micro_batch = 4`). A group of fields is a class, shown as one box by `--help`.
+of the file (`micro_batch = 4`). Each group of fields is a class, shown as one box by `--help`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class ModelOptions:
     """names of the modules that get an adapter"""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Validate the options."""
         _check_at_least_one(self, "layers", "heads", "width", "sequence", "lora_rank")
         _check_positive(self, "lora_alpha")
 
     @property
     def has_activation_checkpointing(self) -> bool:
-        """Whether activations are computed again in backward.
+        """Whether activations are recomputed in backward.
 
         >>> ModelOptions(offload_activations=True).has_activation_checkpointing
         True
@@ -65,7 +65,7 @@ class ModelOptions:
 
     @property
     def checkpoint_kwargs(self) -> dict[str, Any]:
-        """What :func:`zeroshard.checkpoint_activations` is told of them.
+        """Keyword arguments for :func:`zeroshard.checkpoint_activations`.
 
         >>> ModelOptions(recompute=True).checkpoint_kwargs
         {'partition': None, 'offload': False}
@@ -90,7 +90,7 @@ class DataOptions:
     """token ids of the model and of the BPE that is trained; without it, the preset's"""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Validate the options."""
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout is a share between 0 and 1, got {self.holdout:g}")
         _check_at_least_one(self, "vocabulary")
@@ -125,7 +125,7 @@ class StepOptions:
     """of the weights, the order of the data, dropout and the samples"""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Validate the options."""
         _check_at_least_one(self, "steps", "batch", "micro_batch", "accumulate")
         _check_positive(self, "lr")
         for name in ("warmup", "weight_decay", "clip", "min_lr", "seed"):
@@ -179,7 +179,7 @@ class ShardOptions:
     """seconds after which ranks that wait for each other at different places get an error"""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Validate the options."""
         _check_at_least_one(self, "ranks", "tensor")
         _check_positive(self, "timeout")
         parse_bytes("memory", self.memory)
@@ -189,7 +189,7 @@ class ShardOptions:
 
     @property
     def offload_config(self) -> dict[str, Any]:
-        """What :func:`zeroshard.shard` is given as ``offload``.
+        """The ``offload`` argument of :func:`zeroshard.shard`.
 
         >>> ShardOptions(offload="host", offload_fraction=0.5).offload_config
         {'optimizer': ('host', 0.5), 'parameters': 'device', 'directory': None}
@@ -234,7 +234,7 @@ class RunOptions:
     """print what would be used, memory per rank included, and exit"""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Validate the options."""
         _check_at_least_one(self, "eval_sequences", "keep", "log_every")
         if self.prompt == "":
             raise ValueError("prompt is empty: give the beginning of a text, or leave it out")
@@ -258,7 +258,7 @@ class TrainOptions:
     run: RunOptions = field(default_factory=RunOptions)
 
     def to_flat_dict(self) -> dict[str, Any]:
-        """All options by name.
+        """Return all options by name.
 
         >>> TrainOptions().to_flat_dict()["stage"]
         3
@@ -267,23 +267,23 @@ class TrainOptions:
         return {option.name: getattr(group, option.name) for group in groups for option in fields(group)}
 
     def with_configuration(self, name: ConfigurationName) -> TrainOptions:
-        """The same with one of the paper's configurations.
+        """Return a copy with one of the paper's configurations applied.
 
         >>> TrainOptions().with_configuration("C1").sharding.stage
         1
         """
-        chosen = CONFIGURATIONS[name]
+        configuration = CONFIGURATIONS[name]
         model = replace(
             self.model,
             recompute=True,
-            partition_activations=chosen.partition_activations,
-            offload_activations=chosen.offload_activations,
+            partition_activations=configuration.partition_activations,
+            offload_activations=configuration.offload_activations,
         )
-        sharding = replace(self.sharding, configuration=name, stage=cast("Stage", chosen.stage))
+        sharding = replace(self.sharding, configuration=name, stage=cast("Stage", configuration.stage))
         return replace(self, model=model, sharding=sharding)
 
     def with_auto(self, names: tuple[AutoOption, ...]) -> TrainOptions:
-        """The same with some of it left to a plan, and until then as if nothing had been said of it.
+        """Return a copy with the named options left to the planner; until then they have their defaults.
 
         >>> TrainOptions(training=StepOptions(micro_batch=4)).with_auto(("micro-batch",)).training.micro_batch
         """
@@ -300,11 +300,11 @@ class TrainOptions:
 
     @property
     def name(self) -> str:
-        """A short name of what is trained."""
-        given = self.model.model
-        if given in PRESETS:
-            return given
-        path = Path(given).resolve()
+        """A short name of the model."""
+        model = self.model.model
+        if model in PRESETS:
+            return model
+        path = Path(model).resolve()
         return (path.parent if path.name == "config.json" else path).name or "model"
 
 

@@ -1,4 +1,4 @@
-"""World: the ranks of a job, however they were started, and this one's place among them."""
+"""RankInfo: this process's rank, device and process groups, whatever launcher started it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zeroshard.train.errors import TrainingError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This rank's place.
+    """This process's rank, device and group sizes.
 
-    With ``tensor`` > 1, so many neighbours divide each layer. To the data they are one: they read the same sequences
-    and draw the same random numbers.
+    With ``tp_size`` > 1, that many neighbouring ranks share each layer. They count as one data-parallel rank: they read
+    the same sequences and draw the same random numbers.
 
-    >>> place = RankInfo(rank=3, world_size=8, device=torch.device("cpu"), backend="gloo", tp_size=2)
-    >>> place.dp_rank, place.dp_size
+    >>> info = RankInfo(rank=3, world_size=8, device=torch.device("cpu"), backend="gloo", tp_size=2)
+    >>> info.dp_rank, info.dp_size
     (1, 4)
     """
 
@@ -36,52 +36,55 @@ class RankInfo:
 
     @classmethod
     def init(cls, device: str, timeout: float) -> RankInfo:
-        """Join the ranks that torchrun, srun or another launcher has started, over NCCL on GPUs and gloo elsewhere."""
-        place = launcher_environment(os.environ)
-        if place is None:
+        """Join the process group that torchrun, srun or another launcher started: NCCL on GPUs, gloo elsewhere."""
+        env = launcher_environment(os.environ)
+        if env is None:
             raise RuntimeError("no launcher has said which rank this is: start it with torchrun, or `zeroshard train`")
-        os.environ.update(place)
-        local_rank = int(place["LOCAL_RANK"])
+        os.environ.update(env)
+        local_rank = int(env["LOCAL_RANK"])
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         count = torch.cuda.device_count() if on_gpu else 0
-        # `srun --gpus-per-task=1` shows each rank its own GPU alone
-        number = 0 if count == 1 and "SLURM_LOCALID" in os.environ else local_rank
-        if on_gpu and number >= count:
+        # with `srun --gpus-per-task=1` each rank sees only its own GPU
+        device_index = 0 if count == 1 and "SLURM_LOCALID" in os.environ else local_rank
+        if on_gpu and device_index >= count:
             raise TrainingError(
-                f"rank {place['RANK']} is number {local_rank + 1} on its machine, which has {count} GPUs: start at "
+                f"rank {env['RANK']} is number {local_rank + 1} on its machine, which has {count} GPUs: start at "
                 "most one rank a GPU, or give --device cpu"
             )
-        where = torch.device("cuda", number) if on_gpu else torch.device("cpu")
+        torch_device = torch.device("cuda", device_index) if on_gpu else torch.device("cpu")
         if on_gpu:
-            torch.cuda.set_device(where)
+            torch.cuda.set_device(torch_device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout))
-        return cls(dist.get_rank(), dist.get_world_size(), where, "nccl" if on_gpu else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), torch_device, "nccl" if on_gpu else "gloo")
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the rank that writes and shows."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def dp_size(self) -> int:
-        """How many share the batch."""
+        """Number of data-parallel ranks."""
         return self.world_size // self.tp_size
 
     @property
     def dp_rank(self) -> int:
-        """Whose part of the batch this rank has."""
+        """This rank's index among the data-parallel ranks."""
         return self.rank // self.tp_size
 
     def make_mesh(self) -> DeviceMesh | None:
-        """The ranks as :func:`zeroshard.shard` takes them; None where it needs nothing said. All ranks call it."""
+        """Return the mesh for :func:`zeroshard.shard`; None without tensor parallelism. All ranks call it."""
         if self.tp_size == 1:
             return None
-        shape = (self.dp_size, self.tp_size)  # neighbours, mostly of one machine, have most to tell each other
+        shape = (
+            self.dp_size,
+            self.tp_size,
+        )  # tensor-parallel ranks communicate most: neighbours, usually on one machine
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("shard", "tensor"))
 
 
 def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """What a launcher says about this process, in torchrun's words; None where no launcher has started it.
+    """Return the launcher's settings as torchrun's variables; None if no launcher started this process.
 
     >>> launcher_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"})["LOCAL_RANK"]
     '0'
@@ -89,21 +92,21 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
     True
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:  # torchrun, Kubernetes' PyTorchJob, Ray
-        words = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in words if name not in environment]
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in environment]
         if missing:
             raise TrainingError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: set all or none")
-        kept = {name: environment[name] for name in words}
-        local = str(int(kept["RANK"]) % max(1, torch.cuda.device_count()))
-        return {**kept, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # set by srun, not by sbatch; 1: a shell, say
+        given = {name: environment[name] for name in names}
+        local = str(int(given["RANK"]) % max(1, torch.cuda.device_count()))
+        return {**given, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # set by srun, not by sbatch; 1: for example a shell
     if tasks > 1 and "SLURM_PROCID" in environment:
         return {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
             "MASTER_ADDR": environment.get("MASTER_ADDR") or _slurm_first_host(environment),
-            # one of 10,000 ports, the same on every rank of a job step and another for the next
+            # one of 10,000 ports: the same on all ranks of a job step, another one for the next step
             "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(_slurm_job_number(environment)) % 10000),
         }
     return None
@@ -118,17 +121,17 @@ def _slurm_first_host(environment: Mapping[str, str]) -> str:
     if "[" not in hosts:
         return hosts.partition(",")[0]
     try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
-        return listed.stdout.split()[0]
+        result = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
+        return result.stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return first_slurm_host(hosts)
 
 
 def first_slurm_host(hosts: str) -> str:
-    """The first host of Slurm's short form of a list, for machines without scontrol.
+    """Return the first host of a compressed Slurm node list, for machines without scontrol.
 
     >>> first_slurm_host("node[007-012,020],other")
     'node007'
     """
-    found = re.match(r"([^\[,]*)\[([^\],-]+)[^\]]*\]([^,]*)", hosts)
-    return "".join(found.groups()) if found else hosts.partition(",")[0]
+    match = re.match(r"([^\[,]*)\[([^\],-]+)[^\]]*\]([^,]*)", hosts)
+    return "".join(match.groups()) if match else hosts.partition(",")[0]

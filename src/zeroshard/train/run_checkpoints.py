@@ -1,4 +1,4 @@
-"""A run's checkpoints: where they are, which are good, and how a run goes on from one."""
+"""The checkpoints of a run: their paths, which are complete, and how to resume from one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.index import CheckpointIndex, is_checkpoint
 from zeroshard.checkpoint.retention import update_latest
 
-DIVERGED_DIR = "diverged"  # below the checkpoints: those whose weights gave a loss that was not finite
+DIVERGED_DIR = "diverged"  # subdirectory for checkpoints whose weights gave a loss that was not finite
 
 
 class RunCheckpoint:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,13 +25,13 @@ class RunCheckpoint:
                 "numbers. Go on from another checkpoint"
             )
         self.step: int = step
-        """How many steps were done."""
+        """Number of steps done."""
         self.seconds: float = seconds
-        """How long they took."""
+        """Seconds these steps took."""
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
-    """Where the checkpoint of a step is.
+    """Return the path of a step's checkpoint.
 
     >>> checkpoint_path(Path("checkpoints"), 200).as_posix()
     'checkpoints/step-000200'
@@ -40,23 +40,23 @@ def checkpoint_path(parent: Path, step: int) -> Path:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step of a checkpoint by its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(path.name.removeprefix("step-"))
 
 
 def complete_checkpoints(parent: Path) -> list[Path]:
-    """The checkpoints of a run, the newest last."""
+    """Return the complete checkpoints of a run, the newest last."""
     named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and is_checkpoint(path)]
     return sorted(named, key=checkpoint_step)
 
 
 def quarantine(path: Path) -> None:
-    """Make a checkpoint none that a run goes on from, without deleting it."""
-    aside = path.parent / DIVERGED_DIR
-    aside.mkdir(exist_ok=True)
-    target, number = aside / path.name, 1
+    """Move a checkpoint away without deleting it, so that no run resumes from it."""
+    diverged_dir = path.parent / DIVERGED_DIR
+    diverged_dir.mkdir(exist_ok=True)
+    target, number = diverged_dir / path.name, 1
     while target.exists():  # the same step diverged before
-        target, number = aside / f"{path.name}.{number}", number + 1
+        target, number = diverged_dir / f"{path.name}.{number}", number + 1
     path.rename(target)
-    for good in complete_checkpoints(path.parent)[-1:]:
-        update_latest(good)
+    for newest in complete_checkpoints(path.parent)[-1:]:
+        update_latest(newest)

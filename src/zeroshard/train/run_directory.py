@@ -1,4 +1,4 @@
-"""RunDirectory: where a run keeps what it makes."""
+"""RunDirectory: the files of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK_FILE = "lock"
 
 
 class RunDirectory:
-    """A directory with ``config.json`` (options), ``run.json`` (what came of it), ``metrics.jsonl``, ``report.html``,
+    """A directory with ``config.json`` (options), ``run.json`` (results), ``metrics.jsonl``, ``report.html``,
     ``checkpoints/``, ``model/`` (the trained weights), ``data/`` (tokens) and ``lock`` (one run at a time).
 
     >>> RunDirectory(Path("runs/tiny")).metrics_path.as_posix()
@@ -33,21 +33,21 @@ class RunDirectory:
         self.checkpoints_dir = path / "checkpoints"
         self.model_dir = path / "model"
         self.data_dir = path / "data"
-        self._lock_finalizer: weakref.finalize[Any, Any] | None = None  # of the lock's descriptor
+        self._lock_finalizer: weakref.finalize[Any, Any] | None = None  # closes the lock's file descriptor
 
     def lock(self) -> None:
-        """Take the directory for this process until it ends, however it ends; refuses where another run has it.
+        """Lock the directory until this process ends, however it ends; raise if another run holds the lock.
 
-        The file ``lock`` stays there and says who had it last: what counts is the system's lock on it (``flock``).
+        The file ``lock`` remains and names its last holder; only the system's lock on it (``flock``) counts.
         """
         path = self.path / LOCK_FILE
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._lock_finalizer = weakref.finalize(self, os.close, lock)
-        self._lock_finalizer.atexit = False  # the system closes it then
+        lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock_finalizer = weakref.finalize(self, os.close, lock_fd)
+        self._lock_finalizer.atexit = False  # at exit the system closes it
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+            holder = os.pread(lock_fd, 200, 0).decode(errors="replace").strip() or "another process"
             self.unlock()
             raise TrainingError(
                 f"{self.path} is in use by a run of {holder}: wait until it ends, or give another --out"
@@ -59,28 +59,28 @@ class RunDirectory:
                 stacklevel=2,
             )
             return
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def unlock(self) -> None:
-        """Let others have the directory."""
+        """Release the lock."""
         if self._lock_finalizer is not None:
             self._lock_finalizer()
 
     def has_run(self) -> bool:
-        """Whether a run has begun here."""
+        """Return whether a run was started here."""
         return (self.path / "config.json").is_file()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the options: from then on the directory holds a run."""
+        """Write the options; from now on the directory holds a run."""
         write_json(self.path / "config.json", config)
 
     def read_config(self) -> dict[str, Any]:
-        """The options it was begun with."""
+        """Read the options the run was started with."""
         return read_json(self.path / "config.json")
 
     def read_record(self) -> dict[str, Any]:
-        """What ``run.json`` says; nothing before there is one."""
+        """Read ``run.json``; return an empty dict if it does not exist."""
         path = self.path / "run.json"
         return read_json(path) if path.is_file() else {}
 
@@ -90,7 +90,7 @@ class RunDirectory:
 
 
 def create_run_directory(parent: Path, name: str) -> Path:
-    """Make a directory for a new run: ``parent/name``, or with the first number that nobody has taken."""
+    """Create a directory for a new run: ``parent/name``, or with the first free number as a suffix."""
     for number in itertools.count(1):
         path = parent / (name if number == 1 else f"{name}-{number}")
         try:
@@ -102,11 +102,11 @@ def create_run_directory(parent: Path, name: str) -> Path:
 
 
 def newest_run(parent: Path) -> Path | None:
-    """The run under ``parent`` that was begun last."""
+    """Return the run under ``parent`` that was started last."""
     runs = [path for path in parent.glob("*") if RunDirectory(path).has_run()]
     return max(runs, key=lambda path: (path / "config.json").stat().st_mtime, default=None)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file that is whole or not there."""
+    """Write a JSON file atomically."""
     write_atomic(path, json.dumps(value, indent=2).encode())

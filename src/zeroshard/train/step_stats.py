@@ -1,4 +1,4 @@
-"""Pulse: the few numbers that all ranks share after every step."""
+"""StepStats: a few numbers that are all-reduced after every step."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class StepStats:
-    """What all ranks know of a step."""
+    """Numbers of a step that are the same on all ranks, except its duration."""
 
     step: int
     loss: float
-    """The mean over the ranks."""
+    """Mean over the ranks."""
     grad_norm: float | None
-    """Of the gradients; None where it was not asked for."""
+    """Norm of the gradients; None if it was not requested."""
     has_stop_request: bool
-    """Whether any rank was told to stop."""
+    """Whether any rank received a stop signal."""
     seconds: float
-    """How long the step took on this rank: on a GPU, by the device's clock."""
+    """Duration of the step on this rank; on a GPU, by the device's clock."""
 
 
 class StepStatsReducer:
-    """Shares loss, norm and the wish to stop in one small all-reduce, so that all ranks decide alike.
+    """All-reduces loss, norm and stop request in one small collective, so that all ranks decide the same.
 
-    On a GPU the result is read one step late, when the device is done with it anyway: the host never waits.
+    On a GPU the result is read one step later, when the device has finished it anyway, so the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,14 +38,14 @@ class StepStatsReducer:
         self._step_start = _DeviceTimestamp(device)
 
     def restart_timer(self) -> None:
-        """Begin to time the next step here: what came before (an evaluation, say) is no part of it."""
+        """Start timing the next step now, to exclude preceding work such as an evaluation."""
         self._step_start = _DeviceTimestamp(self._device)
 
     def start_reduce(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None, stop_requested: bool) -> None:
-        """Share what this rank knows of a step it has begun to run."""
-        known = grad_norm if grad_norm is not None else torch.zeros((), device=self._device)
+        """Start the all-reduce of this rank's numbers for a step that is in progress."""
+        norm = grad_norm if grad_norm is not None else torch.zeros((), device=self._device)
         values = torch.stack(
-            [loss.detach().float(), known.float(), torch.full((), float(stop_requested), device=self._device)]
+            [loss.detach().float(), norm.float(), torch.full((), float(stop_requested), device=self._device)]
         )
         dist.all_reduce(values)
         values /= dist.get_world_size()
@@ -56,17 +56,17 @@ class StepStatsReducer:
         self._step_start = now
 
     def read_ready(self, flush: bool = False) -> Iterator[StepStats]:
-        """The steps whose numbers are there: on a GPU, all but the last unless all are asked for."""
-        kept = 1 if self._device.type == "cuda" and not flush else 0
-        while len(self._pending) > kept:
-            step, has_norm, values, since, now = self._pending.popleft()
-            seconds = now.seconds_since(since)
+        """Yield the steps whose numbers are ready: on a GPU all but the last, unless ``flush``."""
+        num_pending = 1 if self._device.type == "cuda" and not flush else 0
+        while len(self._pending) > num_pending:
+            step, has_norm, values, start, end = self._pending.popleft()
+            seconds = end.seconds_since(start)
             loss, norm, stop = values.tolist()
             yield StepStats(step, loss, norm if has_norm else None, stop > 0, seconds)
 
 
 class _DeviceTimestamp:
-    """When the device came here."""
+    """The time at which the device reaches this point of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._host_seconds = time.perf_counter()
@@ -76,7 +76,7 @@ class _DeviceTimestamp:
             self._event.record()
 
     def seconds_since(self, start: _DeviceTimestamp) -> float:
-        """Seconds since an earlier moment. Waits until the device has come here."""
+        """Return the seconds since an earlier timestamp. Waits until the device reaches this one."""
         if self._event is None or start._event is None:
             return self._host_seconds - start._host_seconds
         self._event.synchronize()

@@ -1,4 +1,4 @@
-"""Trainer: the loop. It steps, watches, evaluates and keeps, and ends a run so that nothing is lost."""
+"""Trainer: the training loop. It steps, logs, evaluates and saves checkpoints, and ends a run without losing work."""
 
 from __future__ import annotations
 
@@ -37,49 +37,50 @@ from zeroshard.train.view.view import RunView, open_view
 
 
 def learning_rate(step: int, options: StepOptions) -> float:
-    """The rate of a step, counted from 0: a linear rise, then half a cosine down to the lowest.
+    """Return the learning rate of a step, counted from 0: linear warmup, then cosine decay to the minimum.
 
     >>> options = StepOptions(steps=100, warmup=10, lr=1.0, min_lr=0.1)
     >>> [round(learning_rate(step, options), 3) for step in (0, 9, 10, 55, 99)]
     [0.1, 1.0, 1.0, 0.55, 0.1]
     """
-    lowest = options.lr / 10 if options.min_lr is None else options.min_lr
+    min_lr = options.lr / 10 if options.min_lr is None else options.min_lr
     if step < options.warmup:
         return options.lr * (step + 1) / options.warmup
-    done = (step - options.warmup) / max(options.steps - options.warmup, 1)
-    return lowest + (options.lr - lowest) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+    progress = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    return min_lr + (options.lr - min_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
 @torch.no_grad()
 def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
-    """The mean loss over the first windows of the held-out text. Nothing that training depends on changes.
+    """Return the mean loss over the first windows of the validation text, without side effects on training.
 
-    All ranks call it together, each with as many windows as the others: where there are too few, some count twice.
-    Ranks that divide a layer have the same windows.
+    All ranks call it together with the same number of windows each; if there are too few, some windows count twice.
+    Tensor-parallel ranks get the same windows.
     """
-    world = setup.rank_info
-    count = max(min(setup.options.run.eval_sequences, loader.num_windows) // world.dp_size, 1)
-    places = [(index * world.dp_size + world.dp_rank) % loader.num_windows for index in range(count)]
-    total = torch.zeros((), device=world.device)
+    rank_info = setup.rank_info
+    count = max(min(setup.options.run.eval_sequences, loader.num_windows) // rank_info.dp_size, 1)
+    positions = [(index * rank_info.dp_size + rank_info.dp_rank) % loader.num_windows for index in range(count)]
+    total = torch.zeros((), device=rank_info.device)
     setup.model.eval()
     try:
         for first in range(0, count, setup.batching.micro):
-            pairs = [loader.sequential_batch(place, 1) for place in places[first : first + setup.batching.micro]]
-            tokens, targets = (torch.cat(part).to(world.device) for part in zip(*pairs, strict=True))
+            pairs = [
+                loader.sequential_batch(position, 1) for position in positions[first : first + setup.batching.micro]
+            ]
+            tokens, targets = (torch.cat(part).to(rank_info.device) for part in zip(*pairs, strict=True))
             total += setup.language_model.loss(setup.model, tokens, targets) * len(tokens)
     finally:
         setup.model.train()
     dist.all_reduce(total)
-    return float(total) / (count * world.world_size)
+    return float(total) / (count * rank_info.world_size)
 
 
-STEADY_AFTER_STEPS = (
-    2  # steps after which a step takes what it will always take: the optimizer has its states, units their order
-)
+# steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
+STEADY_AFTER_STEPS = 2
 
 
 class Trainer:
-    """Runs a job from the step it begins at to its end, or to a request to stop."""
+    """Runs training from the start step to the last step, or until a stop request."""
 
     def __init__(self, setup: TrainingSetup, stop_request: StopRequest) -> None:
         self.setup, self.stop_request = setup, stop_request
@@ -90,7 +91,9 @@ class Trainer:
         self._pending_save: zeroshard.Save | None = None
         self._last_saved_step = self.start_step if setup.resume_checkpoint is not None else -1
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
-        self._wait_fractions: dict[int, float] = {}  # share of a profiled step that waited for communication
+        self._wait_fractions: dict[
+            int, float
+        ] = {}  # by step: fraction of a profiled step spent waiting for communication
         self._tokens_per_step = setup.batching.batch * setup.train_loader.sequence
         name = torch.cuda.get_device_name(setup.rank_info.device) if setup.rank_info.device.type == "cuda" else "cpu"
         self._peak_flops = peak_flops(name, setup.precision)
@@ -104,16 +107,16 @@ class Trainer:
         self._metrics_file: MetricsFile | None = None
 
     def run(self) -> None:
-        """Train, and leave the directory complete, however it ends."""
-        run = self.options.run
+        """Train, and write a complete run directory, however the run ends."""
+        run_options = self.options.run
         if self.rank_info.is_rank_zero:
             self.view = open_view(
                 total_steps=self.options.training.steps,
                 start_step=self.start_step,
-                plain=run.plain,
-                log_every=run.log_every,
+                plain=run_options.plain,
+                log_every=run_options.log_every,
             )
-            events = self.setup.directory.path / "tensorboard" if run.tensorboard else None
+            events = self.setup.directory.path / "tensorboard" if run_options.tensorboard else None
             self._metrics_file = MetricsFile(
                 self.setup.directory.metrics_path, tensorboard=events, resume_step=self.start_step
             )
@@ -124,17 +127,17 @@ class Trainer:
                 self._train()
                 self._finish()
             except Exception as error:
-                told = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
-                self._write_report("stopped", told)
+                message = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
+                self._write_report("stopped", message)
                 if isinstance(error, AllRanksError):
-                    dist.barrier()  # or the launcher would end the first rank while it writes
+                    dist.barrier()  # otherwise the launcher would kill rank 0 while it writes
                 raise
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        run = self.options.run
-        if self.start_step == 0 and run.eval_every:
+        run_options = self.options.run
+        if self.start_step == 0 and run_options.eval_every:
             self._evaluate()
         while self.steps_done < self.options.training.steps and not self.is_stopping:
             self._step()
@@ -143,67 +146,67 @@ class Trainer:
                 self._record_memory()
             if self.is_stopping or self.steps_done == self.options.training.steps:
                 break
-            if run.eval_every and self.steps_done % run.eval_every == 0:
+            if run_options.eval_every and self.steps_done % run_options.eval_every == 0:
                 self._evaluate()
-            if run.checkpoint_every and self.steps_done % run.checkpoint_every == 0:
+            if run_options.checkpoint_every and self.steps_done % run_options.checkpoint_every == 0:
                 self._start_save()
         self._process_stats(flush=True)
 
     def _step(self) -> None:
-        """One optimizer step. Everything random in it is a function of seed, step and rank: resuming repeats it."""
-        step, training, world = self.steps_done, self.options.training, self.rank_info
-        torch.manual_seed(((training.seed * 1_000_003 + step) * world.dp_size + world.dp_rank) % 2**63)
+        """Run one optimizer step. Its randomness depends only on seed, step and rank, so a resumed run repeats it."""
+        step, training, rank_info = self.steps_done, self.options.training, self.rank_info
+        torch.manual_seed(((training.seed * 1_000_003 + step) * rank_info.dp_size + rank_info.dp_rank) % 2**63)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate(step, training)
-        settled = step - self.start_step == STEADY_AFTER_STEPS
-        watched = settled or (step + 1) % self.options.run.log_every == 0
-        with zeroshard.profile(self.setup.model) if watched else nullcontext(Profile()) as profile:
+        is_steady = step - self.start_step == STEADY_AFTER_STEPS
+        is_profiled = is_steady or (step + 1) % self.options.run.log_every == 0
+        with zeroshard.profile(self.setup.model) if is_profiled else nullcontext(Profile()) as profile:
             loss = self._forward_backward(step, profile)
             profile.phase("step")
             norm = self.setup.optimizer.clip_grad_norm_(training.clip or math.inf)
             self.setup.optimizer.step()
             self.setup.optimizer.zero_grad()
-        if watched:
+        if is_profiled:
             self._wait_fractions[step + 1] = profile.waited / profile.seconds
-        if settled:
+        if is_steady:
             self.record.timeline = memory_timeline(profile)
         self._stats_reducer.start_reduce(step + 1, loss, norm, self.stop_request.signal is not None)
         self.steps_done += 1
 
     def _forward_backward(self, step: int, profile: Profile) -> torch.Tensor:
-        """Forward and backward over this rank's part of the batch; returns its mean loss."""
+        """Run forward and backward over this rank's part of the batch; return its mean loss."""
         batching, device = self.setup.batching, self.rank_info.device
         tokens, targets = self.setup.train_loader.batch(step, self.rank_info.dp_rank, self.rank_info.dp_size)
         total = torch.zeros((), device=device)
-        for inputs, following in zip(
+        for inputs, labels in zip(
             torch.split(tokens, batching.micro), torch.split(targets, batching.micro), strict=True
         ):
             profile.phase("forward")
-            inputs, following = (part.to(device, non_blocking=True) for part in (inputs, following))
-            loss = self.setup.language_model.loss(self.setup.model, inputs, following) / batching.accumulate
+            inputs, labels = (tensor.to(device, non_blocking=True) for tensor in (inputs, labels))
+            loss = self.setup.language_model.loss(self.setup.model, inputs, labels) / batching.accumulate
             profile.phase("backward")
             torch.autograd.backward(self.setup.optimizer.scale(loss))
             total += loss.detach()
         return total
 
     def _process_stats(self, flush: bool = False) -> None:
-        """Take in what all ranks know of the steps so far, and stop where it is no use to go on."""
-        for beat in self._stats_reducer.read_ready(flush):
-            self._log_step(beat)
-            self.is_stopping |= beat.has_stop_request
-            if not math.isfinite(beat.loss):
-                self._abort(f"the loss is {beat.loss} at step {beat.step}", beat.step - 1)
-            overflows_are_skipped = self.setup.precision == "fp16"  # by the loss scale
-            if beat.grad_norm is not None and not math.isfinite(beat.grad_norm) and not overflows_are_skipped:
-                self._abort(f"the norm of the gradients is {beat.grad_norm} at step {beat.step}", beat.step)
+        """Log the reduced stats of finished steps, and abort if the loss or the gradient norm is not finite."""
+        for stats in self._stats_reducer.read_ready(flush):
+            self._log_step(stats)
+            self.is_stopping |= stats.has_stop_request
+            if not math.isfinite(stats.loss):
+                self._abort(f"the loss is {stats.loss} at step {stats.step}", stats.step - 1)
+            overflows_are_skipped = self.setup.precision == "fp16"  # by the loss scaler
+            if stats.grad_norm is not None and not math.isfinite(stats.grad_norm) and not overflows_are_skipped:
+                self._abort(f"the norm of the gradients is {stats.grad_norm} at step {stats.step}", stats.step)
 
     def _abort(self, reason: str, first_bad_step: int) -> NoReturn:
-        """End the run on all ranks, without the checkpoints of weights that are ``spoilt`` steps old or more."""
+        """End the run on all ranks, and quarantine checkpoints of ``first_bad_step`` or later."""
         self._wait_save()
-        whole = complete_checkpoints(self.setup.directory.checkpoints_dir)
-        good = [path for path in whole if checkpoint_step(path) < first_bad_step]
+        complete = complete_checkpoints(self.setup.directory.checkpoints_dir)
+        good = [path for path in complete if checkpoint_step(path) < first_bad_step]
         if self.rank_info.is_rank_zero:
-            for path in whole[len(good) :]:
+            for path in complete[len(good) :]:
                 quarantine(path)
             self.record.checkpoints = [path.name for path in good]
         advice = "A lower --lr, a longer --warmup or a smaller --clip may help."
@@ -230,21 +233,21 @@ class Trainer:
             self._metrics_file.write(metrics)
 
     def _record_memory(self) -> None:
-        """Note what a step takes, once it takes what it always will."""
+        """Record memory and traffic of a step, once both are steady."""
         report = zeroshard.report(self.setup.model)
         memory: list[dict[str, Any]] = [{} for _ in range(self.rank_info.world_size)]
         dist.all_gather_object(memory, memory_by_kind(report))
         self.record.memory, self.record.traffic = memory, traffic_by_collective(report)
         self.record.tensor_traffic = tensor_parallel_traffic(report)
-        plain = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
+        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
         self.view.show_memory(
-            {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in plain}, plain
+            {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in ddp_bytes}, ddp_bytes
         )
 
-    # -- beside the steps ---------------------------------------------------------------------------------------
+    # -- evaluation and checkpoints -----------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """The loss on held-out text. Nothing that training depends on changes."""
+        """Compute and log the validation loss, without side effects on training."""
         if self.setup.validation_loader is None:
             return
         self._process_stats(flush=True)
@@ -257,10 +260,10 @@ class Trainer:
         self._stats_reducer.restart_timer()
 
     def _start_save(self) -> None:
-        """Write a checkpoint of the steps done, then let the oldest go."""
+        """Start to write a checkpoint of the current step; the oldest checkpoints are deleted afterwards."""
         if self._last_saved_step == self.steps_done:
             return
-        self._process_stats(flush=True)  # not after a loss that was not finite
+        self._process_stats(flush=True)  # aborts first if the loss is not finite
         self._wait_save()
         path = checkpoint_path(self.setup.directory.checkpoints_dir, self.steps_done)
         with self._with_checkpoint_hint():
@@ -269,8 +272,8 @@ class Trainer:
                 self.setup.model,
                 self.setup.optimizer,
                 extra={"step": self.steps_done, "seconds": round(self.record.seconds, 3)},
-                frozen=not self.setup.language_model.is_pretrained,  # what is not trained is read from where it was
-                # the newest is only known to be good when a step from it was: until then the one before is kept, too
+                frozen=not self.setup.language_model.is_pretrained,  # frozen weights stay in their own files
+                # the newest checkpoint is known to be good only after a step from it, so the previous one is kept too
                 keep=self.options.run.keep if self.is_finished else max(self.options.run.keep, 2),
                 wait=False,
             )
@@ -279,7 +282,7 @@ class Trainer:
         self._stats_reducer.restart_timer()
 
     def _wait_save(self) -> None:
-        """Wait until the checkpoint under way is whole."""
+        """Wait until the pending checkpoint is complete."""
         if self._pending_save is not None:
             with self._with_checkpoint_hint():
                 self._pending_save.wait()
@@ -288,7 +291,7 @@ class Trainer:
 
     @contextmanager
     def _with_checkpoint_hint(self) -> Iterator[None]:
-        """Say which checkpoint is left where one could not be written. All ranks come here together."""
+        """Add the last good checkpoint to the error if a checkpoint cannot be written. All ranks call it together."""
         try:
             yield
         except zeroshard.CheckpointError as error:
@@ -309,27 +312,29 @@ class Trainer:
         return self.steps_done >= self.options.training.steps
 
     def _finish(self) -> None:
-        finished = self.is_finished
-        learnt = self.steps_done > self.start_step
-        if finished and learnt:
+        is_finished = self.is_finished
+        has_trained = self.steps_done > self.start_step
+        if is_finished and has_trained:
             self._evaluate()
         self._start_save()
         self._wait_save()
-        if finished:
+        if is_finished:
             self._export()
-            if learnt:
+            if has_trained:
                 self._generate_sample()
-        self._write_report("finished" if finished else "interrupted", "" if finished else "told to stop by a signal")
+        self._write_report(
+            "finished" if is_finished else "interrupted", "" if is_finished else "told to stop by a signal"
+        )
 
     def _generate_sample(self) -> None:
-        """Let the model go on with a text, on all ranks together."""
+        """Generate text from the prompt. All ranks call it together."""
         sample = generate_sample(self.setup)
         if sample is not None:
             self.record.samples.append({"step": self.steps_done, "prompt": sample.prompt, "text": sample.text})
             self.view.show_sample(sample.prompt, sample.text)
 
     def _export(self) -> None:
-        """Write the trained weights in the format the model came in."""
+        """Write the trained weights in the model's original format."""
         directory = self.setup.directory.model_dir
         if self.rank_info.is_rank_zero:
             directory.mkdir(exist_ok=True)
@@ -338,14 +343,14 @@ class Trainer:
             copy_tokenizer(self.setup.corpus.tokenizer_path, directory)
 
     def _write_report(self, outcome: str, message: str) -> None:
-        """Write the record and the report. That this cannot be done is told, but is no failure of the run."""
+        """Write the record and the report. A failure is shown, but does not fail the run."""
         if not self.rank_info.is_rank_zero:
             return
         self.record.outcome, self.record.message = outcome, message
-        page: Path | None = None
+        report_path: Path | None = None
         try:
             self.setup.directory.write_record(self.record.as_dict())
-            page = write_html_report(self.setup.directory.path)
+            report_path = write_html_report(self.setup.directory.path)
         except (OSError, ImportError) as error:
             self.view.show_message(f"no report was written: {error}. `zeroshard report` makes it later.")
-        self.view.show_footer(footer_lines(self.setup, self.steps_done, page))
+        self.view.show_footer(footer_lines(self.setup, self.steps_done, report_path))

@@ -1,4 +1,4 @@
-"""Job: everything a run needs, made from its options: directory, data, model, optimizer, and where it begins."""
+"""TrainingSetup: everything a run needs: directory, data, model, optimizer and resume checkpoint, made from options."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from zeroshard.train.run_checkpoints import RunCheckpoint, complete_checkpoints
 from zeroshard.train.run_directory import RunDirectory, create_run_directory
 from zeroshard.train.run_record import RunRecord, new_run_record
 
-UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is, not what it is
-PLANNING_OPTIONS = ("auto", "memory", "machine")  # options whose outcome is kept
+UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is stored, not what it trains
+PLANNING_OPTIONS = ("auto", "memory", "machine")  # planner options: their results are saved instead
 
 
 @dataclass
 class TrainingSetup:
-    """What the loop runs on."""
+    """Everything the training loop uses."""
 
     options: TrainOptions
     rank_info: RankInfo
@@ -51,13 +51,13 @@ class TrainingSetup:
     precision: str
     record: RunRecord
     resume_checkpoint: RunCheckpoint | None
-    """Where the run goes on from."""
+    """The checkpoint to resume from, if any."""
     plan_reason: str = ""
-    """What a plan has chosen, and why, where something was left to it."""
+    """What the planner chose and why; empty if no option was left to auto."""
 
 
 def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
-    """Make everything. What is wrong with the options, files or sizes is told before anything is trained."""
+    """Create the setup. Errors in options, files or sizes are raised before training starts."""
     try:
         return _prepare_training(options, rank_info)
     except (ValueError, OSError, ImportError, zeroshard.CheckpointError) as error:
@@ -65,20 +65,22 @@ def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetu
 
 
 def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
-    """Refuse a number of ranks that cannot divide the model's layers."""
+    """Raise if the model's layers cannot be split over the tensor-parallel ranks."""
     tensor = options.sharding.tensor
     if tensor == 1:
         return
     plan = tensor_plan_for(module)
     if plan is None:
-        what = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
+        subject = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
         raise ValueError(
-            f"--tensor {tensor}: how to divide the layers of {what} is not known, only those of the presets and of "
+            f"--tensor {tensor}: how to divide the layers of {subject} is not known, only those of the presets and of "
             "Hugging Face's Llama and GPT-2: leave --tensor out"
         )
-    for what, count in plan.divisible_sizes.items():
+    for subject, count in plan.divisible_sizes.items():
         if count % tensor:
-            raise ValueError(f"--tensor {tensor} does not divide the model's {count} {what}: give a number that does")
+            raise ValueError(
+                f"--tensor {tensor} does not divide the model's {count} {subject}: give a number that does"
+            )
 
 
 def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
@@ -88,24 +90,24 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
     rank_info = replace(rank_info, tp_size=options.sharding.tensor)
     sequence = sequence_length(options, language_model)
     precision = resolve_precision(options, rank_info.device.type)
-    options, why = resolve_auto(options, batching, language_model, sequence, precision, rank_info)
+    options, plan_reason = resolve_auto(options, batching, language_model, sequence, precision, rank_info)
     batching = resolve_batching(options, rank_info.world_size)
     directory = _open_directory(options, rank_info)
-    found = complete_checkpoints(directory.checkpoints_dir) if options.run.resume else []
-    checkpoint = RunCheckpoint(found[-1]) if found else None
+    checkpoints = complete_checkpoints(directory.checkpoints_dir) if options.run.resume else []
+    checkpoint = RunCheckpoint(checkpoints[-1]) if checkpoints else None
     corpus = _open_corpus(options, rank_info, directory, language_model)
 
-    def loader(tokens: TokenFile, rows: int) -> TokenLoader:
-        seed, vocabulary = options.training.seed, language_model.vocab_size
-        return TokenLoader(tokens, sequence=sequence, batch=rows, seed=seed, vocab_size=vocabulary)
+    def make_loader(tokens: TokenFile, rows: int) -> TokenLoader:
+        seed, vocab_size = options.training.seed, language_model.vocab_size
+        return TokenLoader(tokens, sequence=sequence, batch=rows, seed=seed, vocab_size=vocab_size)
 
-    held_out = loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
-    training = loader(corpus.train, batching.batch)
+    validation_loader = make_loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
+    train_loader = make_loader(corpus.train, batching.batch)
     record = new_run_record(options, rank_info, language_model, precision, batching, sequence)
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
     model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
-    if rank_info.is_rank_zero:  # last: what was refused before leaves no run behind, and one that was there as it was
+    if rank_info.is_rank_zero:  # last: an earlier error creates no run and leaves an existing one unchanged
         directory.write_config(_config_to_save(options))
     return TrainingSetup(
         options=options,
@@ -116,68 +118,68 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
         optimizer=optimizer,
         corpus=corpus,
         batching=batching,
-        train_loader=training,
-        validation_loader=held_out,
+        train_loader=train_loader,
+        validation_loader=validation_loader,
         precision=precision,
         record=record,
         resume_checkpoint=checkpoint,
-        plan_reason=why,
+        plan_reason=plan_reason,
     )
 
 
 def sequence_length(options: TrainOptions, language_model: LanguageModel) -> int:
-    """Tokens a sequence: what was asked for, else the model's context, at most 1024."""
+    """Return the tokens per sequence: the option, or by default the model's context, at most 1024."""
     context = language_model.context
-    wanted = options.model.sequence or min(context or 1024, 1024)
-    if context is not None and wanted > context:
-        raise ValueError(f"sequences of {wanted} tokens do not fit the model's context of {context}: shorten them")
-    return wanted
+    sequence = options.model.sequence or min(context or 1024, 1024)
+    if context is not None and sequence > context:
+        raise ValueError(f"sequences of {sequence} tokens do not fit the model's context of {context}: shorten them")
+    return sequence
 
 
 def resolve_precision(options: TrainOptions, device: str) -> str:
-    """The precision that "auto" stands for on a device."""
+    """Return the precision; "auto" is resolved by the device."""
     if options.sharding.precision != "auto":
         return options.sharding.precision
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
 def _config_to_save(options: TrainOptions) -> dict[str, Any]:
-    """What a run's config.json holds: all that says what the run is, with paths that are right from anywhere."""
-    kept = {
+    """Return the contents of config.json: the options that define the run, with absolute paths."""
+    config = {
         name: value for name, value in options.to_flat_dict().items() if name not in UNSAVED_OPTIONS + PLANNING_OPTIONS
     }
     for name in ("model", "tokenizer", "data", "validation"):
-        value = kept[name]
+        value = config[name]
         if isinstance(value, tuple):
-            kept[name] = [os.path.abspath(path) for path in value]
+            config[name] = [os.path.abspath(path) for path in value]
         elif value is not None and value not in PRESETS:
-            kept[name] = os.path.abspath(value)
-    return kept
+            config[name] = os.path.abspath(value)
+    return config
 
 
 def _open_directory(options: TrainOptions, rank_info: RankInfo) -> RunDirectory:
-    """Choose and make the run's directory on the first rank, and tell the others."""
-    chosen: list[Any] = [None]
+    """Choose and create the run directory on rank 0, and broadcast its path."""
+    broadcast_path: list[Any] = [None]
     if rank_info.is_rank_zero:
         out = Path(options.run.out) if options.run.out is not None else create_run_directory(Path("runs"), options.name)
         check_output_directory(options, out)
         out.mkdir(parents=True, exist_ok=True)
         directory = RunDirectory(out)
         directory.lock()
-        chosen = [os.fspath(out)]
-    dist.broadcast_object_list(chosen, src=0)
-    return directory if rank_info.is_rank_zero else RunDirectory(Path(chosen[0]))
+        broadcast_path = [os.fspath(out)]
+    dist.broadcast_object_list(broadcast_path, src=0)
+    return directory if rank_info.is_rank_zero else RunDirectory(Path(broadcast_path[0]))
 
 
 def _open_corpus(
     options: TrainOptions, rank_info: RankInfo, directory: RunDirectory, language_model: LanguageModel
 ) -> Corpus:
-    """Encode the texts on the first rank, and open the tokens on all."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # much text takes long
+    """Encode the texts on rank 0, and open the tokens on all ranks."""
+    slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # encoding a large text takes long
     if rank_info.is_rank_zero:
         tokenizer = options.data.tokenizer or language_model.tokenizer_path
-        encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
-        if language_model.is_pretrained and tokenizer is None and not encoded:
+        is_encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
+        if language_model.is_pretrained and tokenizer is None and not is_encoded:
             raise ValueError(
                 f"{options.model.model} has weights but no tokenizer.json, and text encoded otherwise would mean "
                 "nothing to it: give --tokenizer, or --data as a file of tokens"
@@ -189,12 +191,12 @@ def _open_corpus(
             vocab_size=language_model.vocab_size,
             validation=options.data.validation,
         )
-    dist.barrier(group=patient)
+    dist.barrier(group=slow_group)
     corpus = open_corpus(directory.data_dir, holdout=options.data.holdout)
     if corpus.vocab_size is not None and corpus.vocab_size > language_model.vocab_size:
-        more = f"--vocabulary {corpus.vocab_size}, or " if options.model.model in PRESETS else ""
+        option = f"--vocabulary {corpus.vocab_size}, or " if options.model.model in PRESETS else ""
         raise ValueError(
-            f"the tokenizer has {corpus.vocab_size} ids, the model {language_model.vocab_size}: give {more}another "
+            f"the tokenizer has {corpus.vocab_size} ids, the model {language_model.vocab_size}: give {option}another "
             "--tokenizer"
         )
     prompt = options.run.prompt
@@ -210,15 +212,15 @@ def _shard_model(
     precision: str,
     checkpoint: RunCheckpoint | None,
 ) -> tuple[nn.Module, zeroshard.ShardedOptimizer]:
-    """Fill and partition the model unit by unit, and give the optimizer its states back."""
+    """Initialize and shard the model unit by unit, and load the checkpoint, if any."""
     training, module = options.training, language_model.module
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    given = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(given, lr=training.lr, betas=training.betas, fused=True)
+    non_empty_groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(non_empty_groups, lr=training.lr, betas=training.betas, fused=True)
     torch.manual_seed(training.seed)
     model, optimizer = zeroshard.shard(
         module,

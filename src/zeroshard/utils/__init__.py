@@ -1,1 +1,1 @@
-"""Small helpers without any knowledge of training."""
+"""Small helpers that know nothing about training."""

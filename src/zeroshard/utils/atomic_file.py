@@ -1,4 +1,4 @@
-"""Small files: written so that they are whole or not there, and read with an error that names them."""
+"""Small files: written atomically, and read with errors that name the file."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
-    """Write a file so that its name means the old content or all of the new, whatever happens meanwhile.
+    """Write a file atomically: at any time, its name refers to the old content or to all of the new.
 
-    Several may write it at once if each says who it is, as ``writer``.
+    Several writers may write it at the same time if each passes a different ``writer``.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "note"
@@ -33,7 +33,7 @@ def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make new names in a directory outlive a crash of the machine."""
+    """Make new names in a directory survive a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,7 +42,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether a name is that of a file in a directory, and of nothing outside it.
+    """Return whether ``name`` is a file name without a path.
 
     >>> is_file_name("model-00000-0a1b2c3d.safetensors"), is_file_name("../a"), is_file_name("/etc/passwd")
     (True, False, False)

@@ -1,4 +1,4 @@
-"""Words: figures as people read them, in few columns."""
+"""Short human-readable numbers and columns."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Mapping, Sequence
 
 
 def memory_rows(held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(kind, bytes held, bytes of plain data parallelism), and the total last."""
+    """Return rows (kind, bytes held, bytes of plain data parallelism), the total last."""
     kinds = [(kind, held_bytes.get(kind, 0), ddp_bytes.get(kind, 0)) for kind in {**held_bytes, **ddp_bytes}]
     return [*kinds, ("total", sum(held_bytes.values()), sum(ddp_bytes.values()))]
 
 
 def align_labels(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The pairs with labels made equally wide."""
+    """Return the pairs with labels padded to equal width."""
     width = max((len(label) for label, _ in lines), default=0)
     return [(f"{label:<{width}}  ", value) for label, value in lines]
 
 
 def escape_control_chars(text: str) -> str:
-    """The text with control characters, which could move the cursor or clear the screen, written as escapes."""
+    """Escape control characters, which could move the cursor or clear the screen."""
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: ascii(match[0])[1:-1], text)
 
 
 def format_metric(value: float, digits: int = 3) -> str:
-    """A loss or a norm.
+    """Format a loss or a norm.
 
     >>> format_metric(5.8124), format_metric(1234.5)
     ('5.812', '1.2e+03')
@@ -35,7 +35,7 @@ def format_metric(value: float, digits: int = 3) -> str:
 
 
 def format_compact_count(value: float) -> str:
-    """A number of many things.
+    """Format a large count.
 
     >>> format_compact_count(21300)
     '21.3k'
@@ -48,18 +48,18 @@ def format_compact_count(value: float) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """A part of a whole, in per cent."""
+    """Format a fraction as a percentage."""
     return "-" if value is None else f"{100 * value:.0f}%"
 
 
 def format_clock(seconds: float | None) -> str:
-    """Minutes and seconds, with hours where there are some.
+    """Format as minutes and seconds, with hours if there are any.
 
     >>> format_clock(75)
     '1:15'
     """
     if seconds is None or not math.isfinite(seconds):
         return "-:--"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

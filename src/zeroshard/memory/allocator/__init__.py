@@ -1,1 +1,1 @@
-"""Keeping the CUDA caching allocator from fragmenting: segments of the right sizes, allocated at the start."""
+"""Keeps the CUDA caching allocator from fragmenting: preallocates segments of the right sizes."""

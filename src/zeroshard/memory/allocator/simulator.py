@@ -1,8 +1,8 @@
-"""Rehearsal: where PyTorch's caching allocator would place the requests of a step, found out on paper.
+"""AllocatorSimulator: where PyTorch's caching allocator would place the requests of a step.
 
-Only what matters for large tensors is modelled: a request is carved from the smallest free block that is large enough,
-and what is left of the block stays free; where there is none, a segment is taken, as large as the request; neighbours
-that are free are one block again. Memory of one stream, no limit.
+It models only what matters for large tensors: a request is carved from the smallest free block that is large enough,
+and the remainder of the block stays free; if there is none, a new segment of the request's size is allocated; adjacent
+free blocks are merged. It models one stream and no memory limit.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-ROUND_LARGE_BYTES = 2 << 20  # bytes: segments are multiples of it
-LARGE_BUFFER_BYTES = 20 << 20  # bytes: the segment that requests under half of it share
-SMALL_SIZE_BYTES = 1 << 20  # bytes: requests of so many, or fewer, have segments of their own
-MIN_SPLIT_BYTES = 1 << 20  # bytes: less than this is not split off
+ROUND_LARGE_BYTES = 2 << 20  # segment sizes are multiples of this
+LARGE_BUFFER_BYTES = 20 << 20  # size of the segment that requests under half of it share
+SMALL_SIZE_BYTES = 1 << 20  # requests up to this size have separate segments
+MIN_SPLIT_BYTES = 1 << 20  # smaller remainders are not split off
 
-AllocRequest = tuple[int, int]  # (which tensor, its bytes; 0: it is freed)
+AllocRequest = tuple[int, int]  # (tensor id, bytes; 0: freed)
 
 
 class SimulatedBlock:
-    """A stretch of a segment, between its neighbours."""
+    """A block of a segment, linked to its neighbours."""
 
     __slots__ = ("address", "is_free", "nbytes", "next", "prev")
 
@@ -28,28 +28,28 @@ class SimulatedBlock:
         self, nbytes: int, address: int, prev: SimulatedBlock | None = None, next: SimulatedBlock | None = None
     ) -> None:
         self.nbytes, self.prev, self.next, self.is_free = nbytes, prev, next, True
-        self.address = address  # address: of blocks of one size, the lowest is taken
+        self.address = address  # of blocks of equal size, the lowest is used
 
 
 class AllocatorSimulator:
     """An allocator without memory.
 
-    >>> rehearsal = AllocatorSimulator([100 << 20])
-    >>> rehearsal.replay([(1, 60 << 20), (2, 60 << 20), (1, 0), (3, 100 << 20)])  # the 2nd does not fit, the 3rd does
-    >>> [size >> 20 for size in rehearsal.segments]
+    >>> simulator = AllocatorSimulator([100 << 20])
+    >>> simulator.replay([(1, 60 << 20), (2, 60 << 20), (1, 0), (3, 100 << 20)])  # the 2nd does not fit, the 3rd does
+    >>> [size >> 20 for size in simulator.segments]
     [100, 60]
     """
 
     def __init__(self, segments: Iterable[int] = ()) -> None:
         self.segments: list[int] = []  # bytes
-        self.reserved_bytes = 0  # bytes of all of them
-        # The smallest first. No two have a place in common, so blocks themselves are never compared.
+        self.reserved_bytes = 0  # total of all segments
+        # Sorted, the smallest first. Addresses are unique, so blocks themselves are never compared.
         self._free_blocks: list[tuple[int, int, SimulatedBlock]] = []
         for size in segments:
             self._insert_free_block(self._new_segment(size))
 
     def replay(self, requests: Sequence[AllocRequest], max_reserved_bytes: float = math.inf) -> None:
-        """Place a step's requests, one after the other, or the first of them, until more than ``most`` is reserved."""
+        """Place the requests of a step in order; stop once more than ``max_reserved_bytes`` are reserved."""
         held: dict[int, SimulatedBlock] = {}
         for tensor, nbytes in requests:
             if nbytes:
@@ -73,12 +73,12 @@ class AllocatorSimulator:
         return block
 
     def _allocate(self, nbytes: int) -> SimulatedBlock:
-        place = bisect_left(self._free_blocks, (nbytes,))
-        block = self._free_blocks.pop(place)[2] if place < len(self._free_blocks) else self._new_segment(nbytes)
-        rest = block.nbytes - nbytes
-        if rest > MIN_SPLIT_BYTES:
+        index = bisect_left(self._free_blocks, (nbytes,))
+        block = self._free_blocks.pop(index)[2] if index < len(self._free_blocks) else self._new_segment(nbytes)
+        remainder = block.nbytes - nbytes
+        if remainder > MIN_SPLIT_BYTES:
             block.nbytes = nbytes
-            block.next = SimulatedBlock(rest, block.address + nbytes, block, block.next)
+            block.next = SimulatedBlock(remainder, block.address + nbytes, block, block.next)
             if block.next.next is not None:
                 block.next.next.prev = block.next
             self._insert_free_block(block.next)

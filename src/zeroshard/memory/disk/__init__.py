@@ -1,1 +1,1 @@
-"""The disk tier: tensors in a file, and their transfers to host memory and back."""
+"""The disk tier: tensors in a file, and their transfers to and from host memory."""

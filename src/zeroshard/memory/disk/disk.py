@@ -1,14 +1,14 @@
-"""Disk: tensors that rest in a file, and their way to host memory and back.
+"""Disk: tensors stored in a file, and their transfers to and from host memory.
 
-A tensor of a disk is a CPU tensor over a shared map of the file ([Note: maps and direct I/O], in ``file.py``): whoever
-reads, writes, saves or loads it need not know. A step of the optimizer, which needs all of them, would fill the page
-cache that way and wait for one page after the other; it moves them with :meth:`Disk.start_read` and
-:meth:`Disk.start_write` instead, asynchronously and past the cache, between the file and buffers of
+A tensor of a disk is a CPU tensor over a shared mapping of the file ([Note: maps and direct I/O], in ``file.py``): code
+that reads, writes, saves or loads it does not need to know. An optimizer step needs all of them; through the mapping it
+would fill the page cache and wait for one page after the other. It uses :meth:`Disk.start_read` and
+:meth:`Disk.start_write` instead: asynchronous transfers that bypass the page cache, between the file and buffers of
 :func:`aligned_buffer`.
 
 ```
-file      | tensor 0        ......| tensor 1 ..| gap            | tensor 2            ...|
-           begins with a page; the rest of its last page belongs to it too
+file      | tensor 0        ......| tensor 1 ..| free           | tensor 2            ...|
+           starts on a page; the remainder of its last page belongs to it too
 ```
 """
 
@@ -32,39 +32,39 @@ from zeroshard.sharding.tier_placement import PAGE_BYTES
 
 
 class FreeList:
-    """Stretches of a line that begins at 0 and has no end. A gap is filled before the line grows.
+    """Allocates extents of a range that starts at 0 and grows without limit. A free extent is reused before it grows.
 
-    >>> extents = FreeList()
-    >>> a, b, c = extents.alloc(30), extents.alloc(10), extents.alloc(20)
-    >>> extents.free(a, 30)
-    >>> extents.free(b, 10)
-    >>> extents.alloc(40), extents.end  # two gaps that were neighbours are one
+    >>> free_list = FreeList()
+    >>> a, b, c = free_list.alloc(30), free_list.alloc(10), free_list.alloc(20)
+    >>> free_list.free(a, 30)
+    >>> free_list.free(b, 10)
+    >>> free_list.alloc(40), free_list.end  # adjacent free extents are merged
     (0, 60)
     """
 
     def __init__(self) -> None:
-        self.end = 0  # bytes: the farthest that is taken
-        self._gaps: list[tuple[int, int]] = []  # (first byte, bytes) before the end, in order, never neighbours
+        self.end = 0  # bytes: end of the last allocated extent
+        self._gaps: list[tuple[int, int]] = []  # free extents before the end: (offset, bytes), sorted, never adjacent
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes that are allocated."""
         return self.end - sum(nbytes for _, nbytes in self._gaps)
 
     def alloc(self, nbytes: int) -> int:
-        """Return the first byte of a stretch: in the smallest gap that is large enough, or else at the end."""
+        """Return the offset of a new extent: in the smallest free extent that is large enough, else at the end."""
         fitting = [gap for gap in self._gaps if gap[1] >= nbytes]
         if not fitting:
             self.end += nbytes
             return self.end - nbytes
-        start, room = gap = min(fitting, key=lambda gap: (gap[1], gap[0]))
+        start, gap_bytes = gap = min(fitting, key=lambda gap: (gap[1], gap[0]))
         self._gaps.remove(gap)
-        if room > nbytes:
-            insort(self._gaps, (start + nbytes, room - nbytes))
+        if gap_bytes > nbytes:
+            insort(self._gaps, (start + nbytes, gap_bytes - nbytes))
         return start
 
     def free(self, start: int, nbytes: int) -> None:
-        """Take a stretch back."""
+        """Free an extent and merge it with adjacent free extents."""
         stop = start + nbytes
         for gap in list(self._gaps):
             if gap[0] + gap[1] == start:
@@ -84,31 +84,31 @@ __all__ = ["Disk", "DiskError", "Transfer", "aligned_buffer"]
 
 
 class MappedExtent(NamedTuple):
-    """Where a tensor rests in the file."""
+    """Where a tensor is stored in the file."""
 
     offset: int
-    nbytes: int  # in whole pages
-    mapping: ctypes.Array[ctypes.c_char]  # the map: no other may get its address before the tensor is freed
+    nbytes: int  # a multiple of the page size
+    mapping: ctypes.Array[ctypes.c_char]  # kept alive: the address must not be reused before the tensor is freed
 
 
 class Disk:
-    """One rank's part of the disk tier: a file without a name, which the system removes however the process ends.
+    """One rank's file of the disk tier: unnamed, so the system removes it however the process ends.
 
     >>> import tempfile
     >>> disk = Disk(tempfile.gettempdir(), limit=1 << 20)
     >>> moments = disk.zeros(1000, torch.float32)
     >>> moments.sum(), disk.used_bytes
     (tensor(0.), 4096)
-    >>> near = aligned_buffer(moments.nbytes)
-    >>> disk.start_read(moments, into=near).wait()
-    >>> near.view(torch.float32)[:1000] += 1
-    >>> disk.start_write(near, to=moments).wait()
+    >>> buffer = aligned_buffer(moments.nbytes)
+    >>> disk.start_read(moments, into=buffer).wait()
+    >>> buffer.view(torch.float32)[:1000] += 1
+    >>> disk.start_write(buffer, to=moments).wait()
     >>> moments.sum()
     tensor(1000.)
     """
 
     def __init__(self, directory: str | os.PathLike[str], limit: int | None = None, threads: int = 8) -> None:
-        """Make a file in ``directory`` of at most ``limit`` bytes, moved by up to ``threads`` threads at once."""
+        """Create a file in ``directory`` of at most ``limit`` bytes, with up to ``threads`` I/O threads."""
         if threads < 1:
             raise ValueError(f"a disk has {threads} threads, and needs at least 1 to move anything")
         self._limit_bytes = limit
@@ -117,11 +117,11 @@ class Disk:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._free_list = FreeList()
-        self._mappings: dict[int, MappedExtent] = {}  # by the address of the map
-        self._is_freed_space_zeroed = True  # whether space that was given back reads as zeros
+        self._mappings: dict[int, MappedExtent] = {}  # by the address of the mapping
+        self._is_freed_space_zeroed = True  # whether freed space reads as zeros
         self._io_threads = IoThreads(threads)
         self._finalizer = weakref.finalize(self, self._io_threads.close)
-        self._finalizer.atexit = False  # threads need no word then
+        self._finalizer.atexit = False  # daemon threads need no shutdown at exit
 
     @property
     def used_bytes(self) -> int:
@@ -130,11 +130,11 @@ class Disk:
 
     @property
     def is_direct_io(self) -> bool:
-        """Whether transfers pass the page cache by. False where the file system refuses that: they go through it."""
+        """Whether transfers bypass the page cache. False if the file system does not support that."""
         return self._checked_file().is_direct_io
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` zeros on disk, as a CPU tensor. Space is reserved here: later writes find it.
+        """Return ``numel`` zeros on disk, as a CPU tensor. Space is reserved now, so later writes cannot run out of it.
 
         >>> import tempfile
         >>> Disk(tempfile.gettempdir(), limit=8192).zeros(3000, torch.float32)
@@ -147,7 +147,7 @@ class Disk:
         nbytes = max(PAGE_BYTES, round_up(numel * dtype.itemsize, PAGE_BYTES))
         with self._lock:
             file = self._checked_file()
-            self.check()  # a new tensor would make a file that was cut off as long as it was
+            self.check()  # first: a new tensor would extend a truncated file to its old length
             used = self._free_list.used_bytes
             if self._limit_bytes is not None and used + nbytes > self._limit_bytes:
                 raise DiskError(
@@ -167,7 +167,7 @@ class Disk:
         return tensor if self._is_freed_space_zeroed else tensor.zero_()
 
     def check(self) -> None:
-        """Raise where the file was cut off: a touch of a tensor behind its end would end the process (SIGBUS).
+        """Raise if the file was truncated: accessing a tensor past its end would kill the process (SIGBUS).
 
         >>> import tempfile
         >>> disk = Disk(tempfile.gettempdir())
@@ -181,44 +181,44 @@ class Disk:
         if self._file is None:
             return
         try:
-            found = os.fstat(self._file.descriptor).st_size
+            file_bytes = os.fstat(self._file.descriptor).st_size
         except OSError as error:
             raise DiskError.from_os_error(
                 f"the disk tier's file in {self.directory} cannot be looked at", error
             ) from error
-        if found < self._free_list.end:
+        if file_bytes < self._free_list.end:
             raise DiskError(
-                f"the disk tier's file in {self.directory} has {format_bytes(found)}, expected "
+                f"the disk tier's file in {self.directory} has {format_bytes(file_bytes)}, expected "
                 f"{format_bytes(self._free_list.end)}: it "
                 "was cut off, or the device lost it. What rested there is gone: begin anew from the last checkpoint, "
                 "with another directory"
             )
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Give the space of a tensor back. Nobody may use it, or a view of it, any more: another will rest there."""
+        """Free the space of a tensor, for reuse by other tensors. It and its views must not be used any more."""
         with self._lock:
             file = self._checked_file()
-            place = self._mappings.pop(tensor.untyped_storage().data_ptr(), None)
-            if place is None:
+            extent = self._mappings.pop(tensor.untyped_storage().data_ptr(), None)
+            if extent is None:
                 raise ValueError(self._unknown_tensor_message(tensor))
-            self._release(file, place.offset, place.nbytes)
+            self._release(file, extent.offset, extent.nbytes)
 
     def _release(self, file: OffloadFile, offset: int, nbytes: int) -> None:
         self._is_freed_space_zeroed = file.release(offset, nbytes) and self._is_freed_space_zeroed
         self._free_list.free(offset, nbytes)
 
     def start_read(self, tensor: torch.Tensor, into: torch.Tensor) -> Transfer:
-        """Start to read a tensor of this disk, or a view of one that begins with a page, into a buffer.
+        """Start reading a tensor of this disk, or a page-aligned view of one, into a buffer.
 
-        The buffer is filled up to the end of the page that the tensor ends in. Until the transfer is over nobody may
-        touch either.
+        The buffer is filled up to the end of the tensor's last page. Neither may be accessed until the transfer is
+        done.
         """
         return self._start_transfer("read", tensor, into)
 
     def start_write(self, values: torch.Tensor, to: torch.Tensor) -> Transfer:
-        """Start to write what a buffer begins with to a tensor of this disk, or to a view of one made of whole pages.
+        """Start writing the beginning of a buffer to a tensor of this disk, or to a view of one that covers full pages.
 
-        Until the transfer is over nobody may touch either; it has succeeded when :meth:`Transfer.wait` returns.
+        Neither may be accessed until the transfer is done. It has succeeded when :meth:`Transfer.wait` returns.
         """
         return self._start_transfer("write", to, values)
 
@@ -227,7 +227,7 @@ class Disk:
     ) -> Transfer:
         nbytes = round_up(tensor.nbytes, PAGE_BYTES)
         starts = range(0, nbytes, IO_REQUEST_BYTES)
-        with self._lock:  # a piece behind close()'s last word would wait for ever
+        with self._lock:  # a request queued after close() would never complete
             file = self._checked_file()
             offset = self._file_offset(tensor, needs_whole_pages=direction == "write")
             memory = _checked_memory(buffer, tensor, nbytes)
@@ -241,10 +241,13 @@ class Disk:
         return transfer
 
     def _file_offset(self, tensor: torch.Tensor, needs_whole_pages: bool) -> int:
-        """Where a tensor begins in the file. ``whole``: its last page must not be shared with what lies behind it."""
+        """Return where a tensor starts in the file.
+
+        ``needs_whole_pages``: raise if its last page also holds other elements.
+        """
         storage = tensor.untyped_storage()
-        place = self._mappings.get(storage.data_ptr())
-        if place is None:
+        extent = self._mappings.get(storage.data_ptr())
+        if extent is None:
             raise ValueError(self._unknown_tensor_message(tensor))
         start = int(tensor.storage_offset()) * tensor.itemsize
         stop = start + tensor.nbytes
@@ -259,7 +262,7 @@ class Disk:
                 "the tensor's end, "
                 "can be: move the whole tensor, or cut it elsewhere"
             )
-        return place.offset + start
+        return extent.offset + start
 
     def _unknown_tensor_message(self, tensor: torch.Tensor) -> str:
         return (
@@ -271,12 +274,12 @@ class Disk:
         file = self._file
         if file is None:
             raise DiskError(f"the disk in {self.directory} was closed: make a new one")
-        if os.getpid() != self._pid:  # it has the file in common with its parent, and no threads
+        if os.getpid() != self._pid:  # a fork shares the file but has no threads
             raise DiskError(f"the disk in {self.directory} belongs to process {self._pid}: make one in this process")
         return file
 
     def close(self) -> None:
-        """Let the file go. Transfers under way end first, and tensors keep their values for as long as they are there.
+        """Close the file after the transfers in flight. Tensors keep their values as long as they exist.
 
         >>> import tempfile
         >>> disk = Disk(tempfile.gettempdir())
@@ -293,13 +296,12 @@ class Disk:
 
 
 def aligned_buffer(nbytes: int) -> torch.Tensor:
-    """Return host memory for either side of a transfer: whole pages, beginning with one, as uint8.
+    """Return page-aligned host memory for either side of a transfer, rounded up to full pages, as uint8.
 
-    Views of it that begin with a page serve as well. It is not pinned; whoever owns it may do so. Processes forked from
-    this one do not have it.
+    Page-aligned views of it work too. It is not pinned; the owner may pin it. Forked processes do not inherit it.
 
-    >>> near = aligned_buffer(5000)
-    >>> near.numel(), near.data_ptr() % 4096
+    >>> buffer = aligned_buffer(5000)
+    >>> buffer.numel(), buffer.data_ptr() % 4096
     (8192, 0)
     """
     if nbytes < 0:
@@ -308,7 +310,7 @@ def aligned_buffer(nbytes: int) -> torch.Tensor:
 
 
 def _checked_memory(buffer: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """The first ``nbytes`` of a buffer, after a look at whether it is one."""
+    """Return the first ``nbytes`` of a buffer; raise if it cannot be used for a transfer."""
     storage = buffer.untyped_storage()
     start = int(buffer.storage_offset()) * buffer.itemsize
     address = storage.data_ptr() + start

@@ -1,21 +1,22 @@
-"""File: the nameless file of the disk tier, its space, its maps and its direct I/O.
+"""OffloadFile: the unnamed file of the disk tier, its space, its mappings and its direct I/O.
 
-[Note: a file without a name]
-The file is opened with ``O_TMPFILE``, or, where a file system has no such thing, made and unlinked at once. So it is in
-no directory and the system itself takes it back when the last descriptor and the last map are gone: on exit, after a
-crash, after ``kill -9``. There is nothing to clean up, and nothing that another run could find.
+[Note: an unlinked file]
+The file is opened with ``O_TMPFILE``, or, if the file system does not support that, created and unlinked at once. So it
+is in no directory, and the system removes it when the last descriptor and the last mapping are closed: on exit, after a
+crash, after ``kill -9``. There is nothing to clean up, and nothing that another job could find.
 
 [Note: maps and direct I/O]
-The same bytes are reached in two ways: through a shared map (page by page, by way of the page cache) and by direct I/O
-(which passes the page cache by). Linux keeps the two coherent as long as they are not used at once for the same bytes:
-a direct read first writes out the dirty cached pages of its range, and a direct write does so and then drops them, so
-that the next touch of the map reads anew. "Not at once" is the caller's part: no touch of a tensor, and no second
-transfer of it, between the start of a transfer and its ``wait()``. One page has to belong to one tensor only, so
-tensors begin at multiples of 4096 bytes (or of the system's pages, where these are larger).
+The same bytes are accessed in two ways: through a shared mapping (page by page, through the page cache) and by direct
+I/O (which bypasses the page cache). Linux keeps the two coherent as long as they do not access the same bytes at the
+same time: a direct read first writes out the dirty cached pages of its range; a direct write does so and then drops
+them, so that the next access through the mapping reads from disk. The caller must ensure that: no access to a tensor,
+and no second transfer of it, between the start of a transfer and its ``wait()``. A page must belong to one tensor only,
+so tensors start at multiples of 4096 bytes (or of the system's page size, if that is larger).
 
 [Note: maps without descriptors]
-Python's ``mmap`` keeps a descriptor for each map, and a process may often have only 1024 of them; the states of a model
-may be more tensors than that. So the map is made by the C library, and undone when the last tensor over it is gone.
+Python's ``mmap`` keeps a descriptor for each mapping, and a process is often limited to 1024 of them; the states of a
+model may be more tensors than that. So the C library creates the mapping, and it is removed when the last tensor over
+it is deleted.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from typing import Literal
 from zeroshard.memory.report import format_bytes
 from zeroshard.sharding.tier_placement import PAGE_BYTES
 
-FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # of fallocate(2), as <linux/falloc.h> has them
-NO_TMPFILE_ERRNOS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # answers of systems without O_TMPFILE
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # flags of fallocate(2), from <linux/falloc.h>
+NO_TMPFILE_ERRNOS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # errors of systems without O_TMPFILE
 
 ERRNO_ADVICE = {
     errno.ENOSPC: "Free some space there, choose another directory, or keep less on disk",
@@ -52,7 +53,7 @@ ERRNO_ADVICE = {
 
 
 class DiskError(RuntimeError):
-    """Something on disk that cannot be made, read or written. The message says what, where and what to do.
+    """Creating, reading or writing the disk tier failed. The message says what, where and what to do.
 
     >>> raise DiskError("/scratch is no directory")
     Traceback (most recent call last):
@@ -62,7 +63,7 @@ class DiskError(RuntimeError):
 
     @classmethod
     def from_os_error(cls, what: str, error: OSError) -> DiskError:
-        """Tell what the system answered, and what to do.
+        """Return an error with the system's message and advice.
 
         >>> DiskError.from_os_error("no file in /scratch", OSError(errno.EROFS, "Read-only file system"))
         DiskError('no file in /scratch: Read-only file system. The file system is read-only: choose another directory')
@@ -72,7 +73,7 @@ class DiskError(RuntimeError):
 
 
 class OffloadFile:
-    """A file without a name. It goes with the last reference to this object and to its maps.
+    """An unnamed file. It is removed with the last reference to this object and to its mappings.
 
     >>> file = OffloadFile(tempfile.gettempdir())
     >>> file.reserve(0, PAGE_BYTES)
@@ -88,8 +89,8 @@ class OffloadFile:
         if not os.path.isdir(self.directory):
             raise DiskError(f"{self.directory} is no directory: make it, or name one that is there")
         self.descriptor = _open_unnamed_file(self.directory)
-        weakref.finalize(self, os.close, self.descriptor).atexit = False  # the system closes it then
-        self.is_direct_io = True  # whether I/O passes the page cache by
+        weakref.finalize(self, os.close, self.descriptor).atexit = False  # at exit the system closes it
+        self.is_direct_io = True  # whether I/O bypasses the page cache
         try:
             self._set_o_direct(os.O_DIRECT)
         except OSError:
@@ -100,31 +101,29 @@ class OffloadFile:
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)
 
     def _disable_direct_io(self) -> None:
-        """Give direct I/O up, for good: some file systems allow it and then refuse every transfer."""
+        """Disable direct I/O permanently: some file systems accept the flag and then reject every transfer."""
         self._set_o_direct(0)
         self.is_direct_io = False
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Have space set aside, which reads as zeros where nothing was. Where this fails, release() all of it."""
+        """Reserve space. New space reads as zeros. If this fails, release() all of it."""
         try:
             os.posix_fallocate(self.descriptor, offset, nbytes)
         except OSError as error:
-            if (
-                error.errno == errno.EINVAL and self.is_direct_io
-            ):  # the C library's stand-in writes a byte to every page
+            if error.errno == errno.EINVAL and self.is_direct_io:  # glibc's fallback writes a byte to every page
                 self._disable_direct_io()
                 return self.reserve(offset, nbytes)
-            place = os.fstatvfs(self.descriptor)
-            free = format_bytes(place.f_bavail * place.f_frsize)
+            filesystem = os.fstatvfs(self.descriptor)
+            free = format_bytes(filesystem.f_bavail * filesystem.f_frsize)
             what = f"{format_bytes(nbytes)} were asked for on disk, in {self.directory}, where {free} are free"
             raise DiskError.from_os_error(what, error) from error
 
     def release(self, offset: int, nbytes: int) -> bool:
-        """Give space back and make its bytes zeros. False: the file system cannot, and they are still there."""
+        """Release space and zero its bytes. Return False if the file system cannot: the bytes are then unchanged."""
         return bool(_libc().fallocate(self.descriptor, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes) == 0)
 
     def map(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-        """Map a stretch into memory, for as long as the result is referred to, even when the file is closed."""
+        """Map an extent into memory for as long as the result is referenced, even after the file is closed."""
         libc = _libc()
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
         address = libc.mmap(None, nbytes, protection, flags, self.descriptor, offset)
@@ -133,35 +132,35 @@ class OffloadFile:
             what = f"{format_bytes(nbytes)} of the file in {self.directory} could not be mapped"
             raise DiskError.from_os_error(what, OSError(code, os.strerror(code)))
         array = (ctypes.c_char * nbytes).from_address(address)
-        # Not at exit: threads that are still running may touch it.
+        # Not at exit: threads that are still running may access it.
         weakref.finalize(array, libc.munmap, address, nbytes).atexit = False
         return array
 
     def transfer(self, direction: Literal["read", "write"], memory: memoryview, offset: int) -> None:
-        """Read or write all of ``memory``, whose address and length, like the offset, are multiples of a page."""
-        moved, wanted = 0, len(memory)
-        while moved < wanted:
-            direct = self.is_direct_io
-            what = f"the {direction} of {wanted} bytes at byte {offset} of the disk tier's file in {self.directory}"
+        """Read or write all of ``memory``. Its address, its length and the offset are multiples of the page size."""
+        moved, nbytes = 0, len(memory)
+        while moved < nbytes:
+            is_direct = self.is_direct_io
+            what = f"the {direction} of {nbytes} bytes at byte {offset} of the disk tier's file in {self.directory}"
             try:
                 call = os.preadv if direction == "read" else os.pwritev
                 count = call(self.descriptor, [memory[moved:]], offset + moved)
             except OSError as error:
-                if error.errno == errno.EINVAL and direct:
+                if error.errno == errno.EINVAL and is_direct:
                     self._disable_direct_io()
                     continue
                 raise DiskError.from_os_error(f"{what} failed after {moved} bytes", error) from error
-            whole = count - count % PAGE_BYTES if direct else count  # direct I/O goes on where a page begins
-            if whole == 0:
+            advance = count - count % PAGE_BYTES if is_direct else count  # direct I/O resumes at a page boundary
+            if advance == 0:
                 raise DiskError(
                     f"{what} was short: {moved + count} bytes were moved. The file was cut off, or the device lost it: "
                     "begin anew from the last checkpoint, with another directory"
                 )
-            moved += whole
+            moved += advance
 
 
 def _open_unnamed_file(directory: str) -> int:
-    """Open a file that is in no directory, for this user only."""
+    """Open a file that is in no directory, accessible to this user only."""
     what = f"no file can be made in {directory}"
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -179,9 +178,9 @@ def _open_unnamed_file(directory: str) -> int:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    long, word = ctypes.c_int64, ctypes.c_int
+    c_int64, c_int = ctypes.c_int64, ctypes.c_int
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, word, word, word, long]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, c_int, c_int, c_int, c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.fallocate.argtypes = [word, word, long, long]
+    libc.fallocate.argtypes = [c_int, c_int, c_int64, c_int64]
     return libc

@@ -1,1 +1,1 @@
-"""Optimizer updates on the host: native kernels that read and write 16 bits in the same pass, and when they serve."""
+"""Optimizer updates on the CPU: native kernels that read and write 16 bits in the same pass, and their scheduling."""

@@ -1,4 +1,4 @@
-"""Craft: how one granule is updated, on the thread of updates."""
+"""The update of one state chunk, on the worker thread."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from zeroshard.optim.slices import OptimizerSlice, as_plain_parameters, is_eleme
 
 @dataclass(frozen=True)
 class GradScaleValues:
-    """A verdict in plain numbers."""
+    """The gradient scale of a step, as Python numbers."""
 
     is_finite: bool = True
-    """False: a gradient overflowed on some rank, and nothing is updated."""
+    """False if a gradient overflowed on some rank; then nothing is updated."""
     inv_scale: float | None = None
-    """Of the loss scale."""
+    """The inverse loss scale."""
     clip_coef: float | None = None
-    """Of a clip."""
+    """The clip coefficient."""
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """What gradients are multiplied by, one after the other."""
+        """The factors to multiply gradients by, in this order."""
         return tuple(factor for factor in (self.inv_scale, self.clip_coef) if factor is not None)
 
 
 class GradScaleReadback:
-    """A ruling that the device may still have to find. Made on the thread of the step, read on another.
+    """A gradient scale that the device may still compute. Created on the step's thread, read on the worker.
 
     >>> GradScaleReadback(None, torch.tensor(0.5), None).read()
     GradScaleValues(is_finite=True, inv_scale=None, clip_coef=0.5)
@@ -62,19 +62,19 @@ class GradScaleReadback:
         overflow: torch.Tensor | None = None,
     ) -> None:
         given = {"inverse": inv_scale, "coefficient": clip_coef, "overflow": overflow}
-        found = {name: value.detach().float().reshape(()) for name, value in given.items() if value is not None}
-        self._names = list(found)
+        scalars = {name: value.detach().float().reshape(()) for name, value in given.items() if value is not None}
+        self._names = list(scalars)
         self._values: torch.Tensor | None = None
-        self.ready_event: torch.cuda.Event | None = None  # when the device has found it
-        if found:
-            line = torch.stack(list(found.values()))
-            on_gpu = line.device.type == "cuda"
-            self._values = torch.empty(len(found), pin_memory=on_gpu)
-            self._values.copy_(line, non_blocking=True)
+        self.ready_event: torch.cuda.Event | None = None  # the copy to the host
+        if scalars:
+            values = torch.stack(list(scalars.values()))
+            on_gpu = values.device.type == "cuda"
+            self._values = torch.empty(len(scalars), pin_memory=on_gpu)
+            self._values.copy_(values, non_blocking=True)
             self.ready_event = record_blocking_event(torch.cuda.current_stream()) if on_gpu else None
 
     def read(self) -> GradScaleValues:
-        """Wait for the device, and tell."""
+        """Wait for the device and return the values."""
         if self.ready_event is not None:
             self.ready_event.synchronize()
         values = dict(zip(self._names, self._values.tolist() if self._values is not None else (), strict=True))
@@ -87,16 +87,16 @@ SGD_STATE_KEYS = ("momentum_buffer",)
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """The options of a run's group, and how many updates it has had, this one included."""
+    """The hyper-parameters of a slice's next update, and its step count including this update."""
 
     hyperparams: AdamHyperparams | SGDHyperparams
     step: int
-    beta_powers: tuple[float, float] | None = None  # of Adam's betas, where a GPU's fused kernel is followed
-    rounding: Rounding | None = None  # of this torch on this processor; None where a GPU is followed
+    beta_powers: tuple[float, float] | None = None  # of Adam's betas, to match the fused kernel of a GPU
+    rounding: Rounding | None = None  # of this torch on this CPU; None to match a GPU
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """The names of the states it keeps."""
+        """The keys of the optimizer states."""
         if isinstance(self.hyperparams, AdamHyperparams):
             return ADAM_STATE_KEYS
         return SGD_STATE_KEYS if self.hyperparams.momentum else ()
@@ -112,9 +112,9 @@ class UpdateSpec:
         threads: int,
         kernel_threads: KernelThreads | None = None,
     ) -> KernelHandle:
-        """Update: read ``old`` values, by key and under "" the parameter's, and write ``new`` ones.
+        """Read the ``old`` values and write the ``new`` ones, both by key; the key "" holds the master weights.
 
-        With a ``crew`` it is only begun: see :class:`CpuKernels`.
+        With ``kernel_threads`` the update is only started: see :class:`CpuKernels`.
         """
         if isinstance(self.hyperparams, AdamHyperparams):
             states = (old[""], old[ADAM_STATE_KEYS[0]], old[ADAM_STATE_KEYS[1]])
@@ -132,7 +132,7 @@ class UpdateSpec:
                 kernel_threads=kernel_threads,
                 rounding=self.rounding,
             )
-        momentum = old.get(SGD_STATE_KEYS[0]) if self.step > 1 else None  # the first time it becomes the gradient
+        momentum = old.get(SGD_STATE_KEYS[0]) if self.step > 1 else None  # the first step sets it to the gradient
         return kernels.sgd(
             old[""],
             momentum,
@@ -154,48 +154,50 @@ def make_update_spec(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     is_cuda_rounding: bool = False,
 ) -> UpdateSpec | None:
-    """The recipe of a run's next update; None where only torch's own update will do.
+    """Return the spec of a slice's next update; None if only torch's own update is correct.
 
-    ``dtypes`` are those of the master, the gradient, and the parameters in computation; ``cuda``: these compute on a
-    GPU, whose numbers the update is to give.
+    ``dtypes`` are those of the master weights, the gradient and the compute-dtype parameters. ``is_cuda_rounding``: the
+    model computes on a GPU, and the update must give the GPU's results.
     """
-    options = hyperparams_from_group(optimizer, group, is_cuda_rounding)
-    if options is None or dtypes[0] != torch.float32 or any(dtype not in DTYPE_CODES for dtype in dtypes):
+    hyperparams = hyperparams_from_group(optimizer, group, is_cuda_rounding)
+    if hyperparams is None or dtypes[0] != torch.float32 or any(dtype not in DTYPE_CODES for dtype in dtypes):
         return None
     rounding = None
     if not is_cuda_rounding:
-        rounding = detect_torch_rounding("adam" if isinstance(options, AdamHyperparams) else "sgd", options.fused)
+        rounding = detect_torch_rounding(
+            "adam" if isinstance(hyperparams, AdamHyperparams) else "sgd", hyperparams.fused
+        )
         if rounding is None:
-            return None  # no rounding that the native update knows gives this torch's bits
+            return None  # the native kernels support no rounding that gives this torch's bits
     held = {key for key, value in state.items() if value is not None}
-    if isinstance(options, AdamHyperparams):
+    if isinstance(hyperparams, AdamHyperparams):
         if held - {"step", *ADAM_STATE_KEYS}:
-            return None  # of an optimizer with other options, before
+            return None  # from an optimizer with other hyper-parameters, earlier
         step = int(state.get("step", 0)) + 1
-        powers = beta_powers_on_gpu(options.betas, step) if options.fused and is_cuda_rounding else None
-        return UpdateSpec(options, step, powers, rounding)
+        powers = beta_powers_on_gpu(hyperparams.betas, step) if hyperparams.fused and is_cuda_rounding else None
+        return UpdateSpec(hyperparams, step, powers, rounding)
     if held - set(SGD_STATE_KEYS):
         return None
-    return UpdateSpec(options, 2 if SGD_STATE_KEYS[0] in held else 1, rounding=rounding)
+    return UpdateSpec(hyperparams, 2 if SGD_STATE_KEYS[0] in held else 1, rounding=rounding)
 
 
 @dataclass(frozen=True)
 class ChunkUpdate:
-    """The update of one granule in one step."""
+    """The update of one state chunk in one step."""
 
     chunk: StateChunk
     slices: tuple[OptimizerSlice, ...]
-    states: tuple[dict[str, Any], ...]  # of the runs; the optimizer may have others by the time they are updated
-    specs: tuple[UpdateSpec, ...] | None  # None: by torch
-    param_groups: tuple[dict[str, Any], ...]  # of the runs, as they were at the step
-    is_exclusive: bool  # whether nothing else may be under way meanwhile: see [Note: behind the kernel]
+    states: tuple[dict[str, Any], ...]  # of the slices; the optimizer's own may change before the update runs
+    specs: tuple[UpdateSpec, ...] | None  # None: torch does the update
+    param_groups: tuple[dict[str, Any], ...]  # of the slices, as they were at the step
+    is_exclusive: bool  # no other job may be in flight: see [Note: overlapping Python with native kernels]
 
 
 class ChunkUpdater:
-    """Updates granules by the native update or by torch. ``now`` is everywhere the moment of the step.
+    """Update state chunks with native kernels or with torch. ``step_event`` is always the event recorded by the step.
 
-    Whatever yields does so once its kernels run, unless its task is to be alone; what it returns is there when it goes
-    on after that.
+    A generator method yields once its kernels run, unless its update is exclusive. When it is resumed, it waits for
+    them before it returns.
     """
 
     def __init__(
@@ -212,18 +214,18 @@ class ChunkUpdater:
         self._kernel_threads = None if kernels is None else kernels.make_threads()
 
     def speculate(self, update: ChunkUpdate, grad_scale: GradScaleValues) -> Generator[None, None, None]:
-        """Update a granule beside its old values."""
-        granule = update.chunk
-        yield from self._apply_native(update, granule.tensors, granule.shadow, granule.shadow_params, grad_scale)
+        """Update a chunk in its shadow buffers."""
+        chunk = update.chunk
+        yield from self._apply_native(update, chunk.tensors, chunk.shadow, chunk.shadow_params, grad_scale)
 
     def commit(self, update: ChunkUpdate, step_event: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Let what was made ahead of the step count."""
-        granule = update.chunk
+        """Commit a speculative update and copy the new parameters to the device."""
+        chunk = update.chunk
         states = dict(zip(update.slices, update.states, strict=True))
-        keys = dict.fromkeys(key for recipe in update.specs or () for key in recipe.state_keys)
-        granule.swap(list(keys), states)
+        keys = dict.fromkeys(key for spec in update.specs or () for key in spec.state_keys)
+        chunk.swap(list(keys), states)
         self._increment_steps(update)
-        return self._staging.copy_to_device(granule.param_shard, granule.shadow_params, step_event)
+        return self._staging.copy_to_device(chunk.param_shard, chunk.shadow_params, step_event)
 
     def update(
         self,
@@ -232,26 +234,26 @@ class ChunkUpdater:
         grad_scale: GradScaleValues,
         step_event: torch.cuda.Event | None,
     ) -> Generator[None, None, torch.cuda.Event | None]:
-        """Update a granule, whose values are in ``lines`` by key, and send the new parameters to their place."""
-        granule = update.chunk
+        """Update a chunk whose values are in ``tensors`` by key, and copy the new parameters to the parameter shard."""
+        chunk = update.chunk
         if update.specs is None:
             with self._using_buffers(update, tensors):
                 self._apply_torch(update, tensors, grad_scale)
-                return self.copy_masters_to_params(granule, list(update.slices), step_event)
-        if self._staging.can_write_directly(granule.param_shard, step_event):
-            yield from self._apply_native(update, tensors, tensors, granule.param_shard, grad_scale)
+                return self.copy_masters_to_params(chunk, list(update.slices), step_event)
+        if self._staging.can_write_directly(chunk.param_shard, step_event):
+            yield from self._apply_native(update, tensors, tensors, chunk.param_shard, grad_scale)
             self._increment_steps(update)
             return None
-        slot, copy = None, granule.shadow_params
-        if copy is None:  # slots are few: until the device is at the step, they stay taken
+        slot, copy = None, chunk.shadow_params
+        if copy is None:  # there are few slots, and they stay in use until the device reaches the step
             slot = self._staging.acquire_slot()
-            copy = slot.param_view(granule)
+            copy = slot.param_view(chunk)
         yield from self._apply_native(update, tensors, tensors, copy, grad_scale)
         self._increment_steps(update)
-        whole = granule.is_fully_covered and len(update.slices) == len(granule.slices)
+        is_complete = chunk.is_fully_covered and len(update.slices) == len(chunk.slices)
         event = None
-        for span in [slice(None)] if whole else [granule.range_of(run).slice for run in update.slices]:
-            event = self._staging.copy_to_device(granule.param_shard[span], copy[span], step_event)
+        for span in [slice(None)] if is_complete else [chunk.range_of(slice_).slice for slice_ in update.slices]:
+            event = self._staging.copy_to_device(chunk.param_shard[span], copy[span], step_event)
         if slot is not None:
             slot.copy_done = event
         return event
@@ -264,27 +266,27 @@ class ChunkUpdater:
         copy: torch.Tensor | None,
         grad_scale: GradScaleValues,
     ) -> Generator[None, None, None]:
-        """Update by the native update. Alone, run after run, as all may find their gradients in one buffer."""
-        running: list[KernelHandle] = []
+        """Update with native kernels; one slice at a time if exclusive, as the slices may share one gradient buffer."""
+        handles: list[KernelHandle] = []
         try:
-            for run, recipe in zip(update.slices, update.specs or (), strict=True):
-                span = update.chunk.range_of(run).slice
-                begun = recipe.apply(
+            for slice_, spec in zip(update.slices, update.specs or (), strict=True):
+                span = update.chunk.range_of(slice_).slice
+                handle = spec.apply(
                     self._required_kernels,
-                    {key: old[key][span] for key in (MASTER_KEY, *recipe.state_keys)},
-                    {key: new[key][span] for key in (MASTER_KEY, *recipe.state_keys)},
-                    self._staging.fetch_grad(run, self._gradients),
+                    {key: old[key][span] for key in (MASTER_KEY, *spec.state_keys)},
+                    {key: new[key][span] for key in (MASTER_KEY, *spec.state_keys)},
+                    self._staging.fetch_grad(slice_, self._gradients),
                     None if copy is None else copy[span],
                     grad_scale.factors,
                     self._thread_count,
                     None if update.is_exclusive else self._kernel_threads,
                 )
-                running.append(begun)
+                handles.append(handle)
             if not update.is_exclusive:
                 yield
         finally:
-            for begun in running:
-                begun.wait()
+            for handle in handles:
+                handle.wait()
 
     @property
     def _required_kernels(self) -> CpuKernels:
@@ -299,58 +301,58 @@ class ChunkUpdater:
 
     @contextlib.contextmanager
     def _using_buffers(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Let runs and their states point at lines in memory, where they rest on disk."""
-        granule = update.chunk
-        if granule.tier != "disk":
+        """Point the slices and states of a chunk on disk at host buffers."""
+        chunk = update.chunk
+        if chunk.tier != "disk":
             yield
             return
         self._set_data(update, tensors)
         try:
             yield
         finally:
-            self._set_data(update, granule.tensors)
+            self._set_data(update, chunk.tensors)
 
     def _set_data(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor]) -> None:
-        for run, state in zip(update.slices, update.states, strict=True):
-            span = update.chunk.range_of(run).slice
-            run.parameter.data = tensors[MASTER_KEY][span]
+        for slice_, state in zip(update.slices, update.states, strict=True):
+            span = update.chunk.range_of(slice_).slice
+            slice_.parameter.data = tensors[MASTER_KEY][span]
             for key in update.chunk.states:
-                if is_elementwise(key, state.get(key), run.parameter.shape) and key in tensors:
+                if is_elementwise(key, state.get(key), slice_.parameter.shape) and key in tensors:
                     state[key] = tensors[key][span]
 
     def _apply_torch(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor], grad_scale: GradScaleValues) -> None:
-        """Step a twin of the user's optimizer on these runs alone: the optimizer itself belongs to another thread."""
-        twin: Any = copy.copy(self._inner)
-        twin.param_groups = []
+        """Step a shallow copy of the user's optimizer on these slices: another thread owns the optimizer itself."""
+        copied: Any = copy.copy(self._inner)
+        copied.param_groups = []
         states = zip(update.slices, update.states, strict=True)
-        wides: list[torch.Tensor] = []
-        twin.state = defaultdict(dict, {run.parameter: state for run, state in states})
-        for run, group in zip(update.slices, update.param_groups, strict=True):
-            gradient = self._staging.fetch_grad(run, self._gradients)
-            wide = gradient.to(run.parameter.dtype, copy=True)
+        grads: list[torch.Tensor] = []
+        copied.state = defaultdict(dict, {slice_.parameter: state for slice_, state in states})
+        for slice_, group in zip(update.slices, update.param_groups, strict=True):
+            gradient = self._staging.fetch_grad(slice_, self._gradients)
+            grad = gradient.to(slice_.parameter.dtype, copy=True)
             for factor in grad_scale.factors:
-                wide.mul_(factor)
-            wides.append(wide)
-            twin.param_groups.append({**group, "params": [run.parameter]})
-        with as_plain_parameters([run.parameter for run in update.slices]):
-            for run, wide in zip(update.slices, wides, strict=True):
-                run.parameter.grad = wide
-            type(self._inner).step(twin)
-        for run, state in zip(update.slices, update.states, strict=True):
-            update.chunk.adopt_states(run, state, self._tiers, tensors)
+                grad.mul_(factor)
+            grads.append(grad)
+            copied.param_groups.append({**group, "params": [slice_.parameter]})
+        with as_plain_parameters([slice_.parameter for slice_ in update.slices]):
+            for slice_, grad in zip(update.slices, grads, strict=True):
+                slice_.parameter.grad = grad
+            type(self._inner).step(copied)
+        for slice_, state in zip(update.slices, update.states, strict=True):
+            update.chunk.adopt_states(slice_, state, self._tiers, tensors)
 
     def copy_masters_to_params(
         self, chunk: StateChunk, slices: list[OptimizerSlice], step_event: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Send values that were updated elsewhere to the parameters in computation."""
+        """Copy master weights that were updated elsewhere to the compute-dtype parameters."""
         if self._staging.can_write_directly(chunk.param_shard, step_event):
-            for run in slices:
-                chunk.param_shard[chunk.range_of(run).slice].copy_(run.parameter.data)
+            for slice_ in slices:
+                chunk.param_shard[chunk.range_of(slice_).slice].copy_(slice_.parameter.data)
             return None
         slot = self._staging.acquire_slot()
-        for run in slices:
-            span = chunk.range_of(run).slice
-            slot.param_view(chunk)[span].copy_(run.parameter.data)
+        for slice_ in slices:
+            span = chunk.range_of(slice_).slice
+            slot.param_view(chunk)[span].copy_(slice_.parameter.data)
             slot.copy_done = self._staging.copy_to_device(
                 chunk.param_shard[span], slot.param_view(chunk)[span], step_event
             )

@@ -1,15 +1,15 @@
-"""Library: C source compiled where it runs, kept for the next process, loaded.
+"""Compile the C kernels on this machine, cache the library and load it.
 
 [Note: built at first use]
-A wheel for every processor would have to be compiled for the oldest one; compiled where it runs, the same source uses
-the vectors that this machine has. So the file's name carries a hash of everything that it depends on: source, compiler,
-flags and processor. Machines that share a home directory build their own, a new release builds anew, and old files are
-never written again.
+A wheel for all CPUs would have to target the oldest one; compiled on this machine, the same source uses all vector
+instructions of its CPU. The file name contains a hash of everything the library depends on: source, compiler, flags and
+CPU. So machines that share a home directory each build their own library, a new release builds a new one, and existing
+files are never overwritten by different ones.
 
-Ranks start together. Each that finds no file builds one under a name of its own and renames it: whoever is last
-replaces a file by an equal one, and nobody ever loads half of one. What is loaded is code, so the directory must be
-this user's and closed to others. Where none can be had, or nothing can be loaded from it, the library is built in a
-temporary directory, for this process alone.
+Ranks start together. Each rank that finds no file builds one under a temporary name and renames it: the last rank
+replaces the file by an equal one, and no rank ever loads a partial file. The library is executable code, so the
+directory must belong to this user and not be writable by others. If there is no such directory, or loading from it
+fails, the library is built in a temporary directory for this process only.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# fp-contract: fused only where fmaf() is written. The other two let loops with sqrtf() and with selects be vectorised.
+# fp-contract: only explicit fmaf() is fused. The other two allow vectorisation of loops with sqrtf() and selects.
 EXACT_FP_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK_FLAGS = ("-fPIC", "-shared", "-pthread")
-# Not every compiler knows each word for "this machine"; without any, the result is right but slow.
+# Compilers differ in the flag for "this machine"; without any, the result is correct but slow.
 TUNING_FLAGS = (("-march=native",), ("-mcpu=native",), ())
 COMPILERS = ("cc", "gcc", "clang")
-COMPILE_TIMEOUT_SECONDS = 120  # seconds for one run of a compiler
+COMPILE_TIMEOUT_SECONDS = 120  # for one compiler call
 CPUINFO_FIELDS = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
 
 
 class KernelBuildError(Exception):
-    """No library: why, in words for the user."""
+    """The library could not be built; the message says why."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """Return the library of one C file, built if it is not there yet: [Note: built at first use].
+    """Return the library of one C file; build it if it is not cached: [Note: built at first use].
 
     >>> from zeroshard.optim.cpu import build
     >>> try:
@@ -54,9 +54,9 @@ def load_library(source: Path) -> ctypes.CDLL:
     """
     reasons = []
     for compiler in compilers():
-        for place in (cache_dir, temp_dir):
+        for open_directory in (cache_dir, temp_dir):
             try:
-                with place() as directory:
+                with open_directory() as directory:
                     return _load_or_build(source, compiler, directory)
             except (KernelBuildError, OSError) as error:
                 reasons.append(f"{shlex.join(compiler)}: {error}")
@@ -64,7 +64,7 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def compilers() -> list[list[str]]:
-    """The commands to try: $CC first, then the usual names that are there.
+    """Return the compiler commands to try: $CC first, then the usual names that exist.
 
     >>> all(shutil.which(command[0]) for command in compilers())
     True
@@ -75,25 +75,25 @@ def compilers() -> list[list[str]]:
 
 @contextlib.contextmanager
 def cache_dir() -> Iterator[Path]:
-    """The user's cache, made if it is not there. OSError where it cannot be used."""
+    """Yield the user's cache directory, created if missing. Raise OSError if it cannot be used."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     directory = root / "zeroshard"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{directory} can be written by others: no code is loaded from it; chmod it to 700")
     yield directory
 
 
 @contextlib.contextmanager
 def temp_dir() -> Iterator[Path]:
-    """A directory that is gone afterwards; a library that was loaded stays loaded."""
+    """Yield a temporary directory, deleted on exit; a library loaded from it stays loaded."""
     with tempfile.TemporaryDirectory(prefix="zeroshard-") as directory:
         yield Path(directory)
 
 
 def cpu_description() -> str:
-    """What this machine's processor says of itself, as far as compiled code depends on it.
+    """Return a description of this machine's CPU, as far as compiled code depends on it.
 
     >>> bool(cpu_description())
     True
@@ -107,13 +107,13 @@ def cpu_description() -> str:
 
 
 def _load_or_build(source: Path, compiler: list[str], directory: Path) -> ctypes.CDLL:
-    depends = (
+    inputs = (
         source.read_text(),
         _run([*compiler, "--version"]),
         repr((EXACT_FP_FLAGS, LINK_FLAGS, TUNING_FLAGS)),
         cpu_description(),
     )
-    identity = "\n".join(depends)
+    identity = "\n".join(inputs)
     target = directory / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if not target.exists():
         _build(source, compiler, target)
@@ -124,12 +124,12 @@ def _build(source: Path, compiler: list[str], target: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".tmp", prefix=target.stem, dir=target.parent)
     os.close(handle)
     try:
-        for tuned in TUNING_FLAGS:
+        for tuning in TUNING_FLAGS:
             try:
-                _run([*compiler, *EXACT_FP_FLAGS, *tuned, *LINK_FLAGS, str(source), "-o", name, "-lm"])
+                _run([*compiler, *EXACT_FP_FLAGS, *tuning, *LINK_FLAGS, str(source), "-o", name, "-lm"])
                 break
             except KernelBuildError:
-                if tuned == TUNING_FLAGS[-1]:
+                if tuning == TUNING_FLAGS[-1]:
                     raise
         os.replace(name, target)
     finally:
@@ -137,12 +137,12 @@ def _build(source: Path, compiler: list[str], target: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Run a compiler and return what it prints; NotBuiltError with its first complaint."""
+    """Run a compiler and return its output; raise KernelBuildError with its first error line."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise KernelBuildError(f"it took over {COMPILE_TIMEOUT_SECONDS} s") from None
-    if done.returncode:
-        complaint = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise KernelBuildError(f"it exited with {done.returncode} ({complaint[0]})")
-    return done.stdout
+    if result.returncode:
+        messages = (result.stderr or result.stdout).strip().splitlines() or ["no message"]
+        raise KernelBuildError(f"it exited with {result.returncode} ({messages[0]})")
+    return result.stdout

@@ -1,4 +1,4 @@
-"""Granule: a stretch of optimizer states outside the device, updated and brought back at once."""
+"""StateChunk: an offloaded range of master weights and optimizer states, updated and moved at once."""
 
 from __future__ import annotations
 
@@ -13,69 +13,72 @@ from zeroshard.memory.tiered_tensor import TierSegment
 from zeroshard.optim.slices import OptimizerSlice, is_elementwise
 from zeroshard.sharding.layout import Range
 
-MASTER_KEY = ""  # the key of the values that are updated, beside the optimizer's own names of its states
+MASTER_KEY = ""  # the key of the master weights, next to the optimizer's own state keys
 
 
 class StateChunk:
-    """The master's values of one stretch, in ``stretch``, and the states that belong to them, each in one tensor.
+    """The master weights of one tier segment, ``segment``, and their optimizer states, one tensor per state.
 
-    [Note: beside the old values]
-    An update ahead of ``step()`` may turn out to be wrong: another backward may come, the gradients may be clipped or
-    overflow, a hyper-parameter may change. So it is written to tensors of its own, ``beside``, and leaves the old
-    values as they are. To confirm it, old and new change places; to drop it, nothing has to be done: so it is exact.
+    [Note: speculative updates use shadow buffers]
+    A speculative update may turn out to be wrong: another backward may follow, the gradients may be clipped or
+    overflow, a hyper-parameter may change. So it writes to shadow buffers, ``shadow``, and keeps the old values. To
+    commit it, the buffers are swapped; to discard it, nothing has to be done. So the result is exact in both cases.
     """
 
     def __init__(self, flat: FlatParam, segment: TierSegment) -> None:
         self.flat, self.segment = flat, segment
-        homes = enumerate(flat.shard_ranges)
-        self._bucket_index = next(number for number, home in homes if home.intersect(segment.span) is not None)
+        shard_ranges = enumerate(flat.shard_ranges)
+        self._bucket_index = next(
+            index for index, shard_range in shard_ranges if shard_range.intersect(segment.span) is not None
+        )
         self.states: dict[str, torch.Tensor] = {}
-        self.shadow: dict[str, torch.Tensor] = {}  # by the same keys, and MASTER
-        self.shadow_params: torch.Tensor | None = None  # new parameters in the dtype of computation, ahead of the step
+        self.shadow: dict[str, torch.Tensor] = {}  # by the same keys, and MASTER_KEY
+        self.shadow_params: torch.Tensor | None = None  # speculative parameters, in the compute dtype
         self.slices: list[OptimizerSlice] = []
-        self.is_fully_covered = False  # whether these are all it holds
+        self.is_fully_covered = False  # whether the slices cover the whole chunk
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.segment.span.numel
 
     @property
     def tier(self) -> str:
-        """Where it rests."""
+        """The tier that stores the chunk."""
         return self.segment.tier
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The values and their states where they rest, by key."""
+        """The master weights and states in their tier, by key."""
         return {MASTER_KEY: self.segment.tensor, **self.states}
 
     @property
     def param_shard(self) -> torch.Tensor:
-        """The same stretch of the parameters in computation."""
-        home = self.flat.shard_ranges[self._bucket_index]
-        span = self.segment.span.shift(-home.start)
+        """The same range of the compute-dtype parameters."""
+        shard_range = self.flat.shard_ranges[self._bucket_index]
+        span = self.segment.span.shift(-shard_range.start)
         return self.flat.local_shards[self._bucket_index][span.start : span.end]
 
     def range_of(self, slice_: OptimizerSlice) -> Range:
-        """Where a run lies in the granule."""
+        """Return the range of a slice in the chunk."""
         return slice_.flat_ranges[0].span.shift(-self.segment.span.start)
 
     def is_covered_by(self, slices: list[OptimizerSlice]) -> bool:
-        """Whether these runs are all that the granule holds, alignment aside."""
+        """Whether these slices cover the whole chunk, except padding."""
         span = self.segment.span
-        pieces = [
-            Range(piece.offset, piece.offset + piece.elements.numel).intersect(span) for piece in self.flat.owned_ranges
+        param_ranges = [
+            Range(param_range.offset, param_range.offset + param_range.elements.numel).intersect(span)
+            for param_range in self.flat.owned_ranges
         ]
-        wanted = sum(piece.numel for piece in pieces if piece is not None)
-        return wanted == sum(within.numel for run in slices for _, _, within, _ in run.param_ranges())
+        expected = sum(param_range.numel for param_range in param_ranges if param_range is not None)
+        return expected == sum(within.numel for slice_ in slices for _, _, within, _ in slice_.param_ranges())
 
     def state_buffer(self, slice_: OptimizerSlice, key: str, dtype: torch.dtype, tiers: TierAllocator) -> torch.Tensor:
-        """Where a state of a run belongs."""
-        line = self.states.get(key)
-        if line is None or line.dtype != dtype:
-            line = self.states[key] = tiers.zeros(None, self.tier, self.numel, dtype)
-        return line[self.range_of(slice_).slice]
+        """Return the memory for one state of a slice; allocate the chunk's state tensor if needed."""
+        tensor = self.states.get(key)
+        if tensor is None or tensor.dtype != dtype:
+            tensor = self.states[key] = tiers.zeros(None, self.tier, self.numel, dtype)
+        return tensor[self.range_of(slice_).slice]
 
     def adopt_states(
         self,
@@ -84,16 +87,16 @@ class StateChunk:
         tiers: TierAllocator,
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Bring states of a run that were made or loaded elsewhere into the granule's own tensors.
+        """Move states of a slice that were created or loaded elsewhere into the chunk's own tensors.
 
-        ``lines`` are the buffers that tensors on disk were read into and will be written from: what is in them counts.
+        ``buffers`` are the host buffers of tensors on disk. They are written back, so states are copied there.
         """
         for key, value in state.items():
             if not is_elementwise(key, value, slice_.parameter.shape):
                 continue
-            line = None if buffers is None else buffers.get(key)
-            if line is not None and line.dtype == value.dtype:
-                view = line[self.range_of(slice_).slice]
+            buffer = None if buffers is None else buffers.get(key)
+            if buffer is not None and buffer.dtype == value.dtype:
+                view = buffer[self.range_of(slice_).slice]
             else:
                 view = self.state_buffer(slice_, key, value.dtype, tiers)
             if value.data_ptr() != view.data_ptr():
@@ -101,7 +104,7 @@ class StateChunk:
                 state[key] = view
 
     def allocate_shadow(self, tiers: TierAllocator, keys: list[str]) -> None:
-        """Make room beside the old values, and for the parameters in computation."""
+        """Allocate shadow buffers for the values and for the compute-dtype parameters."""
         for key in (MASTER_KEY, *keys):
             if key not in self.shadow:
                 dtype = self.segment.tensor.dtype if key == MASTER_KEY else self.states[key].dtype
@@ -110,13 +113,13 @@ class StateChunk:
             self.shadow_params = tiers.zeros("ahead of the step", "host", self.numel, self.flat.dtype, pinned=True)
 
     def swap(self, keys: list[str], states: dict[OptimizerSlice, dict[str, Any]]) -> None:
-        """Let old and new values change places."""
+        """Swap the old values with the shadow buffers, and point the slices at the new values."""
         old, self.segment.tensor = self.segment.tensor, self.shadow[MASTER_KEY]
         self.shadow[MASTER_KEY] = old
         for key in keys:
             self.states[key], self.shadow[key] = self.shadow[key], self.states[key]
-        for run, state in states.items():
-            within = self.range_of(run)
-            run.parameter.data = self.segment.tensor[within.start : within.end]
+        for slice_, state in states.items():
+            within = self.range_of(slice_)
+            slice_.parameter.data = self.segment.tensor[within.start : within.end]
             for key in keys:
                 state[key] = self.states[key][within.start : within.end]

@@ -1,4 +1,4 @@
-/* Optimizer updates on the host, one pass over memory: see native.py for what is equal to torch to the bit.
+/* Optimizer updates on the host, one pass over memory: see kernels.py for what is equal to torch to the bit.
 
    A stretch is cut into chunks, of which each thread takes the next when it is done with one: a thread that has to
    give its processor away, to whoever launches the device's work, holds nobody up. When none is left it goes on with
@@ -33,14 +33,14 @@ enum { CHUNK = 65536 /* elements: a few tenths of a millisecond, far longer than
 enum { LEAST = 8192 /* elements worth a thread: they take about as long as starting one */, MOST = 256 /* threads */ };
 enum dtype { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
-/* What native.py fills in, field by field in this order. */
+/* What kernels.py fills in, field by field in this order. */
 struct update {
     const float *parameter, *first, *second; /* first: Adam's exp_avg or SGD's momentum; NULL where there is none */
     const void *gradient;
     float *parameter_out, *first_out, *second_out;
     void *copy;
     int64_t numel;
-    int64_t plain; /* from this element on, moments are rounded as torch's fused kernels do: see native.py */
+    int64_t plain; /* from this element on, moments are rounded as torch's fused kernels do: see kernels.py */
     int32_t gradient_dtype, copy_dtype;
     float factor[2]; /* the gradient is multiplied by each; 1 changes no bit */
     float sign;      /* -1 to maximise */
@@ -71,7 +71,7 @@ struct call {
     int working;       /* threads that are at a chunk */
 };
 
-/* Threads that do one call after the other, in the order in which they were begun: see crew.py. */
+/* Threads that do one call after the other, in the order in which they were begun: see kernels.py. */
 struct crew {
     pthread_mutex_t lock;
     pthread_cond_t changed;    /* a call is over, or the last thread leaves */
@@ -151,7 +151,7 @@ static void write_copy(int dtype, int n, const float *p, void *copy) {
     }
 }
 
-enum rounding { OTHER, PLAIN, CUDA, CUDA_FUSED, SEPARATE }; /* see native.py */
+enum rounding { OTHER, PLAIN, CUDA, CUDA_FUSED, SEPARATE }; /* see kernels.py */
 enum { MKL_MODE = 0x140102 /* VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE | VML_HA: what torch asks of vmsSqrt */ };
 
 static inline __attribute__((always_inline)) float new_first(

@@ -1,11 +1,11 @@
-"""Native: Adam, AdamW and SGD on the host in one pass over memory, with 16 bits read and written on the way.
+"""Native Adam, AdamW and SGD on the CPU in one pass over memory, which also reads and writes 16-bit values.
 
 [Note: equal to torch to the bit]
-Given the same fp32 gradient, an update here gives every bit that torch's own gives on the CPU: in all elements of a
-tensor however long, subnormal, infinite and overflowing values included. Where a value is NaN it is NaN in both; which
-of the NaNs is not promised. To that end `kernels.c` follows the roundings that ATen's kernels have as compiled for a
-processor with FMA, which are fewer than their source shows: the compiler fuses a product into the sum it is used in.
-In fp32, with g the gradient, p the parameter and one rounding for each operation, of which fma() is one:
+Given the same fp32 gradient, the result is bitwise equal to torch's own update on the CPU: for all elements of a tensor
+of any length, including subnormal, infinite and overflowing values. A NaN is a NaN in both; its bits may differ. For
+this, `kernels.c` rounds as ATen's kernels do when compiled for a CPU with FMA. These round less often than their source
+suggests, because the compiler fuses a product into the sum that uses it. In fp32, with g the gradient, p the parameter
+and one rounding per operation, where fma() is one operation:
 
     weight decay in g       fma(p, weight_decay, g)
           CUDA, fused Adam  g + p · weight_decay
@@ -24,43 +24,45 @@ In fp32, with g the gradient, p the parameter and one rounding for each operatio
     Nesterov's gradient     fma(b, momentum, g)
     SGD's parameter         fma(g, -lr, p)
 
-Numbers that are the same for all elements are computed in double, as torch does, and rounded to fp32 once; for the
-fused Adam of a GPU in fp32, from fp32, with the GPU's own powers of beta (``kernels.py``).
+Constants that are the same for all elements are computed in double, as in torch, and rounded to fp32 once. For the
+fused Adam of a GPU they are computed in fp32 from fp32 values, with the GPU's own powers of beta (see below).
 
-For-loop and `foreach` are the same operations and all plain. `fused=True` is plain in whole vectors and other in the
-elements left over at a tensor's end, but for Adam on Arm, where it is other throughout. So a stretch of a fused
-optimizer's tensor should be cut at multiples of 16 elements: then the elements left over are the tensor's own.
+"plain" is the vector body of a kernel, "other" its vector remainder. The for-loop and `foreach` implementations do the
+same operations and round all elements as plain. `fused=True` rounds full vectors as plain and the remainder at the end
+of a tensor as other; only Adam on Arm rounds all elements as other. So split a fused optimizer's tensor at multiples
+of 16 elements: then only the end of the tensor itself has a remainder.
 
-Not every torch does this on every processor. Without FMA (``ATEN_CPU_CAPABILITY=default``) fma(a, b, c) is a · b + c
-with two roundings, everywhere. On x86-64 torch's for-loop and `foreach` take Adam's square root from MKL, which is not
-always the correctly rounded one; `kernels.c` then calls the same function. Which of these this torch does here is
-found by trying, and where it is none of them, torch's own update runs: [Note: found by trying] in ``rounding.py``.
+Not every torch does this on every CPU. Without FMA (``ATEN_CPU_CAPABILITY=default``) every fma(a, b, c) is a · b + c
+with two roundings. On x86-64, torch's for-loop and `foreach` take Adam's square root from MKL, which is not always
+correctly rounded; `kernels.c` then calls the same function. A trial run detects what this torch does on this CPU. If it
+is none of these, torch's own update runs: [Note: detecting torch's rounding] in ``rounding.py``.
 
-Seen with torch 2.11 and 2.13 on x86-64 with AVX-512 (where torch's fused kernels use AVX2), with AVX2 and without
-either; with torch 2.13 on aarch64 (NEON). tests/test_host_kernels.py asserts it wherever it runs.
+Verified with torch 2.11 and 2.13 on x86-64 with AVX-512 (where torch's fused kernels use AVX2), with AVX2 and without
+either, and with torch 2.13 on aarch64 (NEON). tests/test_host_kernels.py asserts it on the machine that runs it.
 
-On a GPU torch's `foreach` kernels, its default there, do what the lines for CUDA say and the same otherwise:
-tests/test_offload_gpu.py asserts that an update which moves from the device to the host changes no bit. SGD's `fused`
-kernel gives the same. Adam's rounds in its own way: the lines for it follow torch 2.11's. A later one may round
-otherwise, and last bits would then differ with ``fused=True``. One line is not right: how that kernel rounds a decay
-that is part of the gradient was not found. Neither one rounding nor two give all its bits.
+On a GPU, torch's `foreach` kernels (the default there) round as in the lines for CUDA, else as on the CPU.
+tests/test_offload_gpu.py asserts that moving an update from the device to the host changes no bit. SGD's `fused` kernel
+gives the same bits. Adam's `fused` kernel rounds differently: its lines match torch 2.11. A later version may round
+differently, and then last bits differ with ``fused=True``. One line is not exact: it is unknown how that kernel rounds
+a weight decay that is added to the gradient. Neither one rounding nor two give all its bits.
 
-A gradient of 16 bits is widened first, then multiplied by each factor, each with a rounding of its own: what torch
-gives for ``gradient.float().mul_(factor)``. A copy in bf16 or fp16 is rounded to nearest, ties to even, as by
+A 16-bit gradient is converted to fp32 first, then multiplied by each factor, with one rounding per factor, like
+``gradient.float().mul_(factor)`` in torch. A copy in bf16 or fp16 is rounded to nearest, ties to even, like
 ``Tensor.to``.
 
-torch's fused Adam on a GPU computes them there, by a function whose last bits are its own. They decide over the last
-bits of every parameter, so an update on the host asks the GPU for them: for many steps at once, since it has to wait.
+torch's fused Adam on a GPU computes the powers of beta on the GPU, with a function whose last bits are specific to it.
+They affect the last bits of every parameter, so a CPU update gets the powers from the GPU: for many steps at once,
+since each request is a host sync.
 
-[Note: from one update to the next]
-Updates wait in line, in the order in which they were begun. A thread takes the next chunk of the first that has one
-left; so the threads go from the last chunk of one update to the first of the next without a pause, if that was begun in
-time, and none waits for another to end. A thread that finds nothing leaves: between updates there is nobody to end, and
-an update that is begun then starts as many as it wants. What nobody could be started for is done by the thread that
-begins it, so that no update ever waits for one that is not worked on.
+[Note: kernel threads]
+Updates are queued in the order in which they were started. A thread takes the next chunk of the first update that has
+one left. So threads go from the last chunk of one update directly to the first chunk of the next, if it was started in
+time, and no thread waits for another. A thread that finds no chunk exits: between updates there are no idle threads to
+stop, and the next update starts as many as it needs. If no thread can be started, the calling thread does the work, so
+no update waits for work that no thread does.
 
-Crews know nothing of each other, and there is nothing in the process that they share: ranks that are threads have their
-own. A process that was forked has none of its parent's threads: it can drop what it has of a model, not train it.
+``KernelThreads`` objects are independent and share nothing in the process: ranks that are threads each have their own.
+A forked process has none of its parent's threads: it can free its copy of a model, but not train it.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ SUPPORTED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 @dataclass(frozen=True)
 class AdamHyperparams:
-    """The hyper-parameters of Adam and AdamW, as plain numbers: equal options compare equal.
+    """The hyper-parameters of Adam and AdamW, as plain numbers, so that equal ones compare equal.
 
     >>> AdamHyperparams(lr=1e-3) == AdamHyperparams(lr=1e-3, betas=(0.9, 0.999))
     True
@@ -96,10 +98,10 @@ class AdamHyperparams:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    decoupled_weight_decay: bool = True  # AdamW: the parameter decays; otherwise decay is added to the gradient
+    decoupled_weight_decay: bool = True  # AdamW: decay the parameter; else add the decay to the gradient
     maximize: bool = False
-    fused: bool = False  # round as torch's fused kernel does on the CPU; with cuda, as the one on a GPU
-    is_cuda_rounding: bool = False  # round as torch's foreach kernels do on a GPU
+    fused: bool = False  # round like torch's fused kernel: on the CPU, or with is_cuda_rounding on a GPU
+    is_cuda_rounding: bool = False  # round like torch's foreach kernels on a GPU
 
 
 @dataclass(frozen=True)
@@ -116,19 +118,19 @@ class SGDHyperparams:
     weight_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-    fused: bool = False  # round as torch's fused kernel does on the CPU
+    fused: bool = False  # round like torch's fused kernel on the CPU
 
 
 def hyperparams_from_group(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], is_cuda_rounding: bool = False
 ) -> AdamHyperparams | SGDHyperparams | None:
-    """Return what the native update of a group needs; None: only torch's own update gives torch's numbers.
+    """Return the hyper-parameters for a native update of a group; None if only torch's own update is correct.
 
-    ``cuda``: these are the numbers that torch gives on a GPU.
+    ``is_cuda_rounding``: the update must give torch's results on a GPU.
 
-    Served are torch's Adam, AdamW and SGD themselves, of which a subclass may do anything, without ``amsgrad``,
-    ``capturable`` and ``differentiable``. The learning rate may be a tensor, which is read: on a device, that waits.
-    On the CPU torch's Adam computes with such a one in its own dtype, unless fused: that is left to torch.
+    Supported are torch's Adam, AdamW and SGD, without ``amsgrad``, ``capturable`` and ``differentiable``; not their
+    subclasses, which may do anything. The learning rate may be a tensor. It is read, which is a host sync if it is on a
+    device. On the CPU, torch's Adam computes with a tensor learning rate in its dtype, unless fused: not supported.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> hyperparams_from_group(optimizer, optimizer.param_groups[0])
@@ -149,7 +151,7 @@ def hyperparams_from_group(
             weight_decay=weight_decay,
             nesterov=bool(group["nesterov"]),
             maximize=maximize,
-            fused=fused and not is_cuda_rounding,  # on a GPU all are rounded alike
+            fused=fused and not is_cuda_rounding,  # on a GPU all implementations round the same way
         )
     return AdamHyperparams(
         lr=lr,
@@ -163,29 +165,32 @@ def hyperparams_from_group(
     )
 
 
-STEPS_PER_TABLE = 4096  # steps asked for at once
+STEPS_PER_TABLE = 4096  # steps per request to the GPU
 
 
 def beta_powers_on_gpu(betas: tuple[float, float], step: int) -> tuple[float, float]:
-    """Both betas to the power of ``step``, by this thread's current GPU."""
-    span, within = divmod(step, STEPS_PER_TABLE)
-    return _beta_power_table(betas[0], span)[within], _beta_power_table(betas[1], span)[within]
+    """Return both betas to the power of ``step``, computed by this thread's current GPU."""
+    table_index, index = divmod(step, STEPS_PER_TABLE)
+    return _beta_power_table(betas[0], table_index)[index], _beta_power_table(betas[1], table_index)[index]
 
 
 @functools.lru_cache(maxsize=64)
 def _beta_power_table(beta: float, table_index: int, device: str = "cuda") -> list[float]:
-    """Powers of one beta from ``span * SPAN`` on: 4 kB on the GPU for each thousand steps, for a moment."""
+    """Return powers of one beta from step ``table_index * STEPS_PER_TABLE`` on.
+
+    This temporarily takes 4 kB of GPU memory per thousand steps.
+    """
     steps = torch.arange(
         table_index * STEPS_PER_TABLE, (table_index + 1) * STEPS_PER_TABLE, dtype=torch.float32, device=device
     )
-    found: list[float] = torch.pow(torch.full_like(steps, beta), steps).tolist()
-    return found
+    powers: list[float] = torch.pow(torch.full_like(steps, beta), steps).tolist()
+    return powers
 
 
 class KernelThreads:
-    """Threads that do updates in the order in which they are begun: see [Note: from one update to the next].
+    """Threads that run updates in the order in which they were started: see [Note: kernel threads].
 
-    ``library`` is that of ``kernels.c``; :meth:`CpuKernels.make_threads` makes one.
+    ``library`` is the compiled ``kernels.c``. Use :meth:`CpuKernels.make_threads` to create an object.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -203,11 +208,11 @@ class KernelThreads:
 
 
 class KernelHandle:
-    """An update that was begun, and the tensors that it reads and writes until :meth:`end` has returned.
+    """A started update, and the tensors that it reads and writes until :meth:`wait` returns.
 
-    One that is dropped is ended, or it would write into memory that is another's by then.
+    The destructor waits as well: otherwise the update could write into freed memory.
 
-    >>> KernelHandle().wait()  # over from the beginning
+    >>> KernelHandle().wait()  # done from the start
     """
 
     def __init__(
@@ -220,10 +225,10 @@ class KernelHandle:
         self._pid = os.getpid()
 
     def wait(self) -> None:
-        """Return when it is over."""
-        crew, call, self._call = self._kernel_threads, self._call, None
-        if crew is not None and call is not None and self._pid == os.getpid():  # a fork does not have the threads
-            crew.library.zeroshard_end(call)
+        """Wait for the end of the update."""
+        threads, call, self._call = self._kernel_threads, self._call, None
+        if threads is not None and call is not None and self._pid == os.getpid():  # a fork does not have the threads
+            threads.library.zeroshard_end(call)
         self._kernel_threads, self._tensors = None, ()
 
     def __del__(self) -> None:
@@ -233,14 +238,14 @@ class KernelHandle:
 KERNELS_SOURCE = Path(__file__).with_name("kernels.c")
 FUSED_VECTOR_LANES = (
     8 if platform.machine() in ("x86_64", "AMD64") else 4
-)  # fp32 elements of a vector in torch's fused kernels
+)  # fp32 elements per vector in torch's fused kernels
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # as kernels.c numbers them
 MAX_GRAD_FACTORS = 2
 _build_lock = threading.Lock()
 
 
 class _UpdateStruct(ctypes.Structure):
-    """kernels.c's ``struct update``."""
+    """``struct update`` of kernels.c."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("parameter", "first", "second", "gradient")),
@@ -258,24 +263,24 @@ class _UpdateStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Where an update rounds: what differs between the kernels of one torch and another, and between processors."""
+    """How an update rounds, as far as this differs between torch versions and CPUs."""
 
     is_fma_free: bool = False
-    """Products are rounded before they are added: torch uses no FMA."""
+    """Round products before they are added: torch uses no FMA."""
     vector_lanes: int = 1
-    """Of `fused`: elements after the last multiple of it are "other", and with 0 all are."""
+    """For `fused`: elements after its last multiple are rounded as "other"; with 0, all elements are."""
     sqrt_address: int | None = None
-    """The address of the function that takes Adam's square roots (MKL's); None: they are correctly rounded."""
+    """The address of MKL's function for Adam's square roots; None: they are correctly rounded."""
 
 
 class CpuKernels:
-    """The native updates. Calls let other Python threads run, and use as many threads as they are told.
+    """The native CPU kernels. Calls release the GIL and use ``threads`` threads.
 
-    ``out`` is where the new values go: the tensors they are computed from, or others. Old values are left as they are
-    in the second case, so an update may be dropped. ``copy`` receives the new parameter in its own dtype as well.
+    ``out`` receives the new values: the input tensors or other ones. Other tensors keep the old values, so the update
+    can be discarded. ``copy`` also receives the new parameter, in its own dtype.
 
-    With a ``crew`` a call only begins the update, behind those that the crew was given before: it reads and writes
-    until the ``end()`` of what is returned. Without, it is over when the call returns.
+    With ``kernel_threads`` a call only starts the update, queued after those started before: it reads and writes until
+    ``wait()`` of the returned handle. Without, the update is done when the call returns.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -287,7 +292,7 @@ class CpuKernels:
             function.restype = ctypes.c_void_p
 
     def make_threads(self) -> KernelThreads:
-        """A new crew, for updates that are begun one after the other."""
+        """Return new kernel threads, for a queue of updates."""
         return KernelThreads(self._library)
 
     def adam(
@@ -307,15 +312,15 @@ class CpuKernels:
         kernel_threads: KernelThreads | None = None,
         rounding: Rounding | None = None,
     ) -> KernelHandle:
-        """Update one stretch. ``step`` counts this update too: 1 for the first.
+        """Update one range. ``step`` includes this update: it is 1 for the first.
 
-        ``powers``: both betas to the power of ``step`` as a GPU has them in fp32, for what is fused there.
-        ``rounding``: as ``rounding.py`` found it; without, square roots are correctly rounded and sums are fused.
+        ``beta_powers``: both betas to the power of ``step``, from a GPU in fp32; needed to match its fused kernel.
+        ``rounding``: as detected by ``rounding.py``; None: square roots are correctly rounded and sums use FMA.
 
         >>> p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
         >>> new, half = tuple(torch.empty(3) for _ in range(3)), torch.empty(3, dtype=torch.bfloat16)
         >>> if found := load_kernels():
-        ...     begun = found.adam(p, m, v, torch.ones(3), AdamHyperparams(lr=0.5), out=new, step=1, copy=half)
+        ...     handle = found.adam(p, m, v, torch.ones(3), AdamHyperparams(lr=0.5), out=new, step=1, copy=half)
         ...     print(half.tolist(), p.tolist())
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
@@ -347,11 +352,11 @@ class CpuKernels:
         kernel_threads: KernelThreads | None = None,
         rounding: Rounding | None = None,
     ) -> KernelHandle:
-        """Update one stretch. ``momentum`` is None without momentum, and the first time, when it becomes the gradient.
+        """Update one range. ``momentum`` is None without momentum and in the first step, which sets it to the gradient.
 
         >>> p, buffer = torch.ones(3), torch.empty(3)
         >>> if found := load_kernels():
-        ...     begun = found.sgd(p, None, torch.ones(3), SGDHyperparams(lr=0.5, momentum=0.9), out=(p, buffer))
+        ...     handle = found.sgd(p, None, torch.ones(3), SGDHyperparams(lr=0.5, momentum=0.9), out=(p, buffer))
         ...     print(p.tolist(), buffer.tolist())
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
@@ -384,12 +389,12 @@ class CpuKernels:
 
 
 def load_kernels() -> CpuKernels | None:
-    """Return the native updates, built at the first call; None where they cannot be, with one warning.
+    """Return the native kernels, built at the first call; None, with one warning, if the build fails.
 
     >>> load_kernels() is load_kernels()
     True
     """
-    with _build_lock:  # ranks may be threads: one builds, and one warns
+    with _build_lock:  # ranks may be threads: only one builds or warns
         return _load_kernels()
 
 
@@ -408,7 +413,7 @@ def _load_kernels() -> CpuKernels | None:
 
 
 def default_rounding(hyperparams: AdamHyperparams | SGDHyperparams) -> Rounding:
-    """How torch rounds on a processor with FMA, where its square roots are correctly rounded; and on every GPU.
+    """Return how torch rounds on a CPU with FMA if its square roots are correctly rounded, and on every GPU.
 
     >>> default_rounding(SGDHyperparams(lr=0.1))
     Rounding(is_fma_free=False, vector_lanes=1, sqrt_address=None)
@@ -429,7 +434,7 @@ def _make_update(
     hyperparams: AdamHyperparams | SGDHyperparams,
     rounding: Rounding | None,
 ) -> _UpdateStruct:
-    """Check the tensors, and fill in what both optimizers have."""
+    """Check the tensors, and set the fields that both optimizers share."""
     if len(grad_factors) > MAX_GRAD_FACTORS:
         raise ValueError(f"got {len(grad_factors)} factors of the gradient, at most {MAX_GRAD_FACTORS} are applied")
     if len(out) != len(states):
@@ -457,20 +462,23 @@ def _make_update(
 
 
 def _set_adam_constants(update: _UpdateStruct, hyperparams: AdamHyperparams, step: int) -> None:
-    """Adam's numbers that are the same for all elements, in double."""
+    """Set Adam's constants, computed in double."""
     beta1, beta2 = hyperparams.betas
     correction1, correction2 = 1 - beta1 ** float(step), 1 - beta2 ** float(step)
     update.decay = 1 - hyperparams.lr * hyperparams.weight_decay if hyperparams.decoupled_weight_decay else 1.0
     update.rate = -(hyperparams.lr / correction1)
     update.weight, update.beta2, update.weight2 = 1 - beta1, beta2, 1 - beta2
-    update.correction2 = math.sqrt(correction2) if hyperparams.fused else correction2**0.5  # as torch has them
+    update.correction2 = math.sqrt(correction2) if hyperparams.fused else correction2**0.5  # as torch computes them
     update.cuda = hyperparams.is_cuda_rounding
 
 
 def _set_cuda_fused_adam_constants(
     update: _UpdateStruct, hyperparams: AdamHyperparams, beta_powers: tuple[float, float] | None
 ) -> None:
-    """The same in fp32: one operation in double on fp32 numbers, rounded to fp32, is that operation in fp32."""
+    """Set Adam's constants, computed in fp32.
+
+    One double operation on fp32 values, rounded to fp32, is equal to that operation in fp32.
+    """
     if beta_powers is None:
         raise ValueError("fused Adam as on a GPU wants powers: both betas to the power of step, as the GPU has them")
     beta1, beta2, lr = (_round_to_fp32(value) for value in (*hyperparams.betas, hyperparams.lr))
@@ -493,8 +501,8 @@ def _checked_address(
 ) -> int | None:
     if tensor is None:
         return None
-    right = tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in dtypes
-    if not right or tensor.numel() != parameter.numel():
+    is_valid = tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in dtypes
+    if not is_valid or tensor.numel() != parameter.numel():
         got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
         wanted = f"({parameter.numel()},) {' or '.join(map(str, dtypes))} on cpu, contiguous"
         raise ValueError(f"{name} is {got}; wanted is {wanted}")

@@ -1,21 +1,21 @@
-"""Rounding: how this torch rounds on this processor, found by trying.
+"""Detect how this torch rounds on this CPU, by a trial run.
 
-[Note: found by trying]
-An update on the host gives the bits of torch's own update. Those are not the same everywhere: torch compiles its
-kernels several times, with and without FMA, and takes the one that the processor (or ``ATEN_CPU_CAPABILITY``) allows;
-on x86-64 it takes square roots from MKL, which are not always the correctly rounded ones and differ between
-processors. Versions differ, too. So nothing of this is assumed: the first update of a kind steps torch's own optimizer
-functions on a few thousand numbers, does the same in each way that the native kernel can round, and keeps the way that
-gives every bit. Where none does, updates of that kind are torch's own, which are slower and right by construction.
+[Note: detecting torch's rounding]
+A CPU update here is bitwise equal to torch's own. Torch's bits are not the same everywhere: torch compiles its kernels
+several times, with and without FMA, and takes the variant that the CPU (or ``ATEN_CPU_CAPABILITY``) allows. On x86-64
+it takes square roots from MKL, which are not always correctly rounded and differ between CPUs. Torch versions differ,
+too. So nothing is assumed. The first update of a kind steps torch's own optimizer functions on a few thousand numbers,
+repeats this with each rounding that the native kernel supports, and keeps the one that gives every bit. If none does,
+torch's own updates are used for that kind: slower, but correct by construction.
 
-This is a promise for whole tensors because every element's bits depend on that element alone: torch's kernels give the
-same bits at the start of a tensor, in its middle and at its end, in one thread and in many (``fused``, whose last
-elements differ, is cut at multiples of its vectors: [Note: equal to torch to the bit]).
-tests/test_host_kernels.py asserts that as well, of torch alone.
+The result holds for tensors of any size, because the bits of an element depend on that element alone: torch's kernels
+give the same bits at the start, in the middle and at the end of a tensor, with one thread and with many. (``fused``,
+whose last elements differ, is split at multiples of its vectors: [Note: equal to torch to the bit].)
+tests/test_host_kernels.py asserts this as well, for torch alone.
 
-The trial takes some milliseconds, once in a process for each kind. It runs on a thread of its own, where no mode of the
-caller's is on (inference, autocast, a default device, a dispatch mode), draws from no generator of the user's, and
-calls functions, not an optimizer, so that no hook of the user's sees it.
+The trial takes some milliseconds, once per process and kind. It runs on a separate thread, where none of the caller's
+modes is active (inference, autocast, default device, dispatch mode). It does not use the user's random generators, and
+it calls functions, not an optimizer, so that no user hook sees it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from zeroshard.optim.cpu.kernels import (
 )
 
 OptimizerKind = Literal["adam", "sgd"]
-# Tensors of so many elements: in one, enough to meet square roots that MKL rounds otherwise (0.6 % of them); the short
-# ones show which elements are left over after whole vectors.
+# Elements of the trial tensors: the long one has enough for square roots that MKL rounds differently (0.6 % of them);
+# the short ones show which elements are the remainder after full vectors.
 TRIAL_NUMELS = [4096, *[15] * 6]
 TRIAL_TOTAL_NUMEL = sum(TRIAL_NUMELS)
 TRIAL_STEPS = 3
 FP32_ON_CPU: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 LANE_CANDIDATES = (4, 8, 16, 0)
-# Large steps: the last bit of everything that is computed on the way decides a bit of the parameter.
+# Large learning rates, so that the last bit of every intermediate value affects a bit of the parameter.
 TRIAL_HYPERPARAMS: dict[OptimizerKind, tuple[AdamHyperparams | SGDHyperparams, ...]] = {
     "adam": (
         AdamHyperparams(lr=0.7, weight_decay=0.1),
@@ -63,11 +63,11 @@ TRIAL_HYPERPARAMS: dict[OptimizerKind, tuple[AdamHyperparams | SGDHyperparams, .
 }
 
 
-@functools.cache  # ranks that are threads may try at once: they find the same
+@functools.cache  # ranks that are threads may run it concurrently: the results are equal
 def detect_torch_rounding(kind: OptimizerKind, fused: bool) -> Rounding | None:
-    """How torch rounds updates of ``kind``, Adam (and AdamW) or SGD, on this processor: [Note: found by trying].
+    """Return how torch rounds updates of ``kind`` on this CPU: [Note: detecting torch's rounding].
 
-    None: in no way that the native update knows, or there is no native update.
+    None: the native kernels do not support this rounding, or there are no native kernels.
 
     >>> load_kernels() is None or detect_torch_rounding("sgd", fused=False) in (Rounding(), Rounding(is_fma_free=True))
     True
@@ -81,65 +81,71 @@ def detect_torch_rounding(kind: OptimizerKind, fused: bool) -> Rounding | None:
 
 @torch.no_grad()
 def _detect(native: CpuKernels, kind: OptimizerKind, fused: bool) -> Rounding | None:
-    tried = [dataclasses.replace(options, fused=fused) for options in TRIAL_HYPERPARAMS[kind]]
-    numbers = [_trial_values(seed) for seed in range(1 + TRIAL_STEPS)]  # a parameter, and its gradients
-    wanted = [
-        (options, _run_torch(options, foreach, numbers))
-        for options in tried
+    trials = [dataclasses.replace(hyperparams, fused=fused) for hyperparams in TRIAL_HYPERPARAMS[kind]]
+    values = [_trial_values(seed) for seed in range(1 + TRIAL_STEPS)]  # a parameter and its gradients
+    expected = [
+        (hyperparams, _run_torch(hyperparams, foreach, values))
+        for hyperparams in trials
         for foreach in ((False,) if fused else (False, True))
     ]
-    for way in _candidate_roundings(tried[0]):
-        if all(_is_bitwise_equal(found, _run_native(native, options, way, numbers)) for options, found in wanted):
-            return way
+    for rounding in _candidate_roundings(trials[0]):
+        if all(
+            _is_bitwise_equal(results, _run_native(native, hyperparams, rounding, values))
+            for hyperparams, results in expected
+        ):
+            return rounding
     return None
 
 
 def _candidate_roundings(hyperparams: AdamHyperparams | SGDHyperparams) -> list[Rounding]:
-    """All roundings that the kernel knows, the likelier first."""
+    """Return all roundings that the kernel supports, the most likely first."""
     lanes = dict.fromkeys((default_rounding(hyperparams).vector_lanes, *(LANE_CANDIDATES if hyperparams.fused else ())))
-    has_roots = isinstance(hyperparams, AdamHyperparams) and mkl_sqrt_address() is not None
-    roots = (None, mkl_sqrt_address()) if hyperparams.fused else (mkl_sqrt_address(), None)
-    return [Rounding(*way) for way in itertools.product((False, True), lanes, roots if has_roots else (None,))]
+    has_mkl_sqrt = isinstance(hyperparams, AdamHyperparams) and mkl_sqrt_address() is not None
+    sqrt_addresses = (None, mkl_sqrt_address()) if hyperparams.fused else (mkl_sqrt_address(), None)
+    return [
+        Rounding(*fields)
+        for fields in itertools.product((False, True), lanes, sqrt_addresses if has_mkl_sqrt else (None,))
+    ]
 
 
 @functools.cache
 def mkl_sqrt_address() -> int | None:
-    """The address of the function from which torch takes square roots, where it was built with MKL.
+    """Return the address of MKL's square root function, which torch uses if it was built with MKL; else None.
 
     >>> mkl_sqrt_address() is None or mkl_sqrt_address() > 0
     True
     """
-    for place in (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), None):
+    for path in (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), None):
         try:
-            return ctypes.cast(ctypes.CDLL(place).vmsSqrt, ctypes.c_void_p).value
+            return ctypes.cast(ctypes.CDLL(path).vmsSqrt, ctypes.c_void_p).value
         except (OSError, AttributeError):
             continue
     return None
 
 
 def _trial_values(seed: int) -> torch.Tensor:
-    """Numbers of many magnitudes, the same on every machine; zeros, subnormal and infinite ones come first."""
+    """Return numbers of many magnitudes, equal on all machines; zeros, subnormals and infinities come first."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
-    def drawn(below: int) -> torch.Tensor:
+    def draw(below: int) -> torch.Tensor:
         return torch.randint(below, (TRIAL_TOTAL_NUMEL,), generator=generator, dtype=torch.int32, device="cpu")
 
-    found = (((115 + drawn(17)) << 23) + drawn(1 << 23)).view(torch.float32)  # from 2^-12 to 2^5
-    found *= 2 * drawn(2) - 1
+    values = (((115 + draw(17)) << 23) + draw(1 << 23)).view(torch.float32)  # from 2^-12 to 2^5
+    values *= 2 * draw(2) - 1
     special = torch.tensor([0.0, -0.0, 1e-40, -3e-42, 1e-22, 3e19, torch.inf], **FP32_ON_CPU)
-    found[: special.numel()] = special.roll(seed)
-    return found
+    values[: special.numel()] = special.roll(seed)
+    return values
 
 
 def _run_torch(
     hyperparams: AdamHyperparams | SGDHyperparams, foreach: bool, values: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The parameter and its states after some steps of torch's own."""
-    lines = _make_tensors(values)
-    parameters, firsts, seconds = (list(torch.split(line, TRIAL_NUMELS)) for line in lines)
-    ways: dict[str, Any] = {"foreach": foreach, "fused": hyperparams.fused, "maximize": hyperparams.maximize}
+    """Return the parameter and its states after some steps with torch."""
+    tensors = _make_tensors(values)
+    parameters, firsts, seconds = (list(torch.split(tensor, TRIAL_NUMELS)) for tensor in tensors)
+    options: dict[str, Any] = {"foreach": foreach, "fused": hyperparams.fused, "maximize": hyperparams.maximize}
     if isinstance(hyperparams, AdamHyperparams):
-        counted = [torch.zeros((), **FP32_ON_CPU) for _ in TRIAL_NUMELS]
+        steps = [torch.zeros((), **FP32_ON_CPU) for _ in TRIAL_NUMELS]
         for gradient in values[1:]:
             adam(
                 parameters,
@@ -147,7 +153,7 @@ def _run_torch(
                 firsts,
                 seconds,
                 [],
-                counted,
+                steps,
                 decoupled_weight_decay=hyperparams.decoupled_weight_decay,
                 amsgrad=False,
                 beta1=hyperparams.betas[0],
@@ -155,9 +161,9 @@ def _run_torch(
                 lr=hyperparams.lr,
                 weight_decay=hyperparams.weight_decay,
                 eps=hyperparams.eps,
-                **ways,
+                **options,
             )
-        return lines
+        return tensors
     buffers: list[torch.Tensor | None] = [None for _ in TRIAL_NUMELS]
     for gradient in values[1:]:
         sgd(
@@ -169,21 +175,21 @@ def _run_torch(
             lr=hyperparams.lr,
             dampening=hyperparams.dampening,
             nesterov=hyperparams.nesterov,
-            **ways,
+            **options,
         )
     for first, buffer in zip(firsts, buffers, strict=True):
         if buffer is not None:
             first.copy_(buffer)
-    return lines
+    return tensors
 
 
 def _run_native(
     native: CpuKernels, hyperparams: AdamHyperparams | SGDHyperparams, rounding: Rounding, values: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The same by the native update."""
-    lines = _make_tensors(values)
+    """Return the parameter and its states after the same steps with the native kernels."""
+    tensors = _make_tensors(values)
     for step, gradient in enumerate(values[1:], 1):
-        pieces = (torch.split(line, TRIAL_NUMELS) for line in (*lines, gradient))
+        pieces = (torch.split(tensor, TRIAL_NUMELS) for tensor in (*tensors, gradient))
         for parameter, first, second, g in zip(*pieces, strict=True):
             if isinstance(hyperparams, AdamHyperparams):
                 states = parameter, first, second
@@ -192,11 +198,11 @@ def _run_native(
                 new = first if hyperparams.momentum else None
                 old = new if step > 1 else None
                 native.sgd(parameter, old, g, hyperparams, out=(parameter, new), rounding=rounding)
-    return lines
+    return tensors
 
 
 def _make_tensors(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A parameter and room for two states."""
+    """Return a parameter and zeros for two states."""
     return [
         values[0].clone(),
         torch.zeros(TRIAL_TOTAL_NUMEL, **FP32_ON_CPU),
@@ -205,7 +211,7 @@ def _make_tensors(values: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_bitwise_equal(wanted: list[torch.Tensor], got: list[torch.Tensor]) -> bool:
-    """Whether all bits are equal. A NaN equals a NaN."""
+    """Whether all bits are equal. Any two NaNs are equal."""
     return all(
         bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
         for a, b in zip(wanted, got, strict=True)

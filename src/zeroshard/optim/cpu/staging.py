@@ -1,4 +1,4 @@
-"""Desk: how updates on the host get at gradients, and send new parameters away."""
+"""Staging buffers of CPU updates: gradients from the device, new parameters to it, states from and to disk."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ from zeroshard.optim.slices import OptimizerSlice
 
 
 class StagingSlot:
-    """A buffer that new parameters of one granule wait in until the device has fetched them."""
+    """A buffer for the new parameters of one chunk, in use until they are copied to the device."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self.copy_done: torch.cuda.Event | None = None  # when the last copy from it is over
+        self.copy_done: torch.cuda.Event | None = None  # the last copy from it
 
     def param_view(self, chunk: StateChunk) -> torch.Tensor:
-        """The buffer, as the granule's parameters in computation."""
+        """Return a view of the buffer for the chunk's compute-dtype parameters."""
         return self._buffer[: chunk.numel * chunk.flat.dtype.itemsize].view(chunk.flat.dtype)
 
 
 class PinnedStaging:
-    """On a GPU a few pinned buffers and two streams; where the device is the host itself, nothing.
+    """Pinned buffers and two streams for a GPU; nothing if the device is the CPU.
 
-    ``now`` is everywhere the moment of the step: before it, the device may still read the old parameters.
+    ``step_event`` is always the event recorded by the step: before it, the device may still read the old parameters.
     """
 
     def __init__(self, device: torch.device, tiers: TierAllocator, chunks: Iterable[StateChunk]) -> None:
         self._device, self._tiers = device, tiers
         self._is_cuda = device.type == "cuda"
-        # Two, since what is sent waits for the step on the device, and what is fetched before it must not.
+        # Two streams: copies to the device wait for the step event, and copies from it must not.
         self._h2d_stream = _new_stream(device)
         self._d2h_stream = _new_stream(device)
         found = list(chunks)
-        self._slot_bytes = max((g.numel * g.flat.dtype.itemsize for g in found), default=0)
-        self._max_chunk_numel = max((g.numel for g in found), default=0)
+        self._slot_bytes = max((chunk.numel * chunk.flat.dtype.itemsize for chunk in found), default=0)
+        self._max_chunk_numel = max((chunk.numel for chunk in found), default=0)
         self._slots: list[StagingSlot] = []
         self._next_slot = 0
         self._grad_buffer: torch.Tensor | None = None
 
     def record_event(self) -> torch.cuda.Event | None:
-        """The present moment of this thread's stream."""
+        """Record an event on the current stream."""
         return record_blocking_event(torch.cuda.current_stream()) if self._is_cuda else None
 
     def fetch_grad(self, slice_: OptimizerSlice, gradients: Gradients) -> torch.Tensor:
-        """The reduced gradient of a run in host memory; valid until the next is asked for. It has to be complete."""
-        (found,) = slice_.grad_views(gradients.flat_grads)
-        if found.device.type == "cpu" or self._d2h_stream is None:
-            return found
-        if self._grad_buffer is None or self._grad_buffer.nbytes < found.nbytes:
-            nbytes = self._max_chunk_numel * found.itemsize
+        """Return a slice's reduced gradient in host memory, valid until the next call. It must be complete."""
+        (grad,) = slice_.grad_views(gradients.flat_grads)
+        if grad.device.type == "cpu" or self._d2h_stream is None:
+            return grad
+        if self._grad_buffer is None or self._grad_buffer.nbytes < grad.nbytes:
+            nbytes = self._max_chunk_numel * grad.itemsize
             self._grad_buffer = self._tiers.zeros("buckets", "host", nbytes, torch.uint8, pinned=True)
-        there = self._grad_buffer[: found.nbytes].view(found.dtype)
+        host_grad = self._grad_buffer[: grad.nbytes].view(grad.dtype)
         with torch.cuda.stream(self._d2h_stream):
-            there.copy_(found, non_blocking=True)
+            host_grad.copy_(grad, non_blocking=True)
             record_blocking_event(self._d2h_stream).synchronize()
-        return there
+        return host_grad
 
     def can_write_directly(self, param_shard: torch.Tensor, step_event: torch.cuda.Event | None) -> bool:
-        """Whether the host may write into a place itself; if so, the device has read the old values."""
+        """Whether the host can write the parameter shard; if so, wait until the device has read the old values."""
         if param_shard.device.type != "cpu":
             return False
         if step_event is not None:
@@ -74,7 +74,7 @@ class PinnedStaging:
         return True
 
     def acquire_slot(self) -> StagingSlot:
-        """A free buffer. Whoever has one takes no other, and two may have one: see [Note: behind the kernel]."""
+        """Return a free buffer; a job takes at most one: [Note: overlapping Python with native kernels]."""
         if not self._slots:
             buffers = [
                 self._tiers.zeros("buckets", "host", self._slot_bytes, torch.uint8, pinned=True)
@@ -91,7 +91,7 @@ class PinnedStaging:
     def copy_to_device(
         self, param_shard: torch.Tensor, values: torch.Tensor | None, step_event: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Copy new parameters to their place. Returns when the device will have them, where it copies by itself."""
+        """Copy new parameters to the parameter shard; return the event of the copy if it is asynchronous."""
         if values is None:
             raise ValueError("there are no new parameters to deliver: please report this")
         if self.can_write_directly(param_shard, step_event) or self._h2d_stream is None:
@@ -109,17 +109,19 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class _StagedChunk:
-    """The states of one granule in memory."""
+    """The tensors of one chunk on disk, in host buffers."""
 
     def __init__(self, chunk: StateChunk, buffers: dict[str, torch.Tensor], tiers: TierAllocator) -> None:
         self.chunk, self.buffers = chunk, buffers
-        rests = chunk.tensors
-        self.tensors = {key: buffers[key][: tensor.nbytes].view(tensor.dtype) for key, tensor in rests.items()}
-        self._disk_tensors, self._tiers = rests, tiers
-        self._transfers: list[Transfer] = [tiers.disk.start_read(tensor, buffers[key]) for key, tensor in rests.items()]
+        disk_tensors = chunk.tensors
+        self.tensors = {key: buffers[key][: tensor.nbytes].view(tensor.dtype) for key, tensor in disk_tensors.items()}
+        self._disk_tensors, self._tiers = disk_tensors, tiers
+        self._transfers: list[Transfer] = [
+            tiers.disk.start_read(tensor, buffers[key]) for key, tensor in disk_tensors.items()
+        ]
 
     def wait(self) -> None:
-        """Return when what was started last, the reads or the writes, is over; raise only then."""
+        """Wait for the pending reads or writes; raise only after all of them are done."""
         failures: list[DiskError] = []
         for transfer in self._transfers:
             try:
@@ -131,49 +133,49 @@ class _StagedChunk:
             raise failures[0]
 
     def start_write_back(self) -> None:
-        """Start to write everything back."""
+        """Start to write all buffers back."""
         self._transfers = [
             self._tiers.disk.start_write(self.buffers[key], tensor) for key, tensor in self._disk_tensors.items()
         ]
 
 
 class DiskStaging:
-    """While one granule is worked on, the next is read and the one before written. Used by one thread."""
+    """Read the next chunk and write the previous one while a chunk is updated. Used by one thread."""
 
     def __init__(self, tiers: TierAllocator) -> None:
         self._tiers = tiers
-        self._buffer_sets: list[dict[str, torch.Tensor]] = [{} for _ in range(STAGING_SLOTS)]  # sets, by key
+        self._buffer_sets: list[dict[str, torch.Tensor]] = [{} for _ in range(STAGING_SLOTS)]  # each by key
         self._free_buffer_sets = list(self._buffer_sets)
         self._reading: dict[StateChunk, _StagedChunk] = {}
         self._writing: deque[_StagedChunk] = deque()
 
     @contextmanager
     def staged(self, chunk: StateChunk, upcoming: list[StateChunk]) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside, the granule's master and states are in memory, by key; what is changed there is written back.
+        """Yield the chunk's master weights and states in host memory, by key; write them back on exit.
 
-        ``following`` are the granules that the step still has to come to, this one included, which is taken from it.
-        The one after it is read meanwhile, though granules may be taken in another order.
+        ``upcoming`` lists the chunks that the step has not updated yet, including this one, which is removed. The chunk
+        after it is read in the meantime, although chunks may be updated in another order.
         """
-        loan = self._reading.pop(chunk, None) or self._start_read(chunk)
-        after = upcoming.index(chunk)
-        upcoming.remove(chunk)  # read again, it would be kept as it is now until the next step
-        if after < len(upcoming) and not self._reading:  # one at a time, or the buffers would not do
-            self._reading[upcoming[after]] = self._start_read(upcoming[after])
-        loan.wait()
-        yield loan.tensors
-        loan.start_write_back()
-        self._writing.append(loan)
+        staged_chunk = self._reading.pop(chunk, None) or self._start_read(chunk)
+        next_index = upcoming.index(chunk)
+        upcoming.remove(chunk)  # if it were read again, the next step would find stale values
+        if next_index < len(upcoming) and not self._reading:  # one at a time, or the buffers would not suffice
+            self._reading[upcoming[next_index]] = self._start_read(upcoming[next_index])
+        staged_chunk.wait()
+        yield staged_chunk.tensors
+        staged_chunk.start_write_back()
+        self._writing.append(staged_chunk)
 
     def wait_writes(self) -> None:
-        """Wait for all that is being written."""
+        """Wait for all pending writes."""
         while self._writing:
             self._wait_oldest_write()
 
     def reset(self) -> None:
-        """After a failure: let what is under way end, and begin anew."""
-        for loan in (*self._reading.values(), *self._writing):
+        """After a failure, wait for all transfers and free all buffers."""
+        for staged_chunk in (*self._reading.values(), *self._writing):
             with suppress(DiskError):
-                loan.wait()
+                staged_chunk.wait()
         self._reading.clear()
         self._writing.clear()
         self._free_buffer_sets = list(self._buffer_sets)
@@ -183,13 +185,13 @@ class DiskStaging:
             self._wait_oldest_write()
         buffers = self._free_buffer_sets.pop()
         for key, tensor in chunk.tensors.items():
-            before = buffers[key].nbytes if key in buffers else 0
-            if before < tensor.nbytes:
+            old_bytes = buffers[key].nbytes if key in buffers else 0
+            if old_bytes < tensor.nbytes:
                 buffers[key] = aligned_buffer(tensor.nbytes)
-                self._tiers.track_host_bytes("buckets", buffers[key].nbytes - before)
+                self._tiers.track_host_bytes("buckets", buffers[key].nbytes - old_bytes)
         return _StagedChunk(chunk, buffers, self._tiers)
 
     def _wait_oldest_write(self) -> None:
-        """Wait for what has been under way longest, and have its buffers back."""
+        """Wait for the oldest write and free its buffers."""
         self._writing[0].wait()
         self._free_buffer_sets.append(self._writing.popleft().buffers)

@@ -1,12 +1,12 @@
-"""HostUpdates: the optimizer's step for states that rest outside the device, on a thread of its own.
+"""The optimizer step for offloaded states, on a worker thread.
 
-[Note: just in time]
-Gradients leave the device unit by unit while backward runs. ``step()`` only decides what is to be done and returns; a
-thread of the host updates one granule after the other ([Note: what the host does next]) and sends the new
-parameters to the device; forward waits for each unit as it comes to it. Where the loop is expected to step after this
-backward (``StepPredictor``), the thread begins as soon as a gradient is there, and writes beside the old values
-([Note: beside the old values]); ``step()`` then has only to confirm it. So the update hides behind backward and the
-next forward, and the semantics are PyTorch's: before ``step()`` nothing has changed, after it everything.
+[Note: overlapping CPU updates]
+Gradients are offloaded unit by unit during backward. ``step()`` only submits the updates and returns. A worker thread
+updates one state chunk after another ([Note: order of CPU updates]) and copies the new parameters to the device.
+Forward waits for each unit when it needs it. If a step is expected after this backward (``StepPredictor``), the worker
+starts a speculative update in shadow buffers as soon as a gradient is ready ([Note: speculative updates use shadow
+buffers]). Then ``step()`` only commits it. So the update overlaps with backward and the next forward. The semantics are
+those of PyTorch: before ``step()`` nothing has changed, after it everything has.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from zeroshard.optim.cpu.staging import DiskStaging, PinnedStaging
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
 from zeroshard.optim.slices import OptimizerSlice, state_bytes_per_element
 
-HOLD_OFF_STEPS = 8  # steps that nothing is done ahead, after a guess was wrong
+HOLD_OFF_STEPS = 8  # steps without speculation after a misprediction
 
 
 class StepPredictor:
-    """Learns from the loop how many backwards it runs for a step.
+    """Predict after which backward the loop calls ``step()``.
 
-    >>> foresight = StepPredictor()
-    >>> foresight.on_step(backwards=2)
-    >>> foresight.on_step(backwards=2)
-    >>> foresight.expects_step(1), foresight.expects_step(2)
+    >>> predictor = StepPredictor()
+    >>> predictor.on_step(backwards=2)
+    >>> predictor.on_step(backwards=2)
+    >>> predictor.expects_step(1), predictor.expects_step(2)
     (False, True)
-    >>> foresight.on_misprediction()
-    >>> foresight.expects_step(2)
+    >>> predictor.on_misprediction()
+    >>> predictor.expects_step(2)
     False
     """
 
@@ -64,104 +64,104 @@ class StepPredictor:
         self._hold_off_steps_left = 0
 
     def expects_step(self, backward: int) -> bool:
-        """Whether the step is expected after this backward, the how-many-eth since the last step."""
+        """Whether a step is expected after this backward; ``backward`` counts them from 1 since the last step."""
         return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
 
     def on_step(self, backwards: int) -> None:
-        """A step has come."""
+        """Record a step after ``backwards`` backwards."""
         self._is_steady = backwards == self._backwards_per_step
         self._backwards_per_step = backwards
         self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
 
     def on_misprediction(self) -> None:
-        """What was done ahead was for nothing."""
+        """Record that a speculative update was discarded."""
         self._hold_off_steps_left = HOLD_OFF_STEPS
 
 
 class PendingParams:
-    """New parameters of one flat, on their way."""
+    """The pending update of one flat's parameters."""
 
     def __init__(
         self, futures: list[Future[torch.cuda.Event | None]], on_error: Callable[[BaseException], Exception]
     ) -> None:
         self._futures = futures
-        self._on_error = weakref.WeakMethod(on_error)  # weak: its object refers to the flat
+        self._on_error = weakref.WeakMethod(on_error)  # weak: the object refers to the flat
 
     def wait(self) -> None:
-        """Block until the host has made them, and let the current stream wait for their copy."""
-        for job in self._futures:
-            error = job.exception()  # raises where this thread is interrupted, which is no failure of the update
+        """Block until the CPU updates are done, and make the current stream wait for the copies."""
+        for future in self._futures:
+            error = future.exception()  # raises if this thread is interrupted, which is not a failed update
             if error is not None:
-                failed = self._on_error()
-                raise error if failed is None else failed(error) from error
-            event = job.result()
+                on_error = self._on_error()
+                raise error if on_error is None else on_error(error) from error
+            event = future.result()
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
 
 
-SPECULATION_MEMORY_FRACTION = 0.7  # of the memory that is left: for what is made ahead of a step
+SPECULATION_MEMORY_FRACTION = 0.7  # of the free host memory
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """An update that was begun before the step."""
+    """A speculative update, submitted before ``step()``."""
 
     update: ChunkUpdate
     future: Future[GradScaleValues]
 
 
 class CpuUpdates:
-    """Updates the far stretches of one model: see [Note: just in time]."""
+    """Update the offloaded tier segments of one model: see [Note: overlapping CPU updates]."""
 
     def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: TierAllocator) -> None:
         self._inner, self._engine, self._tiers = inner, engine, tiers
         flats = list(engine.gradients.flat_grads)
         self._chunks_by_flat: dict[FlatParam, list[StateChunk]] = {
-            flat: [StateChunk(flat, stretch) for stretch in flat.master.segments if stretch.is_offloaded]
+            flat: [StateChunk(flat, segment) for segment in flat.master.segments if segment.is_offloaded]
             for flat in flats
             if flat.master is not None
         }
         self._chunk_by_segment: dict[TierSegment, StateChunk] = {
-            g.segment: g for found in self._chunks_by_flat.values() for g in found
+            state_chunk.segment: state_chunk for chunks in self._chunks_by_flat.values() for state_chunk in chunks
         }
         self._kernels: CpuKernels | None = load_kernels()
         self._staging = PinnedStaging(engine.comm.device, tiers, self._chunk_by_segment.values())
         threads = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
         self._updater = ChunkUpdater(inner, engine.gradients, tiers, self._staging, self._kernels, threads)
         self._disk_staging = DiskStaging(tiers)
-        self._chunk_order = {granule: number for number, granule in enumerate(self._chunk_by_segment.values())}
+        self._chunk_order = {chunk: index for index, chunk in enumerate(self._chunk_by_segment.values())}
         self._grad_ready_events: dict[
             FlatParam, torch.cuda.Event | None
-        ] = {}  # when a flat's gradient is complete, where that is told
+        ] = {}  # the event after which a flat's gradient is complete, if known
         self._worker = UpdateWorker()
         self._futures: list[Future[Any]] = []
-        self._discarded_futures: list[Future[Any]] = []  # begun ahead, of no use, and perhaps still under way
-        self._skipped_updates: list[ChunkUpdate] = []  # of a step in which a gradient overflowed
+        self._discarded_futures: list[Future[Any]] = []  # discarded speculative updates that may still run
+        self._skipped_updates: list[ChunkUpdate] = []  # updates of a step in which a gradient overflowed
         self._predictor = StepPredictor()
         self._speculations: dict[StateChunk, Speculation] = {}
         self._is_speculating = False
         self._speculative_scale = GradScaleReadback()
-        self._speculation_bytes_left = self._speculation_budget_bytes()  # bytes for what is made ahead
+        self._speculation_bytes_left = self._speculation_budget_bytes()  # for shadow buffers
 
-    # -- told by the optimizer and the engine ------------------------------------------------------------------------
+    # -- called by the optimizer and the engine ----------------------------------------------------------------------
 
     def set_slices(self, slices: list[OptimizerSlice]) -> None:
-        """Take note of the runs there are."""
+        """Set the current slices."""
         self.invalidate()
-        for granule in self._chunk_by_segment.values():
-            granule.slices = []
-        for run in slices:
-            if run.tier_segment is not None:
-                self._chunk_by_segment[run.tier_segment].slices.append(run)
-        for granule in self._chunk_by_segment.values():
-            granule.is_fully_covered = granule.is_covered_by(granule.slices)
+        for chunk in self._chunk_by_segment.values():
+            chunk.slices = []
+        for slice_ in slices:
+            if slice_.tier_segment is not None:
+                self._chunk_by_segment[slice_.tier_segment].slices.append(slice_)
+        for chunk in self._chunk_by_segment.values():
+            chunk.is_fully_covered = chunk.is_covered_by(chunk.slices)
 
     def state_buffer(self, segment: TierSegment, slice_: OptimizerSlice, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Where a state of a run in a far stretch belongs, in its tier; what is there now has no meaning."""
+        """Return uninitialised offloaded memory for one optimizer state of a slice."""
         return self._chunk_by_segment[segment].state_buffer(slice_, key, dtype, self._tiers)
 
     def on_backward_begin(self, backwards: int) -> None:
-        """A backward begins: see [Note: just in time]."""
+        """Start to speculate if a step is expected after this backward: see [Note: overlapping CPU updates]."""
         self.invalidate()
         self._is_speculating = (
             self._predictor.expects_step(backwards) and self._speculation_bytes_left > 0 and self._kernels is not None
@@ -170,85 +170,87 @@ class CpuUpdates:
             self._speculative_scale = GradScaleReadback(inv_scale=self._engine.gradients.inverse_scale)
 
     def on_shard_ready(self, flat: FlatParam) -> None:
-        """Begin to update what a flat's gradient is there for, ahead of the step."""
+        """Record that a flat's reduced gradient is ready; submit its speculative updates."""
         if flat not in self._chunks_by_flat:
             return
         gradient = self._engine.gradients.flat_grads[flat]
-        there = self._grad_ready_events[flat] = (
+        ready_event = self._grad_ready_events[flat] = (
             gradient.copy_done if gradient.is_offloaded else self._staging.record_event()
         )
         if not (self._is_speculating and all(gradient.is_param_used)):
             return
-        for granule in self._chunks_by_flat[flat]:
-            if not granule.is_fully_covered or granule.tier == "disk":
+        for chunk in self._chunks_by_flat[flat]:
+            if not chunk.is_fully_covered or chunk.tier == "disk":
                 continue
-            task = self._make_update(granule, granule.slices, is_speculative=True)
-            if task.specs is not None and self._try_allocate_shadow(granule, task.specs):
-                moments, work = (
-                    [there, self._speculative_scale.ready_event],
-                    partial(self._run_speculative, task, self._speculative_scale),
+            update = self._make_update(chunk, chunk.slices, is_speculative=True)
+            if update.specs is not None and self._try_allocate_shadow(chunk, update.specs):
+                events, work = (
+                    [ready_event, self._speculative_scale.ready_event],
+                    partial(self._run_speculative, update, self._speculative_scale),
                 )
-                job = UpdateJob((self._chunk_order[granule], 1), moments, work, task.is_exclusive)
-                self._speculations[granule] = Speculation(task, self._worker.submit(job))
+                job = UpdateJob((self._chunk_order[chunk], 1), events, work, update.is_exclusive)
+                self._speculations[chunk] = Speculation(update, self._worker.submit(job))
 
     def invalidate(self) -> None:
-        """What was begun ahead of the step does not count."""
+        """Discard all speculative updates."""
         self._is_speculating = False
         if self._speculations:
-            for ahead in self._speculations.values():
-                self._discard(ahead)
+            for speculation in self._speculations.values():
+                self._discard(speculation)
             self._speculations.clear()
 
     def step(self, slices: list[OptimizerSlice], grad_scale: GradScaleReadback, backwards: int) -> None:
-        """Start the update of these runs."""
+        """Submit the updates of these slices."""
         self.wait()
         self._predictor.on_step(backwards)
         self._is_speculating = False
-        ahead, self._speculations = self._speculations, {}
-        due: dict[StateChunk, list[OptimizerSlice]] = {}
-        for run in slices:
-            if run.tier_segment is not None:
-                due.setdefault(self._chunk_by_segment[run.tier_segment], []).append(run)
-        tasks = [
-            self._make_update(granule, due[granule]) for granule in self._chunk_by_segment.values() if granule in due
+        speculations, self._speculations = self._speculations, {}
+        slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
+        for slice_ in slices:
+            if slice_.tier_segment is not None:
+                slices_by_chunk.setdefault(self._chunk_by_segment[slice_.tier_segment], []).append(slice_)
+        updates = [
+            self._make_update(chunk, slices_by_chunk[chunk])
+            for chunk in self._chunk_by_segment.values()
+            if chunk in slices_by_chunk
         ]
-        for granule, vain in ahead.items():
-            if granule not in due:
-                self._discard(vain)
-        now = self._staging.record_event()
-        following = [task.chunk for task in tasks if task.chunk.tier == "disk"]
-        coming: dict[FlatParam, list[Future[Any]]] = {}
-        for task in tasks:
-            granule = task.chunk
-            moments = [self._grad_ready_events.get(granule.flat, now), grad_scale.ready_event]
-            if granule.param_shard.device.type == "cpu":  # the device has to have read the old values
-                moments.append(now)
-            work = partial(self._run_update, task, grad_scale, ahead.get(granule), now, following)
-            done = self._worker.submit(UpdateJob((self._chunk_order[granule], 0), moments, work, task.is_exclusive))
-            coming.setdefault(granule.flat, []).append(done)
-            self._futures.append(done)
+        for chunk, speculation in speculations.items():
+            if chunk not in slices_by_chunk:
+                self._discard(speculation)
+        step_event = self._staging.record_event()
+        upcoming = [update.chunk for update in updates if update.chunk.tier == "disk"]
+        pending: dict[FlatParam, list[Future[Any]]] = {}
+        for update in updates:
+            chunk = update.chunk
+            events = [self._grad_ready_events.get(chunk.flat, step_event), grad_scale.ready_event]
+            if chunk.param_shard.device.type == "cpu":  # the device must have read the old values first
+                events.append(step_event)
+            work = partial(self._run_update, update, grad_scale, speculations.get(chunk), step_event, upcoming)
+            future = self._worker.submit(UpdateJob((self._chunk_order[chunk], 0), events, work, update.is_exclusive))
+            pending.setdefault(chunk.flat, []).append(future)
+            self._futures.append(future)
         self._grad_ready_events.clear()
-        for flat, jobs in coming.items():
-            flat.pending_update = PendingParams(jobs, self._fail)
+        for flat, futures in pending.items():
+            flat.pending_update = PendingParams(futures, self._fail)
 
     def write_through(self, slices: list[OptimizerSlice]) -> None:
-        """Bring about what the optimizer itself has just updated, in one call for all runs."""
-        now = self._staging.record_event()
-        due: dict[StateChunk, list[OptimizerSlice]] = {}
-        for run in slices:
-            if run.tier_segment is not None:
-                granule = self._chunk_by_segment[run.tier_segment]
-                granule.adopt_states(run, self._inner.state.get(run.parameter, {}), self._tiers)
-                due.setdefault(granule, []).append(run)
-        for granule, found in due.items():
-            event = self._updater.copy_masters_to_params(granule, found, now)
+        """Copy to the device what the optimizer itself has just updated, in one call for all slices."""
+        step_event = self._staging.record_event()
+        slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
+        for slice_ in slices:
+            if slice_.tier_segment is not None:
+                chunk = self._chunk_by_segment[slice_.tier_segment]
+                chunk.adopt_states(slice_, self._inner.state.get(slice_.parameter, {}), self._tiers)
+                slices_by_chunk.setdefault(chunk, []).append(slice_)
+        for chunk, chunk_slices in slices_by_chunk.items():
+            event = self._updater.copy_masters_to_params(chunk, chunk_slices, step_event)
             if event is not None:
                 event.synchronize()
 
     def wait(self) -> None:
-        """Return when no update is under way."""
-        for job in self._futures:
-            error = job.exception()  # as in Coming.wait()
+        """Wait for all pending updates and disk writes."""
+        for future in self._futures:
+            error = future.exception()  # as in PendingParams.wait()
             if error is not None:
                 raise self._fail(error) from error
         self._futures = []
@@ -260,7 +262,7 @@ class CpuUpdates:
         except DiskError as error:
             raise self._fail(error) from error
 
-    # -- on the thread of the step -----------------------------------------------------------------------------------
+    # -- on the thread that calls step() -----------------------------------------------------------------------------
 
     def _discard(self, speculation: Speculation) -> None:
         if not speculation.future.cancel():
@@ -268,60 +270,65 @@ class CpuUpdates:
         self._predictor.on_misprediction()
 
     def _fail(self, error: BaseException) -> Exception:
-        """Let everything that is under way end, and say so to whoever wants to go on without a load."""
+        """Wait for all pending work and mark the states as invalid until a checkpoint is loaded; return the error."""
         why = f"the update outside the device failed: {type(error).__name__}: {error}"
-        told = f"{why}. The states are of no use any more: load a checkpoint"
+        message = f"{why}. The states are of no use any more: load a checkpoint"
         self._engine.state_guard.invalid_states |= dict.fromkeys(
-            ("weights", "optimizer"), told
-        )  # what a load makes good
+            ("weights", "optimizer"), message
+        )  # loading a checkpoint resets this
         self._engine.comm.consistency.announce_failure(why)
         wait_for(self._futures)
         self._futures = []
         self._disk_staging.reset()
         for flat in self._chunks_by_flat:
             flat.pending_update = None
-        return RuntimeError(told)
+        return RuntimeError(message)
 
     def _make_update(
         self, chunk: StateChunk, slices: list[OptimizerSlice], is_speculative: bool = False
     ) -> ChunkUpdate:
-        """What is to be done. ``ahead``: by the native update only where there are states, since a step makes them."""
-        states = tuple(self._inner.state[run.parameter] for run in slices)
+        """Return the update of a chunk.
+
+        A speculative update uses native kernels only if the states exist, since only ``step()`` may create them.
+        """
+        states = tuple(self._inner.state[slice_.parameter] for slice_ in slices)
         gradient = self._engine.gradients.flat_grads[chunk.flat]
         dtypes = (chunk.segment.tensor.dtype, gradient.dtype, chunk.flat.dtype)
-        recipes: list[UpdateSpec] = []
-        for run, state in zip(slices, states, strict=True) if self._kernels is not None else ():
-            recipe = make_update_spec(
-                self._inner, run.param_group, state, dtypes, self._engine.comm.device.type == "cuda"
+        update_specs: list[UpdateSpec] = []
+        for slice_, state in zip(slices, states, strict=True) if self._kernels is not None else ():
+            spec = make_update_spec(
+                self._inner, slice_.param_group, state, dtypes, self._engine.comm.device.type == "cuda"
             )
-            if recipe is None or (is_speculative and any(state.get(key) is None for key in recipe.state_keys)):
+            if spec is None or (is_speculative and any(state.get(key) is None for key in spec.state_keys)):
                 break
-            recipes.append(recipe)
-        if len(recipes) == len(slices):
-            for run, recipe in zip(slices, recipes, strict=True):
-                self._init_states(chunk, run, recipe)
-            fetched = (
+            update_specs.append(spec)
+        if len(update_specs) == len(slices):
+            for slice_, spec in zip(slices, update_specs, strict=True):
+                self._init_states(chunk, slice_, spec)
+            is_copied_from_device = (
                 self._engine.comm.device.type == "cuda" and not gradient.is_offloaded
-            )  # into the one buffer there is
-            return ChunkUpdate(chunk, tuple(slices), states, tuple(recipes), (), fetched or chunk.tier == "disk")
+            )  # through the only gradient buffer
+            return ChunkUpdate(
+                chunk, tuple(slices), states, tuple(update_specs), (), is_copied_from_device or chunk.tier == "disk"
+            )
         return ChunkUpdate(
             chunk,
             tuple(slices),
             states,
             None,
-            tuple(_snapshot_group(run.param_group) for run in slices),
+            tuple(_snapshot_group(slice_.param_group) for slice_ in slices),
             is_exclusive=True,
         )
 
     def _init_states(self, chunk: StateChunk, slice_: OptimizerSlice, spec: UpdateSpec) -> None:
-        """Make the states of a run that has none yet, or bring them into the granule."""
+        """Create missing states of a slice; move existing states into the chunk's tensors."""
         state = self._inner.state[slice_.parameter]
         within = chunk.range_of(slice_)
         for key in spec.state_keys:
             if state.get(key) is None:
                 if key not in chunk.states:
                     chunk.states[key] = self._tiers.zeros(None, chunk.tier, chunk.numel, torch.float32)
-                else:  # of a run whose states were forgotten
+                else:  # left from a slice whose states were removed
                     chunk.states[key][within.slice].zero_()
                 state[key] = chunk.states[key][within.slice]
         if "exp_avg" in spec.state_keys and "step" not in state:
@@ -329,30 +336,32 @@ class CpuUpdates:
         chunk.adopt_states(slice_, state, self._tiers)
 
     def _remove_uncommitted_states(self) -> None:
-        """Take back the states that were made for a first step which then did not count: it will be the first again."""
-        for task in self._skipped_updates:
-            for state, recipe in zip(task.states, task.specs or (), strict=False):
-                if recipe.step == 1:
-                    for key in (*recipe.state_keys, "step"):
+        """Remove the states created for a first step that was skipped: the next step is the first again."""
+        for update in self._skipped_updates:
+            for state, spec in zip(update.states, update.specs or (), strict=False):
+                if spec.step == 1:
+                    for key in (*spec.state_keys, "step"):
                         state.pop(key, None)
         self._skipped_updates = []
 
     def _speculation_budget_bytes(self) -> int:
-        """Bytes of host memory that may be taken to work ahead: a part of what is left once all states are there."""
+        """Return the host bytes allowed for shadow buffers: a fraction of what is free once all states exist."""
         if self._tiers.offload is None or not self._tiers.offload.speculate:
             return 0
         gradients = self._engine.gradients.flat_grads.values()
-        coming = sum(g.flat.layout.shard_numel * g.dtype.itemsize for g in gradients if g.is_offloaded)
-        coming += sum(granule.numel for granule in self._chunk_by_segment.values()) * state_bytes_per_element(
-            self._inner
+        needed = sum(
+            gradient.flat.layout.shard_numel * gradient.dtype.itemsize
+            for gradient in gradients
+            if gradient.is_offloaded
         )
-        left = int(SPECULATION_MEMORY_FRACTION * max(0, available_host_memory() // local_world_size() - coming))
+        needed += sum(chunk.numel for chunk in self._chunk_by_segment.values()) * state_bytes_per_element(self._inner)
+        free = int(SPECULATION_MEMORY_FRACTION * max(0, available_host_memory() // local_world_size() - needed))
         limit = self._tiers.spare_host_bytes
-        return left if limit is None else min(left, limit)
+        return free if limit is None else min(free, limit)
 
     def _try_allocate_shadow(self, chunk: StateChunk, specs: tuple[UpdateSpec, ...]) -> bool:
-        """Whether there is room to update a granule ahead of the step."""
-        keys = list(dict.fromkeys(key for recipe in specs for key in recipe.state_keys))
+        """Allocate shadow buffers for a speculative update; return False if the budget is too small."""
+        keys = list(dict.fromkeys(key for spec in specs for key in spec.state_keys))
         missing = [key for key in (MASTER_KEY, *keys) if key not in chunk.shadow]
         nbytes = chunk.numel * (4 * len(missing) + (chunk.flat.dtype.itemsize if chunk.shadow_params is None else 0))
         if nbytes > self._speculation_bytes_left:
@@ -362,15 +371,15 @@ class CpuUpdates:
             chunk.allocate_shadow(self._tiers, keys)
         return True
 
-    # -- on the thread of updates ------------------------------------------------------------------------------------
+    # -- on the worker thread ----------------------------------------------------------------------------------------
 
     def _run_speculative(
         self, update: ChunkUpdate, grad_scale: GradScaleReadback
     ) -> Generator[None, None, GradScaleValues]:
-        """Update a granule beside its old values."""
-        ruling = grad_scale.read()
-        yield from self._updater.speculate(update, ruling)
-        return ruling
+        """Update a chunk in its shadow buffers."""
+        scale_values = grad_scale.read()
+        yield from self._updater.speculate(update, scale_values)
+        return scale_values
 
     def _run_update(
         self,
@@ -380,34 +389,40 @@ class CpuUpdates:
         step_event: torch.cuda.Event | None,
         upcoming: list[StateChunk],
     ) -> Generator[None, None, torch.cuda.Event | None]:
-        """Confirm what was made ahead, or update a granule now."""
-        ruling, granule = grad_scale.read(), update.chunk
-        if not ruling.is_finite:
+        """Commit the speculative update, or update the chunk now."""
+        scale_values, chunk = grad_scale.read(), update.chunk
+        if not scale_values.is_finite:
             if speculation is not None:
                 speculation.future.cancel()
             self._skipped_updates.append(update)
             return None
-        if speculation is not None and not speculation.future.cancel():  # it is over: no two of one granule overlap
-            made, same = (
+        if (
+            speculation is not None and not speculation.future.cancel()
+        ):  # it is done: two jobs of one chunk never overlap
+            speculated, is_same_update = (
                 speculation.future.result(),
                 speculation.update.slices == update.slices and speculation.update.specs == update.specs,
             )
-            if same and made.inv_scale == ruling.inv_scale and ruling.clip_coef in (None, 1.0):
+            if (
+                is_same_update
+                and speculated.inv_scale == scale_values.inv_scale
+                and scale_values.clip_coef in (None, 1.0)
+            ):
                 return self._updater.commit(update, step_event)
             self._predictor.on_misprediction()
-        if granule.tier == "disk":
-            with self._disk_staging.staged(granule, upcoming) as lines:
-                return (yield from self._updater.update(update, lines, ruling, step_event))
-        return (yield from self._updater.update(update, granule.tensors, ruling, step_event))
+        if chunk.tier == "disk":
+            with self._disk_staging.staged(chunk, upcoming) as tensors:
+                return (yield from self._updater.update(update, tensors, scale_values, step_event))
+        return (yield from self._updater.update(update, chunk.tensors, scale_values, step_event))
 
 
 def _snapshot_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A group for torch to step on the host, which nothing that is done to the user's own changes any more."""
-    numbers = {key: value.detach().cpu().clone() for key, value in group.items() if isinstance(value, torch.Tensor)}
-    return {**group, **numbers, **({"capturable": False} if "capturable" in group else {})}
+    """Return a copy of a group for torch to step on the host, independent of later changes by the user."""
+    tensors = {key: value.detach().cpu().clone() for key, value in group.items() if isinstance(value, torch.Tensor)}
+    return {**group, **tensors, **({"capturable": False} if "capturable" in group else {})}
 
 
 def default_threads() -> int:
-    """This rank's share of the processors, less two: one launches the device's work, one runs backward."""
+    """Return this rank's share of the CPUs minus two: one launches device work, one runs backward."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // local_world_size() - 2)

@@ -1,29 +1,28 @@
-"""Worker: the one thread that updates on the host, and which of its jobs it does next.
+"""The worker thread for CPU updates, and the order of its jobs.
 
-[Note: what the host does next]
-A job can be done once its gradient is there. Of those that can, the worker takes the one that the next forward wants
-first. Backward brings gradients in the reverse of that order, so what is left over when it ends belongs to the units
-that forward comes to last: they are updated while forward computes the others. Were gradients taken as they come,
-forward could not begin before the last of them.
+[Note: order of CPU updates]
+A job is ready once its gradient is ready. Of the ready jobs, the worker takes the one that the next forward needs
+first. Backward produces gradients in the reverse order, so the jobs left at its end belong to the units that forward
+needs last: they are updated while forward computes the others. If the worker took gradients in the order they arrive,
+forward could not start before the last update.
 
-[Note: behind the kernel]
-What a native update takes beside its kernel (a job is chosen, its arguments are found, its result is sent and told) is
-hidden behind the kernel of another. A job's work is a generator that yields once its kernel runs. The worker then
-begins the next job, whose kernel waits in line ([Note: from one update to the next]), and only then ends the first:
+[Note: overlapping Python with native kernels]
+The Python work of a native update (choose a job, prepare its arguments, send its result, notify waiters) overlaps with
+the kernel of another update. A job's work is a generator that yields once its kernel runs. The worker then starts the
+next job, whose kernel is queued ([Note: kernel threads]), and only then finishes the first:
 
-    Python   begin 1 | begin 2 | wait | end 1 | begin 3 | wait ......... | end 2 | begin 4 | wait
-    kernels          | 1 ............ | 2 ............................. | 3 ....................
+    Python   start 1 | start 2 | wait | finish 1 | start 3 | wait ...... | finish 2 | start 4 | wait
+    kernels          | 1 ............ | 2 ............................. | 3 .......................
 
-No more than two are under way, since buffers are few, and the only one is ended at once where no other is ready: a
-result that is there never waits for a gradient that is not. Two jobs of one granule do not overlap, as they read and
-write the same; nor does a job that is to be done ``alone`` since it takes long without a kernel to hide behind: it
-waits for the disk, or is torch's, or its gradient comes through a buffer that there is one of. A plain function is a
-job without a kernel.
+At most two jobs are in flight, since there are few buffers. If no other job is ready, the running one is finished
+immediately: a finished result never waits for a gradient. Two jobs of one chunk do not overlap, because they read and
+write the same tensors. An exclusive job (``is_exclusive``) overlaps with no other: it spends much time outside a
+kernel, because it waits for the disk or is a torch update, or its gradient needs the only gradient buffer. A job whose
+work is a plain function has no kernel.
 
-[Note: who may starve]
-The thread lowers its own priority before it does anything. On Linux that is a thread's own, and threads that it starts
-inherit it: the native update's and OpenMP's alike. So the thread that launches the GPU's work gets a processor as soon
-as it wants one.
+[Note: worker thread priority]
+The thread first lowers its own priority. On Linux priority is per thread, and threads that it starts inherit it: those
+of the native kernels and of OpenMP. So the thread that launches GPU work gets a CPU as soon as it needs one.
 """
 
 from __future__ import annotations
@@ -39,75 +38,75 @@ from typing import Any
 
 import torch
 
-WORKER_NICENESS = 10  # how much lower the priority of updates is
+WORKER_NICENESS = 10  # added to the nice value of the worker thread
 
 
 @dataclass(eq=False)
 class UpdateJob:
-    """Something to be done when some moments of the device are over."""
+    """Work that runs once its device events are complete."""
 
-    priority: tuple[int, int]  # the smallest is done first; jobs with the same first number do not overlap
-    events: Sequence[torch.cuda.Event | None]  # that are not known to be over
-    work: Callable[[], Any]  # a plain function, or a generator's: see [Note: behind the kernel]
-    is_exclusive: bool = False  # whether nothing else may be under way meanwhile
+    priority: tuple[int, int]  # smallest first; jobs with an equal first number do not overlap
+    events: Sequence[torch.cuda.Event | None]  # not known to be complete
+    work: Callable[[], Any]  # a plain or generator function: see [Note: overlapping Python with native kernels]
+    is_exclusive: bool = False  # whether no other job may be in flight
     future: Future[Any] = field(default_factory=Future)
-    _generator: Generator[None, None, Any] | None = None  # what is still to be done of it
+    _generator: Generator[None, None, Any] | None = None  # the started, unfinished work
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be done, or the device has failed, which :meth:`wait` tells."""
+        """Whether the job can start. Also True if the device failed: then :meth:`wait_events` raises."""
         try:
             while self.events and (self.events[-1] is None or self.events[-1].query()):  # type: ignore[no-untyped-call]
-                self.events = self.events[:-1]  # what is over stays over: it is not asked again
+                self.events = self.events[:-1]  # a complete event stays complete: do not query it again
         except RuntimeError:
             return True
         return not self.events
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was cancelled; whoever waits for it is told."""
+        """Whether the job was cancelled; if so, notify its waiters."""
         return self.future.cancelled() and not self.future.set_running_or_notify_cancel()
 
     def wait_events(self) -> None:
-        """Return when it can be done."""
-        for moment in self.events:
-            if moment is not None:
-                moment.synchronize()
+        """Wait for the events."""
+        for event in self.events:
+            if event is not None:
+                event.synchronize()
 
     def start(self) -> None:
-        """Do it up to where its kernel runs; wholly, where it has none."""
+        """Run the work until its kernel is started, or to the end if it has no kernel."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
-            self.wait_events()  # it is over; raises where the device has failed
-            made = self.work()
+            self.wait_events()  # complete; raises if the device failed
+            result = self.work()
         except BaseException as error:
             self.future.set_exception(error)
             return
-        if isinstance(made, Generator):
-            self._generator = made
-            self._advance(made)
+        if isinstance(result, Generator):
+            self._generator = result
+            self._advance(result)
         else:
-            self.future.set_result(made)
+            self.future.set_result(result)
 
     def finish(self) -> None:
-        """Do the rest of it, if there is one."""
+        """Run the remaining work, if any."""
         while self._generator is not None:
             self._advance(self._generator)
 
     def _advance(self, generator: Generator[None, None, Any]) -> None:
         try:
             next(generator)
-        except StopIteration as over:
+        except StopIteration as stop:
             self._generator = None
-            self.future.set_result(over.value)
+            self.future.set_result(stop.value)
         except BaseException as error:
             self._generator = None
             self.future.set_exception(error)
 
 
 class UpdateWorker:
-    """Does jobs one after the other, on a thread that begins with the first of them.
+    """Run jobs on one thread, which starts with the first job.
 
     >>> worker = UpdateWorker()
     >>> worker.submit(UpdateJob((0, 0), [], lambda: 6 * 7)).result()
@@ -120,7 +119,7 @@ class UpdateWorker:
         self._finalizer: Callable[[], Any] = lambda: None
 
     def submit(self, job: UpdateJob) -> Future[Any]:
-        """Take a job on. It may be cancelled until it is begun."""
+        """Queue a job and return its future, which can be cancelled until the job starts."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_worker_loop, args=(self._queue,), name="zeroshard update", daemon=True
@@ -128,13 +127,13 @@ class UpdateWorker:
             self._thread.start()
             self._finalizer = weakref.finalize(
                 self, _shut_down, self._queue, self._thread
-            )  # also when the interpreter exits
+            )  # also runs at interpreter exit
         self._queue.add(job)
         return job.future
 
 
 class _JobQueue:
-    """The jobs there are. The thread knows this alone, so that it does not keep a model alive."""
+    """The queued jobs. The thread refers only to this object, so it does not keep a model alive."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -152,7 +151,7 @@ class _JobQueue:
             self._condition.notify()
 
     def next(self, wait: bool) -> UpdateJob | None:
-        """The job to begin now. None: there will be no more or, where it does not ``wait``, there is none yet."""
+        """Return the job to start now; None if the queue is closed or, without ``wait``, no job is ready."""
         while True:
             with self._condition:
                 self._jobs = [job for job in self._jobs if not job.is_cancelled]
@@ -167,25 +166,25 @@ class _JobQueue:
                 if not self._jobs:
                     self._condition.wait()
                     continue
-                upcoming = max(self._jobs, key=lambda job: job.priority)  # backward comes to it first
-            with contextlib.suppress(RuntimeError):  # of the device: it is told where the job is done
+                upcoming = max(self._jobs, key=lambda job: job.priority)  # backward completes its gradient first
+            with contextlib.suppress(RuntimeError):  # a device error: raised again when the job starts
                 upcoming.wait_events()
 
 
 def _worker_loop(queue: _JobQueue) -> None:
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICENESS)
-    begun: UpdateJob | None = None  # whose kernel may run
-    while (job := queue.next(wait=begun is None)) is not None or begun is not None:
-        if begun is not None and (job is None or job.is_exclusive or job.priority[0] == begun.priority[0]):
-            begun.finish()
-            begun = None
+    started: UpdateJob | None = None  # its kernel may still run
+    while (job := queue.next(wait=started is None)) is not None or started is not None:
+        if started is not None and (job is None or job.is_exclusive or job.priority[0] == started.priority[0]):
+            started.finish()
+            started = None
         if job is not None:
             job.start()
-            if begun is not None:
-                begun.finish()
-            begun = job
-        del job  # while it waits for the next, nothing of this one is kept
+            if started is not None:
+                started.finish()
+            started = job
+        del job  # keep no reference while waiting for the next job
 
 
 def _shut_down(queue: _JobQueue, thread: threading.Thread) -> None:

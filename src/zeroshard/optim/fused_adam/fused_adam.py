@@ -1,19 +1,19 @@
 """OnePass: a step of fused Adam over runs that rest on the device, in one pass over their memory.
 
-[Note: one pass]
+[Note: fused Adam in one pass]
 Under bf16 and fp16 torch's way is three passes: gradients are copied into a buffer in fp32, the fused kernel updates
 the master, and the master is copied into the parameters: 40 bytes a parameter, and the buffer. One kernel reads the
 reduced gradient where it lies, unscales and clips it on the way, updates master, momentum and variance, and writes the
-parameter in 16 bits into this rank's part: 28 bytes, and no buffer; 26, where no such part is kept
-([Note: cast on gather]). The result is torch's to the bit ([Note: every bit of the fused kernel]); the states are
-torch's too, under its names, in the optimizer's own ``state``.
+parameter in 16 bits into this rank's part: 28 bytes, and no buffer; 26, where no such part is kept ([Note:
+all-gathering from master weights]). The result is torch's to the bit ([Note: bit-equal to torch's fused Adam]); the
+states are torch's too, under its names, in the optimizer's own ``state``.
 
 Where things lie is noted once, in a table on the device (``table.py``), and holds as long as the addresses do. So a
 step is a few launches, however many units, buckets and runs there are. Nothing waits for the device: step counts, loss
 scale, clip and overflow are read there. After an overflow nothing is written, and no step counted, as by torch.
 
 Served is what :func:`zeroshard.optim.fused_adam.kernel_inputs.fused_hyperparams_from_group` knows, on a GPU with
-Triton; everything else goes torch's way, run by run: see [Note: the update in batches].
+Triton; everything else goes torch's way, run by run: see [Note: stepping in batches].
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _self_test(kernel: FusedAdamKernel, device: torch.device) -> None:
 
 
 class FusedAdam:
-    """Steps one optimizer's runs: see [Note: one pass]."""
+    """Steps one optimizer's runs: see [Note: fused Adam in one pass]."""
 
     def __init__(self, inner: torch.optim.Optimizer, engine: Engine, kernel: FusedAdamKernel) -> None:
         self._inner, self._engine, self._kernel = inner, engine, kernel
@@ -177,7 +177,7 @@ class FusedAdam:
     # -- what of them ------------------------------------------------------------------------------------------------
 
     def _get_or_init_state(self, slice_: OptimizerSlice) -> dict[str, Any]:
-        """The run's states, made as torch makes them, but in memory apart: [Note: memory apart]."""
+        """Create a slice's states as torch does: [Note: separate pool for long-lived tensors]."""
         state: dict[str, Any] = self._inner.state[slice_.parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=slice_.parameter.device)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def"
 """Kernel: Adam in one pass over memory on a GPU, in Triton. Imported late, and only where a GPU is.
 
-[Note: every bit of the fused kernel]
+[Note: bit-equal to torch's fused Adam]
 The arithmetic is that of torch's fused Adam on a GPU, as torch 2.11 compiles it: the lines "CUDA, fused" of [Note:
 equal to torch to the bit] in optim/cpu/kernels.py, in fp32 throughout. So Triton must fuse no product into a sum where
 none is fused there (``enable_fp_fusion``), square root and division are the correctly rounded ones, and subnormal
@@ -26,7 +26,10 @@ except ImportError:  # a torch for CPUs comes without it
 
 BLOCK_NUMEL = 1024  # elements that one program updates
 NUM_WARPS = 4
-EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # see [Note: every bit of the fused kernel]
+EXACT_FP_OPTIONS = {
+    "enable_fp_fusion": False,
+    "enable_reflect_ftz": False,
+}  # see [Note: bit-equal to torch's fused Adam]
 
 
 def fused_adam_kernel(
@@ -120,7 +123,7 @@ class PreparedLaunch:
 
 
 class TritonKernel:
-    """One pass, compiled at its first use: see [Note: every bit of the fused kernel]."""
+    """One pass, compiled at its first use: see [Note: bit-equal to torch's fused Adam]."""
 
     def __init__(self, device: torch.device, block: int = BLOCK_NUMEL, warps: int = NUM_WARPS) -> None:
         if triton is None:

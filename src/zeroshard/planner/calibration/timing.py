@@ -1,6 +1,6 @@
 """Timing: how long something takes, on the device that does it.
 
-[Note: the device's own time]
+[Note: timing on the device]
 A GPU does what the host has launched some time before. A kernel of a few microseconds is over before the host has
 launched the next, and a loop of them would time the host. So the host gets ahead first: the device is kept busy for
 some milliseconds, the runs are launched meanwhile, and events between them take the device's own time.
@@ -42,7 +42,7 @@ def host_seconds(run: Callable[[], object], seconds: float, max_runs: int = MAX_
 
 
 def device_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The same on a device: [Note: the device's own time].
+    """The same on a device: [Note: timing on the device].
 
     >>> device_seconds(lambda: torch.ones(3) + 1, torch.device("cpu"), seconds=0.001) > 0
     True

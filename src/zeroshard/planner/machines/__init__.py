@@ -1,1 +1,1 @@
-"""What a plan knows of devices, nodes and links, named or measured."""
+"""Machines to plan for: devices, nodes and links, from presets or measurements."""

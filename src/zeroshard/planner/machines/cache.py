@@ -1,6 +1,6 @@
-"""Kept: where the rates of measured machines lie, in the user's cache.
+"""Store the rates of measured machines in the user's cache directory.
 
-A file is named after its machine, so that machines with one home directory have one each.
+A file is named after its machine, so machines that share a home directory have separate files.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import re
 import tempfile
 from pathlib import Path
 
-CALIBRATE_COMMAND = "`zeroshard plan --calibrate`"  # what measures a machine
+CALIBRATE_COMMAND = "`zeroshard plan --calibrate`"  # measures this machine
 
 
 def cache_dir() -> Path:
-    """Where the files lie: under $XDG_CACHE_HOME, or ~/.cache."""
+    """Return the directory of the files: under $XDG_CACHE_HOME, or ~/.cache."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return root / "zeroshard" / "machines"
 
 
 def local_machine_name(kind: str) -> str:
-    """What this machine is called, with devices of a kind.
+    """Return the name of this machine with devices of a kind.
 
     >>> local_machine_name("cuda").endswith("-cuda")
     True
@@ -30,12 +30,12 @@ def local_machine_name(kind: str) -> str:
 
 
 def machine_path(name: str) -> Path:
-    """The file of a machine."""
+    """Return the path of a machine's file."""
     return cache_dir() / f"{name}.json"
 
 
 def write_machine(name: str, text: str) -> Path:
-    """Write a machine's file, as a whole or not at all."""
+    """Write a machine's file atomically."""
     target = machine_path(name)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=name, dir=target.parent)
@@ -49,5 +49,5 @@ def write_machine(name: str, text: str) -> Path:
 
 
 def local_machine_path() -> Path | None:
-    """The file of this machine: with its GPUs where these were measured, else of its processors; None: neither was."""
+    """Return this machine's file: for its GPUs if measured, else for its CPUs; None if neither was measured."""
     return next((path for kind in ("cuda", "cpu") if (path := machine_path(local_machine_name(kind))).exists()), None)

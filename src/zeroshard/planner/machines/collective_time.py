@@ -1,22 +1,23 @@
-"""Links: how long a collective takes on a machine.
+"""Predict how long a collective takes on a machine.
 
-[Note: collectives on paper]
-Ranks lie side by side on the devices of one node after the other. A group takes every ``stride``-th of them: the tensor
-axis is innermost and has stride 1, the data axis has the tensor degree as its stride. With D devices a node and stride
-s, a group within one node uses the devices' own links, B bytes/s. One that leaves it also uses its nodes' links to the
-outside, of O bytes/s a node, and shares each with the other groups that lie beside it and communicate at the same
-moment, min(s, D) with it. So a rank sends and receives at
+[Note: predicting collective time]
+Ranks fill the devices of one node after the other. A group consists of every ``stride``-th rank: the tensor axis is
+innermost and has stride 1, the data axis has the tensor degree as its stride. With D devices per node and stride s, a
+group within one node uses the devices' links of B bytes/s. A group across nodes also uses the inter-node links of O
+bytes/s per node, and shares each with the other groups that communicate at the same time; these are min(s, D) groups,
+including itself. So a rank sends and receives at
 
     rate = min(B, O / min(s, D))
 
-and, as every algorithm must bring (n - 1)/n of an all-gather's result to every rank, no collective is faster than its
-bytes over that rate. What comes on top is latency. A ring passes n - 1 hops, of which one fewer than there are nodes
-lead outside; a tree passes log2 of the nodes and log2 of the members within one, and moves bytes at half the rate,
-since its inner ranks receive, combine and send on what a ring keeps apart. Large messages so take the ring and small
-ones the tree, whichever is faster, as NCCL chooses. The half is an assumption; the rest follows from the machine.
+Every algorithm must send (n - 1)/n of an all-gather's result to every rank, so no collective is faster than these bytes
+over that rate. Latency is added. A ring has n - 1 hops; (nodes - 1) of them are inter-node. A tree has log2(nodes)
+inter-node hops and log2(ranks per node) intra-node hops, and moves bytes at half the rate, because its inner ranks
+receive, combine and forward data that a ring keeps separate. The faster of the two is used, as in NCCL: the ring for
+large messages, the tree for small ones. The factor of one half is an assumption; everything else follows from the
+machine.
 
-An all-reduce is a reduce-scatter and an all-gather in both. Over gloo (kind "cpu") a reduce-scatter is an all-reduce
-whose result is cut, and costs as much. What the host takes to launch a collective is no part of this.
+With both algorithms, an all-reduce is a reduce-scatter and an all-gather. Over gloo (kind "cpu"), a reduce-scatter is
+an all-reduce with a sliced result, and costs the same. The host time to launch a collective is not included.
 """
 
 from __future__ import annotations
@@ -28,44 +29,44 @@ from typing import Final
 from zeroshard.planner.machines.machine import Machine
 
 PASSES: Final = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-TREE_RATE_FRACTION = 0.5  # of a ring's: [Note: collectives on paper]
+TREE_RATE_FRACTION = 0.5  # relative to a ring: [Note: predicting collective time]
 
 
 @dataclass(frozen=True)
 class GroupTopology:
-    """Where the ranks of a group lie.
+    """How the ranks of a group are distributed over nodes.
 
     >>> GroupTopology.from_stride(devices=8, ranks=4, stride=4)  # the data axis with 4 tensor ranks, on two nodes
     GroupTopology(ranks=4, nodes=2, max_ranks_per_node=2, concurrent_groups=4)
     """
 
     ranks: int
-    nodes: int  # that it lies on
-    max_ranks_per_node: int  # the most of it on one node
-    concurrent_groups: int  # groups that share a node's link to the outside
+    nodes: int  # that it spans
+    max_ranks_per_node: int  # largest number of its ranks on one node
+    concurrent_groups: int  # groups that share a node's inter-node link
 
     @classmethod
     def from_stride(cls, devices: int, ranks: int, stride: int) -> GroupTopology:
-        """The group that takes every ``stride``-th device from the first of a node on."""
+        """Return the group of every ``stride``-th device, starting at the first device of a node."""
         nodes = ranks if stride >= devices else (ranks - 1) * stride // devices + 1
         return cls(ranks, nodes, min(ranks, ceil(devices / stride)), min(stride, devices))
 
     @property
     def ring_hops(self) -> tuple[int, int]:
-        """Hops of a ring, inside and outside of nodes."""
+        """Intra-node and inter-node hops of a ring."""
         return self.ranks - self.nodes, self.nodes - 1
 
     @property
     def tree_hops(self) -> tuple[int, int]:
-        """The same of a tree."""
+        """Intra-node and inter-node hops of a tree."""
         return ceil(log2(self.max_ranks_per_node)), ceil(log2(self.nodes))
 
 
 def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Seconds on the wire of one collective: [Note: collectives on paper].
+    """Return the network time of one collective in seconds: [Note: predicting collective time].
 
-    ``nbytes`` is an all-gather's output, a reduce-scatter's input, and the tensor's length of an all-reduce, which
-    moves it twice.
+    ``nbytes`` is the size of an all-gather's output, a reduce-scatter's input, or an all-reduce's tensor, which is
+    moved twice.
 
     >>> from zeroshard.planner.machines.machine import Link, Machine
     >>> inside, outside = Link(bandwidth=100e9, latency=0), Link(bandwidth=80e9, latency=0)
@@ -86,15 +87,15 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
         return 0.0
     group = GroupTopology.from_stride(machine.devices, ranks, stride)
     passes = 2 if kind == "reduce-scatter" and machine.kind == "cpu" else PASSES[kind]
-    wire = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
+    transfer = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
     return passes * min(
-        wire + latency_seconds(machine, group.ring_hops),
-        wire / TREE_RATE_FRACTION + latency_seconds(machine, group.tree_hops),
+        transfer + latency_seconds(machine, group.ring_hops),
+        transfer / TREE_RATE_FRACTION + latency_seconds(machine, group.tree_hops),
     )
 
 
 def link_rate(machine: Machine, group: GroupTopology) -> float:
-    """Bytes/s that a rank of the group sends and receives, all groups beside it at work.
+    """Return the bytes/s that a rank of the group sends and receives while all concurrent groups communicate.
 
     >>> from zeroshard.planner.machines.machine import Machine
     >>> dgx2 = Machine.resolve("dgx2")
@@ -106,6 +107,6 @@ def link_rate(machine: Machine, group: GroupTopology) -> float:
 
 
 def latency_seconds(machine: Machine, hops: tuple[int, int]) -> float:
-    """What hops inside and outside of nodes take; a way outside is never shorter than one inside."""
-    near = machine.inside.latency
-    return hops[0] * near + hops[1] * max(near, machine.outside.latency)
+    """Return the latency of intra-node and inter-node hops; inter-node hops are never the faster ones."""
+    intra_node = machine.inside.latency
+    return hops[0] * intra_node + hops[1] * max(intra_node, machine.outside.latency)

@@ -1,7 +1,7 @@
-"""Machine: what a plan has to know of the devices that it plans for.
+"""Machine: the devices, nodes and links that a plan is made for.
 
-A machine is one node's devices and how nodes are joined; a cluster is as many nodes as there are ranks to place. It has
-a name (``presets.py``), comes from a JSON file, or was measured (``calibrate.py``).
+A machine describes the devices of one node and the links between nodes; a cluster has as many nodes as its ranks need.
+A machine is a preset (``presets.py``), comes from a JSON file, or was measured (``calibrate.py``).
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _SECONDS_FIELDS = ("gap", "op", "unit", "latency")  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a device, or a node, sends and receives at once.
+    """The link of a device or a node, for sending and receiving at the same time.
 
     >>> Link(bandwidth="25GB", latency=5e-6).bandwidth
     25000000000.0
     """
 
     bandwidth: float
-    """Bytes/s each way, as collectives reach it."""
+    """Bytes/s in each direction, as collectives reach it."""
     latency: float
-    """Seconds from one end to the other, whatever is sent."""
+    """Seconds from one end to the other, independent of the size."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no link."""
+        """Check and convert the values."""
         _normalize_fields(self, ("bandwidth", "latency"), "a link's ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One node's devices, and how nodes are joined. Sizes and bytes/s may be given as in "80GB".
+    """The devices of a node, and the links between nodes. Sizes and bytes/s may be strings such as "80GB".
 
     >>> machine = Machine.resolve("h100", devices=4, memory="60GB")
     >>> machine.devices, machine.memory, f"{machine.matmul_seconds(1e12, 'bf16') * 1e3:.2f} ms"
@@ -66,46 +66,46 @@ class Machine:
     """"cuda" or "cpu": which kernels run. On "cpu" a device's memory is a part of the host's, and its links are
     gloo's."""
     devices: int
-    """Of a node; one rank runs on each."""
+    """Devices per node; one rank runs on each."""
     memory: int
-    """Bytes of a device that a process can have, ``context`` included."""
+    """Bytes of a device that a process can use, including ``context``."""
     flops: Mapping[str, float] = field(hash=False)
-    """Peak FLOP/s by precision, "fp32", "bf16", "fp16": dense matrix products. One that is not here is not computed
-    in."""
+    """Peak FLOP/s by precision, "fp32", "bf16", "fp16": dense matmuls. A missing precision is not
+    supported."""
     efficiency: EfficiencyCurve
-    """The share of the peak that a matrix product of so many FLOPs reaches, in the fastest precision; in others the
-    same time is lost: :meth:`matmul_seconds`."""
+    """The fraction of the peak that a matmul reaches by its FLOPs, in the fastest precision; other precisions have the
+    same overhead in seconds: :meth:`matmul_seconds`."""
     attention: float
-    """The share of the peak that fused attention reaches, forward and backward together. FLOPs that a causal mask
-    spares do not count."""
+    """The fraction of the peak that fused attention reaches, forward and backward together. FLOPs that a causal mask
+    skips do not count."""
     convolution: float = 0.4
-    """The same for convolutions, whose kernels often reorder what they read and write."""
+    """The same for convolutions, whose kernels often reorder their inputs and outputs."""
     sustained: float = 1.0
-    """The share of all these rates that a device keeps up while it trains: clocks fall under load, and one kernel
-    leaves the caches to the next. Measured on a whole model, where the rates are measured one by one."""
+    """The fraction of all these rates that a device sustains in training: clock frequencies drop under load, and
+    kernels evict each other's cache lines. Measured on a full model; the rates are measured one by one."""
     bandwidth: float
-    """Bytes/s of a device's memory, reading and writing together, as elementwise kernels reach it."""
+    """Bytes/s of a device's memory, reads plus writes, as elementwise kernels reach it."""
     gap: float
-    """Seconds that a device loses with each kernel, however small."""
+    """Seconds of device overhead per kernel, independent of its size."""
     op: float
-    """Seconds of the host for one operation that launches a kernel in forward or backward: Python, views and autograd
-    included."""
+    """Host seconds per operation that launches a kernel in forward or backward, including Python, views and
+    autograd."""
     unit: float
-    """Seconds of the host that zeroshard takes when a unit is gathered, released or reduced."""
+    """Host seconds that zeroshard needs to unshard, reshard or reduce a unit."""
     context: int
-    """Bytes of device memory that the runtime takes for itself, outside the allocator."""
+    """Bytes of device memory that the runtime uses outside the allocator."""
     workspace: int
-    """Bytes that cuBLAS holds in the allocator for a thread that multiplies."""
+    """Bytes that cuBLAS holds in the allocator for each thread that runs matmuls."""
     host_memory: int
-    """Bytes of a node."""
+    """Bytes of host memory per node."""
     host_update: float
-    """Parameters/s that a node's processors update with Adam, all together."""
+    """Parameters/s that all CPUs of a node together update with Adam."""
     pcie: float
-    """Bytes/s each way between the host and one device."""
+    """Bytes/s in each direction between the host and one device."""
     disk: int
-    """Bytes of a node's disk."""
+    """Bytes of disk per node."""
     disk_read: float
-    """Bytes/s of a node, past the page cache."""
+    """Bytes/s per node, bypassing the page cache."""
     disk_write: float
     """The same for writing."""
     inside: Link
@@ -114,7 +114,7 @@ class Machine:
     """Between nodes; each node has one, which its devices share."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no machine, and read sizes that are words."""
+        """Check the values and parse sizes given as strings."""
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a machine's name is a word, got {self.name!r}")
         if self.kind not in DEVICE_KINDS:
@@ -123,7 +123,7 @@ class Machine:
             raise ValueError(f"devices is a whole number from 1 up, got {self.devices!r}")
         for name, cls in (("efficiency", EfficiencyCurve), ("inside", Link), ("outside", Link)):
             object.__setattr__(self, name, _parse_nested(name, getattr(self, name), cls))
-        names = [found.name for found in fields(self)]
+        names = [entry.name for entry in fields(self)]
         _normalize_fields(
             self,
             [
@@ -138,9 +138,9 @@ class Machine:
 
     @classmethod
     def resolve(cls, given: str | os.PathLike[str] | Machine, **changes: Any) -> Machine:
-        """A machine by its name, from a JSON file, or as it is; with changes, if any.
+        """Return a machine by name, from a JSON file, or as given; apply ``changes``, if any.
 
-        "here" is this machine as ``calibrate`` has measured it. A file may begin from a name, {"like": "h100", …}.
+        "here" is the local machine as measured by ``calibrate``. A file may extend a preset, {"like": "h100", …}.
         """
         if isinstance(given, Machine):
             machine = given
@@ -152,8 +152,8 @@ class Machine:
             machine = _load_machine_file(Path(given).expanduser(), "correct it, or name another")
         else:
             names = [*PRESETS, LOCAL_MACHINE]
-            near = difflib.get_close_matches(given, names, 1) if isinstance(given, str) else []
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            matches = difflib.get_close_matches(given, names, 1) if isinstance(given, str) else []
+            hint = f"did you mean {matches[0]!r}? " if matches else ""
             raise ValueError(
                 f"no machine is called {given!r}: {hint}There are {', '.join(names)} (as measured), or give a JSON file"
             )
@@ -162,7 +162,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str, name: str = "machine") -> Machine:
-        """Read what :meth:`to_json` wrote, or a person. ``name``: where the text says none.
+        """Parse the output of :meth:`to_json`, or a handwritten text. ``name`` is used if the text has none.
 
         >>> Machine.from_json('{"like": "a100", "devices": 4, "outside": {"bandwidth": "25GB", "latency": 1e-5}}').pcie
         24000000000.0
@@ -182,12 +182,12 @@ class Machine:
         given.setdefault("name", name)
         missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
         if missing:
-            begin = '"like": "h100"'
-            raise ValueError(f"without {', '.join(missing)}: give these, or a machine to begin from, as in {begin}")
+            example = '"like": "h100"'
+            raise ValueError(f"without {', '.join(missing)}: give these, or a machine to begin from, as in {example}")
         return cls(**given)
 
     def to_json(self) -> str:
-        """All of it.
+        """Return all fields as JSON.
 
         >>> Machine.from_json(Machine.resolve("dgx2").to_json()) == Machine.resolve("dgx2")
         True
@@ -195,26 +195,26 @@ class Machine:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def shared_by(self, ranks: int) -> Machine:
-        """This very computer's processors, measured by one process, as so many ranks have them: all on one node.
+        """Return the local CPU machine, which one process has measured, divided among ``ranks`` on one node.
 
-        Any other machine is what it says, and more ranks are more nodes.
+        Any other machine is returned unchanged: more ranks need more nodes.
 
         >>> Machine.resolve("cpu", devices=1, name="elsewhere").shared_by(2).devices
         1
         """
         if self.kind != "cpu" or self.name != cache.local_machine_name("cpu") or ranks <= self.devices:
             return self
-        share = self.devices / ranks
+        fraction = self.devices / ranks
         return replace(
             self,
             devices=ranks,
-            memory=int(self.memory * share),
-            flops={name: rate * share for name, rate in self.flops.items()},
-            bandwidth=self.bandwidth * share,
+            memory=int(self.memory * fraction),
+            flops={name: rate * fraction for name, rate in self.flops.items()},
+            bandwidth=self.bandwidth * fraction,
         )
 
     def peak_flops(self, precision: str) -> float:
-        """Peak FLOP/s in a precision.
+        """Return the peak FLOP/s in a precision.
 
         >>> Machine.resolve("dgx2").peak_flops("bf16")
         Traceback (most recent call last):
@@ -229,19 +229,19 @@ class Machine:
         )
 
     def matmul_seconds(self, flops: float, precision: str) -> float:
-        """How long one matrix product takes on a device, as far as computing is the limit.
+        """Return how long one compute-bound matmul takes on a device.
 
-        [Note: the efficiency curve] says why the time that is lost with a small one is the same in all precisions.
+        [Note: the efficiency curve] explains why the overhead is the same in all precisions.
         """
-        lost = self.efficiency.half / max(self.flops.values())
-        return (flops / self.peak_flops(precision) + lost) / self.efficiency.share
+        overhead = self.efficiency.half / max(self.flops.values())
+        return (flops / self.peak_flops(precision) + overhead) / self.efficiency.share
 
     def attention_seconds(self, flops: float, precision: str) -> float:
-        """How long fused attention takes on a device."""
+        """Return how long fused attention takes on a device."""
         return flops / (self.attention * self.peak_flops(precision))
 
     def convolution_seconds(self, flops: float, precision: str) -> float:
-        """How long a convolution takes on a device."""
+        """Return how long a convolution takes on a device."""
         return flops / (self.convolution * self.peak_flops(precision))
 
 
@@ -260,29 +260,29 @@ def _load_machine_file(path: Path, advice: str) -> Machine:
         return Machine.from_json(path.read_text(encoding="utf-8"), name=path.stem)
     except OSError as error:
         raise ValueError(f"no machine can be read from {path}: {error.strerror or error}: {advice}") from None
-    except ValueError as error:  # of which what is no UTF-8 is one
+    except ValueError as error:  # includes invalid UTF-8
         raise ValueError(f"{path} describes no machine: {error}: {advice}") from None
 
 
 def _check_field_names(names: Iterable[str]) -> None:
-    known = [found.name for found in fields(Machine)]
+    known = [entry.name for entry in fields(Machine)]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            matches = difflib.get_close_matches(name, known, 1)
             raise ValueError(
-                f"a machine has no {name!r}: did you mean {near[0]!r}?"
-                if near
+                f"a machine has no {name!r}: did you mean {matches[0]!r}?"
+                if matches
                 else f"a machine has no {name!r}: it has {', '.join(known)}"
             )
 
 
 def _parse_nested(name: str, given: Any, cls: type[EfficiencyCurve] | type[Link]) -> Any:
-    """A curve or a link, perhaps from what JSON has in its place."""
+    """Return a curve or a link; build it if given as a JSON object."""
     if isinstance(given, cls):
         return given
-    wanted = [found.name for found in fields(cls)]
-    if not isinstance(given, Mapping) or sorted(given) != sorted(wanted):
-        raise ValueError(f"{name} has {' and '.join(wanted)}, got {given!r}")
+    names = [entry.name for entry in fields(cls)]
+    if not isinstance(given, Mapping) or sorted(given) != sorted(names):
+        raise ValueError(f"{name} has {' and '.join(names)}, got {given!r}")
     try:
         return cls(**given)
     except ValueError as error:
@@ -299,7 +299,7 @@ def _check_flops(given: Any) -> dict[str, float]:
 
 
 def _normalize_fields(part: Machine | Link, names: Iterable[str], prefix: str = "") -> None:
-    """Check numbers, and bring those that are words with a unit into their form."""
+    """Check the numbers, and parse strings with a unit."""
     for name in names:
         value = getattr(part, name)
         if name in _BYTES_FIELDS:

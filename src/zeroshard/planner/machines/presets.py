@@ -1,10 +1,10 @@
-"""Machines that have a name, in the form that a machine's JSON file has too.
+"""Machine presets, in the format of a machine's JSON file.
 
-Peaks, memory and links are those of the makers' data sheets; where the page says "as reached", a share of them that is
-usually seen (NCCL's own tests reach about 0.8 of NVLink's and 0.9 of InfiniBand's rate each way, elementwise kernels
-0.85 of the memory's). The efficiency curves are one a generation: see [Note: the efficiency curve]. The host's times
-(``op``, ``unit``) are of one thread of Python on a server's processor. All are first guesses for whoever cannot
-measure; ``zeroshard plan --calibrate`` replaces them by what a machine really does.
+Peaks, memory and links come from the vendors' data sheets. Bandwidths are scaled to what is usually reached: NCCL's
+tests reach about 0.8 of NVLink's and 0.9 of InfiniBand's rate in each direction, elementwise kernels 0.85 of the memory
+bandwidth. There is one efficiency curve per device generation: see [Note: the efficiency curve]. The host times
+(``op``, ``unit``) are for one Python thread on a server CPU. All are estimates for machines that cannot be measured;
+``zeroshard plan --calibrate`` replaces them by measurements.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import Any, Final
 
 GB, TB, MiB = 10**9, 10**12, 2**20
 TFLOPS = 1e12
-NVLINK_FRACTION, INFINIBAND_FRACTION, MEMORY_BANDWIDTH_FRACTION = (
-    0.8,
-    0.9,
-    0.85,
-)  # shares of the published rates, as reached
+# fractions of the published rates that are reached
+NVLINK_FRACTION, INFINIBAND_FRACTION, MEMORY_BANDWIDTH_FRACTION = (0.8, 0.9, 0.85)
 
 _SERVER_DEFAULTS: Final[dict[str, Any]] = {
     "kind": "cuda",
@@ -32,7 +29,7 @@ _SERVER_DEFAULTS: Final[dict[str, Any]] = {
 _A100: Final[dict[str, Any]] = {
     **_SERVER_DEFAULTS,
     "devices": 8,
-    "memory": 85 * GB,  # of 80 GiB, what the driver leaves
+    "memory": 85 * GB,  # 80 GiB, less what the driver uses
     "flops": {"fp32": 19.5 * TFLOPS, "bf16": 312 * TFLOPS, "fp16": 312 * TFLOPS},  # A100 data sheet, dense
     "efficiency": {"share": 0.8, "half": 1.2e9},
     "attention": 0.35,
@@ -70,9 +67,9 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "dgx2": {
         **_SERVER_DEFAULTS,
         "devices": 16,
-        "memory": 34 * GB,  # of 32 GiB, what the driver leaves
+        "memory": 34 * GB,  # 32 GiB, less what the driver uses
         "flops": {"fp32": 15.7 * TFLOPS, "fp16": 125 * TFLOPS},  # V100 SXM data sheet
-        "efficiency": {"share": 0.5, "half": 2e9},  # what training reached with the libraries of 2019
+        "efficiency": {"share": 0.5, "half": 2e9},  # as reached in training with the libraries of 2019
         "attention": 0.15,
         "bandwidth": MEMORY_BANDWIDTH_FRACTION * 900 * GB,
         "gap": 2e-6,
@@ -102,24 +99,24 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
         "efficiency": {"share": 0.73, "half": 2e9},
         "bandwidth": MEMORY_BANDWIDTH_FRACTION * 4800 * GB,
     },
-    # A server of 16 cores with AVX2, a rank for every 4 of them, gloo between them. What a rank has of memory is the
-    # host's own. 16 bits are computed by way of 32.
+    # A server of 16 cores with AVX2, one rank per 4 cores, connected by gloo. A rank's memory is host memory. 16-bit
+    # types are computed in 32 bits.
     "cpu": {
         "kind": "cpu",
         "devices": 4,
         "memory": 16 * GB,
-        "flops": {"fp32": 0.38 * TFLOPS, "bf16": 0.04 * TFLOPS, "fp16": 0.02 * TFLOPS},  # 4 cores, 3 GHz, 32 a cycle
+        "flops": {"fp32": 0.38 * TFLOPS, "bf16": 0.04 * TFLOPS, "fp16": 0.02 * TFLOPS},  # 4 cores, 3 GHz, 32 per cycle
         "efficiency": {"share": 0.75, "half": 2e6},
         "attention": 0.3,
         "bandwidth": 10 * GB,
-        "gap": 0.0,  # the thread that launches a kernel runs it
+        "gap": 0.0,  # the launching thread runs the kernel itself
         "op": 1e-5,
         "unit": 1.5e-4,
         "context": 300 * MiB,  # Python and torch
         "workspace": 0,
         "host_memory": 64 * GB,
         "host_update": 1e9,
-        "pcie": 10 * GB,  # a copy within the host's memory
+        "pcie": 10 * GB,  # a copy within host memory
         "disk": 500 * GB,
         "disk_read": 2 * GB,
         "disk_write": 1 * GB,
@@ -128,7 +125,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 
-# What a GPU says of itself → its preset: the first whose words are all in the name.
+# GPU name → preset: the first entry whose words are all in the name.
 GPU_NAME_PATTERNS: Final = (
     (("H200",), "h200"),
     (("H100",), "h100"),
@@ -139,7 +136,7 @@ GPU_NAME_PATTERNS: Final = (
 
 
 def preset_of_gpu(name: str) -> str | None:
-    """The preset of a GPU, by what it says of itself; None: none is known.
+    """Return the preset of a GPU by its name; None if unknown.
 
     >>> preset_of_gpu("NVIDIA A100-SXM4-40GB")
     'a100-40gb'

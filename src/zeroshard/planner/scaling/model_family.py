@@ -1,6 +1,6 @@
 """Family: models that differ in depth alone, and one of them as the subject of plans, however deep.
 
-Only two shallow members are traced: see [Note: straight lines in depth] in ``depth_extrapolation.py``. One with so many
+Only two shallow members are traced: see [Note: extrapolating in depth] in ``depth_extrapolation.py``. One with so many
 and so small blocks that several make a unit ([Note: small blocks]) is traced as it is.
 """
 

@@ -1,6 +1,6 @@
 """Paper: the ZeRO paper's tables and figures, computed anew.
 
-[Note: the paper on paper]
+[Note: simulating the paper's runs]
 Table 1, Table 2 and Figure 1 follow from what is partitioned (``placement.py``). The other figures come from the
 planner, as for any user: the GPTs of the paper's own tables in fp16 with sequences of 1024, every block recomputed,
 ZeRO as stage 2 with P_a (configuration C4; 170B as C5, which alone holds it), the baseline as stage 0, on the machine
@@ -216,7 +216,7 @@ def paper_step_time(run: PaperRun) -> StepTime:
 
 
 def paper_flops(run: PaperRun) -> float:
-    """Of a step on one GPU, as they were counted: see [Note: the paper on paper]."""
+    """Of a step on one GPU, as they were counted: see [Note: simulating the paper's runs]."""
     s, h, layers = SEQUENCE_TOKENS, run.width, run.layers
     return 96.0 * run.batch * s * layers * h * h * (1 + s / (6 * h) + VOCAB_SIZE / (16 * layers * h)) / run.tensor
 

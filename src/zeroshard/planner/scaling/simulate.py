@@ -1,6 +1,6 @@
 """Simulate: how training a model scales, from one device to many thousands, on paper.
 
-[Note: scaling on paper]
+[Note: simulating scaling]
 One trace of the model is replayed for every stage and every number of devices: what changes with the number is what a
 rank holds, how long collectives take on a machine's links (``machines/links.py``), and how much of them computation
 hides. Each device has the same work in all of them (weak scaling) unless ``batch`` fixes the work of all
@@ -112,7 +112,7 @@ class ScalingSimulation:
 
     @property
     def scaling(self) -> list[StageScaling]:
-        """Where each stage stops to scale: see [Note: scaling on paper]."""
+        """Where each stage stops to scale: see [Note: simulating scaling]."""
         return [_stage_scaling(stage, self.points_of_stage(stage)) for stage in self.stages]
 
 
@@ -159,7 +159,7 @@ def simulate(
     clip: bool = True,
     **options: Any,
 ) -> ScalingSimulation:
-    """Work out how training a model scales with the number of devices: see [Note: scaling on paper].
+    """Work out how training a model scales with the number of devices: see [Note: simulating scaling].
 
     ``model``, ``inputs``, ``loss``, ``sequence``, ``machine``, ``memory``, ``offload`` and ``options`` are as
     :func:`zeroshard.plan` takes them. ``micro_batch`` are the samples of each data-parallel rank and backward; without

@@ -1,1 +1,1 @@
-"""Running a model on meta tensors, and what is noted of it."""
+"""Run a model on meta tensors and record its operations."""

@@ -1,7 +1,7 @@
-"""Recomputed: a model whose blocks are recomputed already, as a plan wants it.
+"""Prepare a model that already uses activation checkpointing for planning.
 
-A plan decides itself what blocks keep, on a copy without memory ([Note: tracing] in ``trace.py``). What
-:func:`zeroshard.checkpoint_activations` has done is therefore undone on a copy, and told instead.
+The planner itself decides what blocks keep, on a meta copy ([Note: tracing] in ``trace.py``). So the effect of
+:func:`zeroshard.checkpoint_activations` is undone on a copy, and the checkpoint mode is returned instead.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from zeroshard.sharding.units import find_repeated_blocks
 
 
 def strip_checkpointing(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, CheckpointMode]:
-    """The model that is to be planned with, and what its blocks keep.
+    """Return the model to plan with, and its checkpoint mode.
 
-    A model with other blocks than a plan would choose, a policy, or inputs left whole along a tensor axis of so many
-    ranks, stays as it is, on paper: "none" is then the right word for what the plan adds.
+    A model stays checkpointed, on a meta copy, if it checkpoints other blocks than the planner would, has a policy, or
+    keeps full inputs although the tensor-parallel degree ``tensor`` is above 1. The mode is then "none": the planner
+    adds no checkpointing of its own.
 
     >>> import zeroshard
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
@@ -35,26 +36,29 @@ def strip_checkpointing(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, C
     """
     if not any(_checkpointed_forwards(model)):
         return model, "none"
-    paper = meta_copy(model)
-    wrapped = dict(_checkpointed_forwards(paper))
-    usual = next(find_repeated_blocks(paper), None) is not None and wrapped.keys() == select_blocks(paper, None).keys()
-    usual = usual and all(_is_default_checkpointing(forward, tensor) for forward in wrapped.values())
-    far = any(forward._context._offload for forward in wrapped.values())
+    meta_model = meta_copy(model)
+    wrapped = dict(_checkpointed_forwards(meta_model))
+    is_default = (
+        next(find_repeated_blocks(meta_model), None) is not None
+        and wrapped.keys() == select_blocks(meta_model, None).keys()
+    )
+    is_default = is_default and all(_is_default_checkpointing(forward, tensor) for forward in wrapped.values())
+    is_offloaded = any(forward._context._offload for forward in wrapped.values())
     for name, forward in wrapped.items():
         forward.restore()
-        if not usual:  # kept by reference: alone on their rank, such inputs are asked of nobody
-            block, policy = paper.get_submodule(name), forward._policy
-            again = CheckpointedForward(
+        if not is_default:  # keep inputs by reference: a single rank needs no communication for them
+            block, policy = meta_model.get_submodule(name), forward._policy
+            checkpointed = CheckpointedForward(
                 block, name, RecomputeContext(False, False), policy, block.__dict__.get("forward")
             )
-            block.__dict__["forward"] = again
-    if not usual:
-        return paper, "none"
-    return paper, "host" if far else "recompute"
+            block.__dict__["forward"] = checkpointed
+    if not is_default:
+        return meta_model, "none"
+    return meta_model, "host" if is_offloaded else "recompute"
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device: takes no memory, wherever the model is."""
+    """Return a copy with its parameters on the meta device, which takes no memory for them."""
     try:
         return copy.deepcopy(model, meta_memo(model))
     except Exception as error:
@@ -62,12 +66,12 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def meta_memo(model: nn.Module) -> dict[int, Any]:
-    """What ``copy.deepcopy`` puts in the place of a model's parameters: others without memory."""
+    """Return the memo that makes ``copy.deepcopy`` replace a model's parameters by meta parameters."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        bare = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
-    memo |= {id(buffer): buffer for buffer in model.buffers()}  # whoever traces copies them, if it does, as it likes
+        meta_tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta_tensor, requires_grad=parameter.requires_grad)
+    memo |= {id(buffer): buffer for buffer in model.buffers()}  # shared: tracing copies them itself
     return memo
 
 
@@ -79,7 +83,7 @@ def _checkpointed_forwards(model: nn.Module) -> Any:
 
 
 def _is_default_checkpointing(forward: CheckpointedForward, tensor: int) -> bool:
-    """Whether a block keeps what a plan takes it to keep: each tensor rank its part."""
+    """Return whether a block keeps what the planner assumes: a shard of its input on each tensor-parallel rank."""
     partition = forward._context._partition
     if isinstance(partition, DeviceMesh):
         return forward._policy is None and partition.size() == tensor

@@ -1,4 +1,4 @@
-"""Inputs: what a model is called with, at any batch, and what of its output is the loss. No values, only shapes."""
+"""A model's arguments at any batch size, and the loss of its output; only shapes matter, not values."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from zeroshard.engine.hooks import tensors_in
 from zeroshard.models.gpt import GPT
 from zeroshard.sharding.precision import tree_map_tensors
 
-DEFAULT_SEQUENCE_TOKENS = 1024  # tokens of a sample, where nobody says and the model allows it
+DEFAULT_SEQUENCE_TOKENS = 1024  # tokens per sample by default, if the model allows it
 
 Inputs = Callable[[int], Any] | torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | None
 LossFn = Callable[[Any], torch.Tensor] | None
 
 
 class LossError(ValueError):
-    """No loss can be made of what a model returns."""
+    """No loss can be computed from a model's output."""
 
 
 ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def model_arguments(model: nn.Module, inputs: Inputs, batch: int, sequence: int | None = None) -> ModelArguments:
-    """What the model is called with for ``batch`` samples: positional and keyword arguments.
+    """Return the positional and keyword arguments of the model for ``batch`` samples.
 
-    ``inputs`` is a function of the batch that returns a tensor, a tuple or a dictionary of keywords; or an example of
-    these, whose tensors' first dimension is the batch. None will do for language models that are known: zeroshard's
-    GPT and those of Hugging Face, with ``sequence`` tokens a sample.
+    ``inputs`` is a function of the batch size that returns a tensor, a tuple or a dictionary of keywords; or an example
+    of these, whose tensors have the batch as first dimension. None works for known language models: zeroshard's GPT
+    and those of Hugging Face, with ``sequence`` tokens per sample.
 
     >>> args, kwargs = model_arguments(nn.Linear(8, 2), torch.empty(4, 8), batch=32)
     >>> args[0].shape, args[0].is_meta
     (torch.Size([32, 8]), True)
     """
     if inputs is None:
-        given = _default_inputs(model, batch, sequence)
+        arguments = _default_inputs(model, batch, sequence)
     elif callable(inputs):
-        given = inputs(batch)
+        arguments = inputs(batch)
     else:
-        given = _resize_batch(inputs, batch)
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (tuple(given), {}) if isinstance(given, (tuple, list)) else ((given,), {})
+        arguments = _resize_batch(inputs, batch)
+    if isinstance(arguments, Mapping):
+        return (), dict(arguments)
+    return (tuple(arguments), {}) if isinstance(arguments, (tuple, list)) else ((arguments,), {})
 
 
 def _resize_batch(example: Any, batch: int) -> Any:
-    """The example with another first dimension."""
+    """Return the example with another first dimension."""
     lengths = {tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()}
     if len(lengths) != 1:
         found = sorted(lengths) or "no tensor"
@@ -57,14 +57,14 @@ def _resize_batch(example: Any, batch: int) -> Any:
             "instead, inputs=lambda batch: (…)"
         )
 
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim():
             return tensor
         if tensor.is_meta or tensor.is_floating_point() or not tensor.shape[0]:
             return tensor.new_empty(batch, *tensor.shape[1:], device="meta")
-        return tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]  # models may look at it
+        return tensor[torch.arange(batch, device=tensor.device) % tensor.shape[0]]  # models may read its values
 
-    return tree_map_tensors(example, widen)
+    return tree_map_tensors(example, resize)
 
 
 def _default_inputs(model: nn.Module, batch: int, sequence: int | None) -> Any:
@@ -72,11 +72,12 @@ def _default_inputs(model: nn.Module, batch: int, sequence: int | None) -> Any:
         tokens = _zero_tokens(batch, _sequence_length(sequence, model.config.context, model.config.context))
         return tokens, tokens.clone()
     config: Any = getattr(model, "config", None)
-    heads = getattr(model, "get_output_embeddings", lambda: None)()  # of a model that foretells tokens
-    if getattr(config, "vocab_size", None) and heads is not None:
-        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    output_embeddings = getattr(model, "get_output_embeddings", lambda: None)()  # set if the model predicts tokens
+    if getattr(config, "vocab_size", None) and output_embeddings is not None:
+        max_tokens = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
         tokens = _zero_tokens(
-            batch, _sequence_length(sequence, min(most or DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCE_TOKENS), most)
+            batch,
+            _sequence_length(sequence, min(max_tokens or DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCE_TOKENS), max_tokens),
         )
         return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
     raise ValueError(
@@ -86,7 +87,7 @@ def _default_inputs(model: nn.Module, batch: int, sequence: int | None) -> Any:
 
 
 def _sequence_length(sequence: int | None, default: int, max_tokens: int | None) -> int:
-    """Tokens of a sample."""
+    """Return the tokens per sample."""
     if sequence is None:
         return default
     if type(sequence) is not int or sequence < 1:
@@ -105,21 +106,21 @@ def _zero_tokens(batch: int, sequence: int) -> torch.Tensor:
 
 
 def compute_loss(output: Any, loss: LossFn) -> torch.Tensor:
-    """The one number that backward begins with: what ``loss`` makes of the output, or the output's own loss.
+    """Return the scalar that backward starts from: ``loss`` of the output, or the output's own loss.
 
-    An output that has none is summed: the same backward, but for that of the real loss itself.
+    An output without a loss is summed: backward is the same, except for the real loss function itself.
     """
     if loss is not None:
         return _check_scalar(_call_loss(loss, output))
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return _check_scalar(own)
-    found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    if not found:
+    model_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(model_loss, torch.Tensor):
+        return _check_scalar(model_loss)
+    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    if not outputs:
         raise LossError("the model's output depends on no parameter that is trained: there is no backward to plan")
-    if len(found) == 1 and found[0].numel() == 1:
-        return found[0]
-    return torch.stack([tensor.float().sum() for tensor in found]).sum()
+    if len(outputs) == 1 and outputs[0].numel() == 1:
+        return outputs[0]
+    return torch.stack([tensor.float().sum() for tensor in outputs]).sum()
 
 
 def _call_loss(loss: Callable[[Any], torch.Tensor], output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Work: what one operation computes, moves and takes beside its results."""
+"""The cost of one operation: FLOPs, memory traffic and temporary memory."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _EMPTY_OPS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments or results."""
+    """Return the tensors among arguments or results."""
     return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of memory that reading all of a tensor touches: an expanded one has fewer than elements."""
+    """Return the bytes touched by reading a whole tensor: an expanded one has less memory than elements."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def op_name(func: Any) -> str:
-    """Of an operation, without its namespace and overload."""
+    """Return the name of an operation, without namespace and overload."""
     return str(func._schema.name).partition("::")[2]
 
 
 def op_kind(func: Any, has_new_storage: bool) -> OpKind:
-    """What limits an operation. ``made``: whether it has made new memory."""
+    """Return what limits an operation. ``has_new_storage``: whether it has allocated memory."""
     name = op_name(func)
     if name in _EMPTY_OPS or not (has_new_storage or func._schema.is_mutable):
         return "nothing"
@@ -46,7 +46,7 @@ def op_kind(func: Any, has_new_storage: bool) -> OpKind:
 
 
 def op_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Multiplications and additions of matrix products, convolutions and attention; nothing else counts."""
+    """Return the multiplications and additions of matmuls, convolutions and attention; 0 for all others."""
     name = op_name(func)
     if name.startswith("_") and _ATTENTION_INFIX in name:
         return _attention_flops(func, args, kwargs)
@@ -55,24 +55,24 @@ def op_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Two products forward, five backward; a causal one leaves out the half that is masked.
+    """Count two matmuls in forward, five in backward; causal attention skips the masked half.
 
-    Heads count with the width that the kernel computes, see :func:`_padded_head_dim`: that is what takes the time.
+    Heads count with the padded width that the kernel computes, see :func:`_padded_head_dim`: it determines the time.
     """
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    query, key = given["query"], given["key"]
-    products = (5 if "backward" in op_name(func) else 2) * (0.5 if given.get("is_causal") else 1.0)
+    arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    query, key = arguments["query"], arguments["key"]
+    matmuls = (5 if "backward" in op_name(func) else 2) * (0.5 if arguments.get("is_causal") else 1.0)
     batch, heads, length, width = (int(size) for size in query.shape)
-    return products * 2.0 * batch * heads * length * int(key.shape[2]) * _padded_head_dim(width)
+    return matmuls * 2.0 * batch * heads * length * int(key.shape[2]) * _padded_head_dim(width)
 
 
 def _padded_head_dim(width: int) -> int:
-    """The width of a head that a fused kernel computes with: 32, 64, 96, …"""
+    """Return the head width that a fused kernel computes with: 32, 64, 96, …"""
     return -(-width // 32) * 32
 
 
 def op_moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Bytes read and written, each tensor once."""
+    """Return the bytes read and written, each tensor once."""
     name, results = op_name(func), sum(touched_bytes(tensor) for tensor in iter_tensors(result))
     if name in _LOOKUP_OPS:
         return 2.0 * results
@@ -80,20 +80,20 @@ def op_moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 def op_scratch_bytes(func: Any, args: Any, result: Any) -> float:
-    """Bytes that a kernel takes and lets go itself, where they count: read off the kernels' sources."""
+    """Return the temporary memory of a kernel in bytes, where significant: taken from the kernels' sources."""
     name = op_name(func)
     if name == "_scaled_dot_product_flash_attention_backward":
         query, key = args[1], args[2]
         batch, heads, length, width = (int(size) for size in query.shape)
         rounded = -(-length // 128) * 128
-        scratch = 4.0 * batch * heads * rounded * (_padded_head_dim(width) + 1)  # dq in fp32, and a number a row
-        if key.shape[1] != heads:  # keys' and values' gradients, once for each head of the queries
+        scratch = 4.0 * batch * heads * rounded * (_padded_head_dim(width) + 1)  # dq in fp32, and one value per row
+        if key.shape[1] != heads:  # gradients of keys and values, for each query head
             scratch += 2.0 * batch * heads * int(key.shape[2]) * width * int(query.itemsize)
         return scratch
     if name == "_scaled_dot_product_efficient_attention_backward":
         numel = int(args[1].numel())
-        narrow = 4.0 if args[1].itemsize == 2 else 0.0  # dq is summed in fp32
-        return narrow * numel + 4.0 * numel / int(args[1].shape[-1])
+        dq_bytes = 4.0 if args[1].itemsize == 2 else 0.0  # dq is accumulated in fp32
+        return dq_bytes * numel + 4.0 * numel / int(args[1].shape[-1])
     if name == "embedding_dense_backward":
-        return 4.0 * 8 * int(args[1].numel())  # indices, sorted, twice
+        return 4.0 * 8 * int(args[1].numel())  # sorted indices, twice
     return 0.0

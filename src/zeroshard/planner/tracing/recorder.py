@@ -1,4 +1,4 @@
-"""Recorder: notes every operation and every moment of the engine while a model without memory runs."""
+"""Record every operation and engine event while a model runs on the meta device."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from zeroshard.planner.tracing.op_cost import (
 from zeroshard.planner.tracing.trace import EngineEvent, EngineEventKind, Op
 from zeroshard.sharding.units import UnitSpec
 
-# What torch's checkpointing takes of the host for one block, in operations: 1 ms where one took 48 µs, by the floors in
-# docs/benchmarks.md that the host was the limit of.
+# Host time of torch's checkpointing per block, in operations: 1 ms where one operation took 48 µs, from the host-bound
+# measurements in docs/benchmarks.md.
 RECOMPUTE_HOST_OPS = 20.0
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations, and the memory that comes and goes with them."""
+    """Records operations and the memory they allocate and free."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,35 +40,35 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module_name = ""
         self.is_backward = False
         self.known_values = KnownValues()
-        self._live_storages: dict[int, weakref.ref[Any]] = {}  # storages that are alive, by address
+        self._live_storages: dict[int, weakref.ref[Any]] = {}  # by address
         self._freed_bytes = 0.0
 
     def ignore_tensors(self, *tensors: torch.Tensor) -> None:
-        """Take memory for granted: parameters, buffers and the batch are counted elsewhere."""
+        """Do not count these tensors' memory: parameters, buffers and the batch are counted elsewhere."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._live_storages[storage._cdata] = weakref.ref(storage)
 
     def record_engine_event(self, kind: EngineEventKind, unit: int = -1, nbytes: float = 0) -> None:
-        """Note what the engine does now."""
+        """Record an engine event."""
         self.events.append(EngineEvent(kind, unit, nbytes))
 
     def record_collective(self, collective: str, nbytes: float) -> None:
-        """Note a collective over the tensor axis."""
+        """Record a tensor-parallel collective."""
         self._append_op(Op(collective, "nothing", "", 0, nbytes, self._pop_freed_bytes(), 0, 0, collective))
 
     def record_copy(self, nbytes: float) -> None:
-        """Note a copy into memory of the library's."""
+        """Record a copy into memory that the library owns."""
         self._append_op(Op("keep", "plain", "", 0, 2 * nbytes, self._pop_freed_bytes(), 0, 0))
 
     def record_recompute(self) -> None:
-        """Note that a block begins to run again."""
+        """Record the start of a block's recomputation."""
         self._append_op(
             Op("recompute", "nothing", "", 0, 0, self._pop_freed_bytes(), 0, 0, host_ops=RECOMPUTE_HOST_OPS)
         )
 
     def flush_frees(self) -> None:
-        """Note that what was freed up to now was freed before what comes next."""
+        """Record the memory freed so far as freed before the next event."""
         if freed := self._pop_freed_bytes():
             self._append_op(Op("let go", "nothing", "", 0, 0, freed, 0, 0))
 
@@ -81,21 +81,21 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return freed
 
     def _track_allocations(self, result: Any) -> float:
-        made = 0.0
+        allocated = 0.0
         for tensor in iter_tensors(result):
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, float(storage.nbytes())
             if key not in self._live_storages and tensor.is_meta:
                 self._live_storages[key] = weakref.ref(storage, partial(self._on_storage_freed, key, nbytes))
-                made += nbytes
-        return made
+                allocated += nbytes
+        return allocated
 
     def _on_storage_freed(self, key: int, nbytes: float, _: object) -> None:
         if self._live_storages.pop(key, None) is not None:
             self._freed_bytes += nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note it."""
+        """Run an operation and record it."""
         kwargs = kwargs or {}
         if (
             func is torch.ops.aten._local_scalar_dense.default
@@ -105,12 +105,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         freed = self._pop_freed_bytes()
         result = func(*args, **kwargs)
         self.known_values.propagate(func, args, kwargs, result)
-        made = self._track_allocations(result)
-        kind = op_kind(func, made > 0)
-        if kind == "nothing" and not (made or freed):
+        allocated = self._track_allocations(result)
+        kind = op_kind(func, allocated > 0)
+        if kind == "nothing" and not (allocated or freed):
             return result
         dtypes = (tensor.dtype for tensor in iter_tensors((result, args)) if tensor.is_floating_point())
-        op = Op(op_name(func), kind, DTYPE_NAMES.get(next(dtypes, torch.int64), "other"), 0, 0, freed, made, 0)
+        op = Op(op_name(func), kind, DTYPE_NAMES.get(next(dtypes, torch.int64), "other"), 0, 0, freed, allocated, 0)
         if kind != "nothing":
             op.flops, op.moved_bytes = op_flops(func, args, kwargs, result), op_moved_bytes(func, args, kwargs, result)
             op.scratch_bytes = op_scratch_bytes(func, args, result)
@@ -120,7 +120,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(eq=False)
 class _TracedModuleCall:
-    """One run of a module that units belong to."""
+    """One call of a module, with the units that belong to it."""
 
     units: tuple[int, ...]
     enter_index: int
@@ -130,34 +130,34 @@ class _TracedModuleCall:
 
 
 class ScheduleRecorder:
-    """Where forward and backward are, and what the engine does there: the moments of ``engine/engine.py``, on paper.
+    """Records the engine events of forward and backward, as in ``engine/engine.py``.
 
-    See [Note: what is over in backward] there. A unit is let go when another module begins, and brought again in
-    backward; its gradients are complete when backward has left all modules that use it.
+    See [Note: when a unit is done in backward] there. A unit is resharded when another module begins, and unsharded
+    again in backward; its gradients are ready when backward has left all modules that use it.
     """
 
     def __init__(self, model: nn.Module, unit_specs: Sequence[UnitSpec], recorder: OpRecorder) -> None:
-        self._recorder, self._unit_names = recorder, [plan.name for plan in unit_specs]
-        self._running_calls: list[_TracedModuleCall] = []  # being run, outermost first
-        self._finished_calls: list[_TracedModuleCall] = []  # that have been run
+        self._recorder, self._unit_names = recorder, [spec.name for spec in unit_specs]
+        self._running_calls: list[_TracedModuleCall] = []  # outermost first
+        self._finished_calls: list[_TracedModuleCall] = []
         self._unsharded: list[int] = []
-        self._in_backward: dict[int, int] = {}  # units that backward is in → when the run it came to was entered
+        self._in_backward: dict[int, int] = {}  # units in backward → enter index of the last visited call
         self._call_index = 0
         self._is_backward = False
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._parameters = [[parameters[name] for name in plan.parameters] for plan in unit_specs]
-        homes: dict[str, tuple[int, ...]] = {"": ()}
-        for number, plan in enumerate(unit_specs):
-            for name in plan.modules:
-                homes[name] = (*homes.get(name, ()), number)
+        self._parameters = [[parameters[name] for name in spec.parameters] for spec in unit_specs]
+        units_by_module: dict[str, tuple[int, ...]] = {"": ()}
+        for index, spec in enumerate(unit_specs):
+            for name in spec.modules:
+                units_by_module[name] = (*units_by_module.get(name, ()), index)
         self._handles = []
-        for name, units in homes.items():
+        for name, units in units_by_module.items():
             module = model.get_submodule(name)
             self._handles.append(module.register_forward_pre_hook(self._pre_forward_hook(units), prepend=True))
             self._handles.append(module.register_forward_hook(self._post_forward_hook))
 
     def remove_hooks(self) -> None:
-        """Take the hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -178,29 +178,29 @@ class ScheduleRecorder:
     def _post_forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_backward or not self._running_calls:
             return
-        frame = self._running_calls.pop()
+        call = self._running_calls.pop()
         self._call_index += 1
-        frame.exit_index = self._call_index
+        call.exit_index = self._call_index
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        frame.has_hook = bool(outputs) and bool(frame.units or not self._running_calls)
-        for tensor in outputs if frame.has_hook else ():
-            tensor.register_hook(partial(self._pre_backward_hook, frame))  # type: ignore[no-untyped-call]
-        self._finished_calls.append(frame)
+        call.has_hook = bool(outputs) and bool(call.units or not self._running_calls)
+        for tensor in outputs if call.has_hook else ():
+            tensor.register_hook(partial(self._pre_backward_hook, call))  # type: ignore[no-untyped-call]
+        self._finished_calls.append(call)
 
     def end_forward(self) -> None:
-        """The loss is there."""
+        """Record the end of forward: the loss is computed."""
         self._reshard_idle()
         self._recorder.flush_frees()
         self._recorder.record_engine_event("end forward")
         self._is_backward = self._recorder.is_backward = True
 
     def end_backward(self) -> None:
-        """Backward is over: what is left is complete."""
+        """Record the end of backward: all remaining gradients are ready."""
         for unit in tuple(self._in_backward):
             self._post_backward(unit)
-        for number, parameters in enumerate(self._parameters):
+        for index, parameters in enumerate(self._parameters):
             if any(parameter.grad is not None for parameter in parameters):
-                self._post_backward(number)
+                self._post_backward(index)
         self._reshard_idle()
         self._recorder.record_engine_event("end backward")
 
@@ -217,19 +217,19 @@ class ScheduleRecorder:
 
     def _reshard_idle(self) -> None:
         for unit in tuple(self._unsharded):
-            if not any(unit in frame.units for frame in self._running_calls):
+            if not any(unit in call.units for call in self._running_calls):
                 self._reshard(unit)
 
     def _pre_backward_hook(self, frame: _TracedModuleCall, gradient: torch.Tensor) -> None:
         self._pre_backward(frame)
 
     def _pre_backward(self, frame: _TracedModuleCall) -> None:
-        sweep = [
+        pending = [
             other
             for other in self._finished_calls
             if other.has_hook and not other.is_reached and other.exit_index > frame.exit_index
         ]
-        for other in sorted(sweep, key=lambda other: -other.exit_index):
+        for other in sorted(pending, key=lambda other: -other.exit_index):
             self._advance_backward_to(other)
         self._advance_backward_to(frame)
 
@@ -237,9 +237,9 @@ class ScheduleRecorder:
         if frame.is_reached:
             return
         frame.is_reached = True
-        for unit, entered in tuple(self._in_backward.items()):
-            if entered > frame.exit_index:
-                if all(use.enter_index > frame.exit_index for use in self._finished_calls if unit in use.units):
+        for unit, enter_index in tuple(self._in_backward.items()):
+            if enter_index > frame.exit_index:
+                if all(call.enter_index > frame.exit_index for call in self._finished_calls if unit in call.units):
                     del self._in_backward[unit]
                     self._post_backward(unit)
                 if unit not in frame.units:
@@ -249,7 +249,7 @@ class ScheduleRecorder:
             self._unshard(unit)
 
     def _post_backward(self, unit: int) -> None:
-        """Take what autograd has made for a unit: from here on it is the engine's."""
+        """Take a unit's gradients from autograd: from here on the engine owns them."""
         self._recorder.flush_frees()
         nbytes = 0.0
         for parameter in self._parameters[unit]:

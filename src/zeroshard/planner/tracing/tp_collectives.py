@@ -1,7 +1,7 @@
-"""One tensor rank's part of a model, on paper: layers of its own size, and the collectives between them.
+"""Simulate one tensor-parallel rank of a model: its TP shards of the layers, and the collectives between them.
 
-No process group is needed. A module that the plan divides gets this rank's share of its parameters; where torch's
-styles would communicate, a function of autograd's says so and goes on with tensors of the right shape.
+No process group is needed. A tensor-parallel module has this rank's TP shard of its parameters. Where torch's parallel
+styles would communicate, an autograd function records the collective and continues with tensors of the right shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.tensor_parallel.styles import Conv1DRowwiseParallel, FusedColwise
 
 
 class _CopyToTensorParallelRegion(torch.autograd.Function):
-    """The same on all ranks; its gradient is the sum of theirs."""
+    """Identity in forward; all-reduce of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, recorder: OpRecorder) -> torch.Tensor:
@@ -34,7 +34,7 @@ class _CopyToTensorParallelRegion(torch.autograd.Function):
 
 
 class _ReduceFromTensorParallelRegion(torch.autograd.Function):
-    """The sum over all ranks; its gradient is the same on all."""
+    """All-reduce in forward; identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, recorder: OpRecorder) -> torch.Tensor:
@@ -47,14 +47,14 @@ class _ReduceFromTensorParallelRegion(torch.autograd.Function):
 
 
 class _GatherFromTensorParallelRegion(torch.autograd.Function):
-    """All ranks' parts side by side; the gradient is cut again."""
+    """All-gather along the last dimension in forward; slice the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, width: int, recorder: OpRecorder) -> torch.Tensor:
         ctx.width = tensor.shape[-1]
-        whole = tensor.new_empty(*tensor.shape[:-1], width)
-        recorder.record_collective("all-gather", whole.nbytes)
-        return whole.clone()  # the parts come one behind the other, and are put side by side
+        full = tensor.new_empty(*tensor.shape[:-1], width)
+        recorder.record_collective("all-gather", full.nbytes)
+        return full.clone()  # the gathered shards are contiguous; a copy joins them along the last dimension
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -62,7 +62,7 @@ class _GatherFromTensorParallelRegion(torch.autograd.Function):
 
 
 def hook_tp_collectives(model: nn.Module, plan: TensorPlan, ranks: int, recorder: OpRecorder) -> None:
-    """Have the modules of a model, whose parameters are one rank's already, say what they communicate."""
+    """Add hooks that record the collectives of a model whose parameters are already one rank's TP shards."""
     prepared = [pattern for pattern, style in plan.styles.items() if isinstance(style, PrepareModuleInput)]
     for name, module in model.named_modules():
         for pattern, style in plan.styles.items():
@@ -80,12 +80,11 @@ def _hook_module(
         module.register_forward_pre_hook(_copy_input_hook(recorder), with_kwargs=True)
     elif isinstance(style, (FusedColwiseParallel, ColwiseParallel)):
         parent = name.rpartition(".")[0]
-        if not any(
-            name_matches_pattern(parent, pattern) for pattern in prepared
-        ):  # else its parent has done it for all
+        # otherwise its parent has prepared the input
+        if not any(name_matches_pattern(parent, pattern) for pattern in prepared):
             module.register_forward_pre_hook(_copy_input_hook(recorder), with_kwargs=True)
         if type(module).__name__ == "Conv1D":
-            module.nf = cast(int, module.nf) // ranks  # type: ignore[assignment]  # it gives its output the width it was told
+            module.nf = cast(int, module.nf) // ranks  # type: ignore[assignment]  # it sets its output's width
         if isinstance(style, ColwiseParallel) and Replicate() in _output_layouts(style):
             width = _full_output_width(module)
             gather: Any = _GatherFromTensorParallelRegion
@@ -95,8 +94,8 @@ def _hook_module(
 
 
 def _output_layouts(style: ColwiseParallel) -> tuple[Any, ...]:
-    found = style.output_layouts
-    return found if isinstance(found, tuple) else (found,)
+    layouts = style.output_layouts
+    return layouts if isinstance(layouts, tuple) else (layouts,)
 
 
 def _full_output_width(module: nn.Module) -> int:
@@ -107,7 +106,7 @@ def _full_output_width(module: nn.Module) -> int:
 
 
 def _copy_input_hook(recorder: OpRecorder) -> Callable[..., Any]:
-    """A hook that marks a module's first input, wherever it is given, as the same on all ranks."""
+    """Return a hook that marks a module's first tensor input as replicated over the tensor axis."""
 
     def copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args and isinstance(args[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""Tracing: running a model on meta tensors, as one rank would run it on a device. See [Note: tracing]."""
+"""Run a model on meta tensors as one rank would run it on a device. See [Note: tracing]."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKPOINT_MODES: tuple[CheckpointMode, ...] = ("none", "recompute", "host")
 
 
 class UntraceableError(RuntimeError):
-    """A model cannot be run without memory."""
+    """A model cannot run on the meta device."""
 
 
 def trace_model(
@@ -47,13 +47,13 @@ def trace_model(
     device_kind: str = "cuda",
     **options: Any,
 ) -> Trace:
-    """Run one forward and backward of a model without memory and note what it would take.
+    """Trace one forward and backward of a model on the meta device.
 
-    The model may be anywhere, the meta device included, and is not changed. ``inputs`` and ``loss`` are as
-    :func:`zeroshard.plan` takes them; ``tensor`` ranks divide each layer; ``checkpoint`` says what is kept of blocks:
-    everything, their inputs ("recompute"), or their inputs in host memory ("host"), of which each tensor rank has its
-    part where ``partition`` says so. ``kind`` is that of the device whose kernels are meant, ``options`` are those of
-    :class:`zeroshard.Config`.
+    The model may be on any device, including meta, and is not changed. ``inputs`` and ``loss`` are as in
+    :func:`zeroshard.plan`; ``tensor`` is the tensor-parallel degree. ``checkpoint`` is what blocks keep for backward:
+    all activations ("none"), their inputs ("recompute"), or their inputs in host memory ("host"). With
+    ``partition_activations``, each tensor-parallel rank keeps a shard of these inputs. ``device_kind`` selects the
+    kernels, ``options`` are those of :class:`zeroshard.Config`.
 
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -62,73 +62,73 @@ def trace_model(
     True
     """
     config = Config(**{"precision": "fp32", **options})
-    plans = plan_units(model, config.units, config.bucket_size)
+    unit_specs = plan_units(model, config.units, config.bucket_size)
     recorder = OpRecorder()
-    paper = _meta_copy(model, config, tensor, recorder)
+    meta_model = _meta_copy(model, config, tensor, recorder)
     kept = KeptInputs(tensor if partition_activations else 1, recorder)
-    blocks = 0
+    num_blocks = 0
     if checkpoint != "none":
         if next(find_repeated_blocks(model), None) is None:
             raise ValueError(
                 f"this {type(model).__name__} has no repeated blocks, whose inputs could be kept instead of all "
                 'activations: give checkpoint="none", or call checkpoint_activations yourself'
             )
-        blocks = _checkpoint_blocks(paper, kept)
+        num_blocks = _checkpoint_blocks(meta_model, kept)
     args, kwargs = tree_map_tensors(
-        model_arguments(paper, inputs, micro_batch, sequence), partial(_to_meta, values=recorder.known_values)
+        model_arguments(meta_model, inputs, micro_batch, sequence), partial(_to_meta, values=recorder.known_values)
     )
-    walk = ScheduleRecorder(paper, plans, recorder)
-    tensors = [*paper.parameters(), *paper.buffers(), *_tensor_leaves((args, kwargs))]
+    schedule = ScheduleRecorder(meta_model, unit_specs, recorder)
+    tensors = [*meta_model.parameters(), *meta_model.buffers(), *_tensor_leaves((args, kwargs))]
     recorder.ignore_tensors(*tensors)
     try:
         with FusedAttentionMode(device_kind), recorder:
-            value = compute_loss(paper(*args, **kwargs), loss)
-            walk.end_forward()
+            value = compute_loss(meta_model(*args, **kwargs), loss)
+            schedule.end_forward()
             _run_backward(value)
             del value
-            walk.end_backward()
+            schedule.end_backward()
     except LossError:
         raise
     except Exception as error:
         raise UntraceableError(_untraceable_message(model, error)) from error
     finally:
-        walk.remove_hooks()
+        schedule.remove_hooks()
     return Trace(
         tuple(recorder.events),
-        tuple(plan.name for plan in plans),
+        tuple(spec.name for spec in unit_specs),
         micro_batch,
         input_bytes=float(sum(tensor.nbytes for tensor in _tensor_leaves((args, kwargs)))),
-        buffer_bytes=float(sum(buffer.nbytes for buffer in paper.buffers())),
+        buffer_bytes=float(sum(buffer.nbytes for buffer in meta_model.buffers())),
         kept_input_bytes=tuple(kept.nbytes),
-        num_recomputed_blocks=blocks,
+        num_recomputed_blocks=num_blocks,
     )
 
 
 def _run_backward(value: torch.Tensor) -> None:
-    """Run backward. What torch offers for it switches modes off, and a recomputed block's attention wants its own."""
+    """Run backward with modes active: torch's own call disables them, but recomputed attention needs its mode."""
     ones = torch.ones_like(value)
     _engine_run_backward((value,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _tensor_leaves(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    cast = found.append
-    torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)
-    return found
+    leaves: list[torch.Tensor] = []
+    collect = leaves.append
+    torch.utils._pytree.tree_map_only(torch.Tensor, collect, value)
+    return leaves
 
 
 def _to_meta(tensor: torch.Tensor, values: KnownValues) -> torch.Tensor:
-    """A tensor without memory; what it holds is taken note of where models may look at it."""
+    """Return a meta tensor; record the values if models may read them."""
     if tensor.is_meta:
         return tensor
-    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    values.set(bare, tensor)
-    return bare.requires_grad_(tensor.requires_grad)
+    meta_tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    values.set(meta_tensor, tensor)
+    return meta_tensor.requires_grad_(tensor.requires_grad)
 
 
 def _untraceable_message(model: nn.Module, error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if not any(word in str(error) for word in ("meta", "Meta", "data-dependent", "DataDependent")):
         return (
             f"{type(model).__name__} raised {reason}\n"
@@ -145,7 +145,7 @@ def _untraceable_message(model: nn.Module, error: Exception) -> str:
 
 
 def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecorder) -> nn.Module:
-    """A copy without memory, as one rank computes it: compute dtypes, casts, and its share of each layer."""
+    """Return a meta copy as one rank computes it: with compute dtypes, casts, and its TP shard of each layer."""
     precision, plan = Precision(model, config), None
     if tensor > 1:
         plan = tensor_plan_for(model)
@@ -155,34 +155,34 @@ def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecord
                 "zeroshard's GPT and Hugging Face's Llama and GPT-2"
             )
         plan.check_divisible(tensor)
-    shares = plan.tp_shards(model, tensor) if plan is not None else {}
+    tp_shards = plan.tp_shards(model, tensor) if plan is not None else {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         dtype = precision.compute_dtype(name, parameter)
         shape, stride = parameter.shape, parameter.stride()
-        if name in shares:
-            shape = shares[name].local_shape
+        if name in tp_shards:
+            shape = tp_shards[name].local_shape
             stride = torch.empty(shape, device="meta").stride()
-        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(bare, requires_grad=parameter.requires_grad)
+        meta_tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta_tensor, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = bare = torch.empty_like(buffer, device="meta", requires_grad=False)
-        recorder.known_values.set(bare, buffer)
+        memo[id(buffer)] = meta_tensor = torch.empty_like(buffer, device="meta", requires_grad=False)
+        recorder.known_values.set(meta_tensor, buffer)
     try:
-        paper = copy.deepcopy(model, memo)
+        meta_model = copy.deepcopy(model, memo)
     except Exception as error:
         raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
-    if not paper.training:  # else parts may be in another mode on purpose
-        paper.train()
+    if not meta_model.training:  # a training model may have submodules in eval mode on purpose
+        meta_model.train()
     if plan is not None:
-        hook_tp_collectives(paper, plan, tensor, recorder)
+        hook_tp_collectives(meta_model, plan, tensor, recorder)
     if config.compute_dtype is not None:
-        _register_casts(paper, config.compute_dtype, precision.fp32_modules, config.cast_inputs)
-    return paper
+        _register_casts(meta_model, config.compute_dtype, precision.fp32_modules, config.cast_inputs)
+    return meta_model
 
 
 def _register_casts(paper: nn.Module, dtype: torch.dtype, fp32_modules: list[str], inputs: bool) -> None:
-    """Cast what goes into the model, and what goes into and out of modules that stay in fp32."""
+    """Cast the model's inputs, and the inputs and outputs of modules that stay in fp32."""
     for name in fp32_modules:
         module = paper.get_submodule(name)
         module.register_forward_pre_hook(_cast_hook(torch.float32), with_kwargs=True)
@@ -196,7 +196,7 @@ def _cast_hook(dtype: torch.dtype) -> Any:
 
 
 class KeptInputs:
-    """The inputs of recomputed blocks that a rank would keep: see [Note: P_a] in ``activations/block_inputs.py``."""
+    """The inputs of recomputed blocks that a rank keeps: see [Note: P_a] in ``activations/block_inputs.py``."""
 
     def __init__(self, ranks: int, recorder: OpRecorder) -> None:
         self.nbytes: list[float] = []
@@ -204,7 +204,7 @@ class KeptInputs:
         self._seen: MutableMapping[torch.Tensor, bool] = WeakTensorKeyDictionary()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Keep an input: only its shape is."""
+        """Keep an input: only its shape, stride and dtype are stored."""
         if tensor.grad_fn is None or tensor.numel() == 0:
             return tensor
         if tensor not in self._seen:
@@ -215,20 +215,20 @@ class KeptInputs:
         return tensor.shape, tensor.stride(), tensor.dtype
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Give an input back: a copy, in memory of its own."""
+        """Return a kept input as a copy in new memory."""
         if isinstance(packed, torch.Tensor):
             return packed
         shape, stride, dtype = packed
-        whole = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        full = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if self._ranks > 1:
-            self._recorder.record_collective("all-gather", whole.nbytes)
+            self._recorder.record_collective("all-gather", full.nbytes)
         else:
-            self._recorder.record_copy(whole.nbytes)
-        return whole
+            self._recorder.record_copy(full.nbytes)
+        return full
 
 
 def _checkpoint_blocks(paper: nn.Module, kept: KeptInputs) -> int:
-    """Have a model's blocks keep their inputs alone; return how many they are."""
+    """Make a model's blocks keep only their inputs; return the number of blocks."""
     blocks = select_blocks(paper, None)
     for block in blocks.values():
         block.__dict__["forward"] = _checkpointed_forward(block.forward, kept)
@@ -236,9 +236,9 @@ def _checkpoint_blocks(paper: nn.Module, kept: KeptInputs) -> int:
 
 
 def _checkpointed_forward(forward: Any, kept: KeptInputs) -> Any:
-    def run_again(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         tensors, run = flatten_arguments(forward, args, kwargs)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             return checkpoint(run, *tensors, use_reentrant=False)
 
-    return run_again
+    return checkpointed

@@ -1,1 +1,1 @@
-"""From text to batches: the corpus, its tokenizer, token files, and the order they are read in."""
+"""From text to batches: the corpus, its tokenizer, token files, and the order in which they are read."""

@@ -1,6 +1,6 @@
-"""The corpus: from text, bundled or the user's, to two token files, one to train on and one held out.
+"""The corpus: encode bundled or user text into two token files, for training and validation.
 
-One rank calls :func:`encode_corpus`, which leaves everything in a directory; then all call :func:`open_corpus`:
+One rank calls :func:`encode_corpus`, which writes to a directory; then all ranks call :func:`open_corpus`:
 
 >>> import tempfile
 >>> directory = Path(tempfile.mkdtemp())
@@ -35,9 +35,16 @@ from zeroshard.train.data.tokenizer import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEXT_SUFFIXES = (".markdown", ".md", ".rst", ".tex", ".text", ".txt")  # taken from a directory; a named file may be any
-CHUNK_BYTES = 2**18  # bytes of text encoded at a time
-_FORMAT_VERSION = 1  # of what lies in a corpus directory; another number is encoded anew
+TEXT_SUFFIXES = (
+    ".markdown",
+    ".md",
+    ".rst",
+    ".tex",
+    ".text",
+    ".txt",
+)  # used from directories; a file given by name may have any suffix
+CHUNK_BYTES = 2**18  # of text encoded at a time
+_FORMAT_VERSION = 1  # format of a corpus directory; another version is encoded again
 
 
 @dataclass(frozen=True)
@@ -46,15 +53,15 @@ class Corpus:
 
     train: TokenFile
     validation: TokenFile | None
-    """None where nothing was held out."""
+    """None without validation data."""
     tokenizer_path: Path | None
-    """The tokenizer.json; None where token files were given without one."""
+    """The tokenizer.json; None if token files were given without one."""
     vocab_size: int | None
-    """The number of ids of the tokenizer."""
+    """Number of ids of the tokenizer."""
 
 
 def shakespeare() -> str:
-    """Eight plays, 1.04 MB of ASCII; NOTICE says whose edition.
+    """Return eight plays, 1.04 MB of ASCII; NOTICE names the edition.
 
     >>> shakespeare()[:16]
     'ROMEO AND JULIET'
@@ -71,62 +78,64 @@ def encode_corpus(
     validation: Sequence[str | Path] = (),
     dtype: str = "uint16",
 ) -> bool:
-    """Encode texts into token files in `directory`, unless they lie there already; return whether it was done.
+    """Encode texts into token files in `directory`, unless they are up to date; return whether it encoded them.
 
-    Each of `paths` and `validation` is text files and directories of them, or one token file, which is used where it
-    lies (`dtype`: that of a .bin). No paths: :func:`shakespeare`. No tokenizer: one of `vocabulary` ids is trained on
-    the training text. Texts are separated by the tokenizer's end of text, where it has one.
+    `paths` and `validation` are text files and directories of them, or one token file, which is used in place (`dtype`
+    is that of a .bin). Without paths, :func:`shakespeare` is used. Without a tokenizer, one of `vocab_size` ids is
+    trained on the training text. Texts are separated by the tokenizer's end of text, if it has one.
     """
     directory = Path(directory)
-    train, held_out = _source_files(paths), _source_files(validation) if validation else []
-    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-    _check_sources(train, held_out, loaded is not None, dtype)
+    train_files, validation_files = _source_files(paths), _source_files(validation) if validation else []
+    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+    _check_sources(train_files, validation_files, loaded_tokenizer is not None, dtype)
     source = {
         "format": _FORMAT_VERSION,
-        "train": [_file_fingerprint(file) for file in train] or hashlib.sha256(_read_bundled()).hexdigest(),
-        "validation": [_file_fingerprint(file) for file in held_out],
-        "tokenizer": vocab_size if loaded is None else hashlib.sha256(loaded.to_str().encode()).hexdigest(),
+        "train": [_file_fingerprint(file) for file in train_files] or hashlib.sha256(_read_bundled()).hexdigest(),
+        "validation": [_file_fingerprint(file) for file in validation_files],
+        "tokenizer": vocab_size
+        if loaded_tokenizer is None
+        else hashlib.sha256(loaded_tokenizer.to_str().encode()).hexdigest(),
         "dtype": dtype,
     }
     if _is_up_to_date(directory, source):
         return False
     record = directory / "corpus.json"
     directory.mkdir(parents=True, exist_ok=True)
-    record.unlink(missing_ok=True)  # written again at the end: a directory with a record is whole
+    record.unlink(missing_ok=True)  # rewritten at the end: a directory with a record is complete
     try:
-        found = _encode_sources(train, held_out, directory, loaded, vocab_size)
+        result = _encode_sources(train_files, validation_files, directory, loaded_tokenizer, vocab_size)
     finally:
         disable_parallelism()
     partial = record.with_name(f".{record.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({**found, "dtype": dtype, "source": source}, indent=1))
+    partial.write_text(json.dumps({**result, "dtype": dtype, "source": source}, indent=1))
     os.replace(partial, record)
     return True
 
 
 def open_corpus(directory: str | Path, *, holdout: float = 0.1) -> Corpus:
-    """Open what :func:`encode_corpus` left: training tokens and held-out ones.
+    """Open the training and validation tokens that :func:`encode_corpus` wrote.
 
-    Where no validation texts were given, the last `holdout` of the tokens is held out; 0 holds out nothing.
+    Without validation texts, the last fraction `holdout` of the tokens is used for validation; 0 disables it.
     """
     directory = Path(directory)
-    record = directory / "corpus.json"
-    if not record.is_file():
+    record_path = directory / "corpus.json"
+    if not record_path.is_file():
         raise FileNotFoundError(f"{directory} holds no encoded corpus (no corpus.json): call encode_corpus on one rank")
-    found = json.loads(record.read_text())
-    train = TokenFile.open(directory / found["train"], found["dtype"])
+    record = json.loads(record_path.read_text())
+    train = TokenFile.open(directory / record["train"], record["dtype"])
     validation = None
-    if found["validation"] is not None:
-        validation = TokenFile.open(directory / found["validation"], found["dtype"])
+    if record["validation"] is not None:
+        validation = TokenFile.open(directory / record["validation"], record["dtype"])
     elif holdout:
         train, validation = train.split(holdout)
-    tokenizer = None if found["vocabulary"] is None else directory / "tokenizer.json"
-    return Corpus(train, validation, tokenizer, found["vocabulary"])
+    tokenizer = None if record["vocabulary"] is None else directory / "tokenizer.json"
+    return Corpus(train, validation, tokenizer, record["vocabulary"])
 
 
 def text_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The text files that `paths` name: files as they are, directories with all below them, in the order of names.
+    """Return the text files of `paths`: files as given, directories with all files below them, sorted by name.
 
-    In a directory, what is hidden or empty, and what is not called `*.txt`, `*.md` or the like, is passed over.
+    In a directory, files that are hidden, empty or without a text suffix (`*.txt`, `*.md`, …) are skipped.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -146,27 +155,27 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_texts(paths: Sequence[str | Path]) -> Iterator[str]:
-    """Read the text files that `paths` name, in pieces of a few hundred kB that joined give the whole."""
+    """Read the text files of `paths` in parts of a few hundred kB; joined, they give the full text."""
     for file in text_files(paths):
         yield from read_text(file)
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """Read a text file in pieces of about `CHUNK` bytes, cut at line ends where there are any."""
-    begin, rest = 0, b""  # the offset of `rest` in the file; what the last cut left over
+    """Read a text file in parts of about `CHUNK_BYTES` bytes, split at line ends if there are any."""
+    offset, pending = 0, b""  # offset of `pending` in the file; bytes not yet yielded
     with open(path, "rb") as file:
         while len(block := file.read(CHUNK_BYTES)) == CHUNK_BYTES:
-            rest += block
-            cut = _split_point(rest)
-            if cut:
-                yield _decode_text(path, rest[:cut], begin)
-            begin, rest = begin + cut, rest[cut:]
-    if rest + block:
-        yield _decode_text(path, rest + block, begin)
+            pending += block
+            split = _split_point(pending)
+            if split:
+                yield _decode_text(path, pending[:split], offset)
+            offset, pending = offset + split, pending[split:]
+    if pending + block:
+        yield _decode_text(path, pending + block, offset)
 
 
 def _split_point(text: bytes) -> int:
-    """Where to cut a text: at best after a lone line end, where the usual tokenizers give the same tokens as uncut."""
+    """Return where to split a text: if possible after a single line end, which leaves the usual tokens unchanged."""
     end = len(text) - 1
     while (end := text.rfind(b"\n", 0, end)) > 0:
         if not text[end - 1 : end].isspace() and not text[end + 1 : end + 2].isspace():
@@ -174,7 +183,7 @@ def _split_point(text: bytes) -> int:
     last = text.rfind(b"\n") + 1
     if last:
         return last
-    start = len(text) - 1  # no line end at all: before the last character, which may not be whole
+    start = len(text) - 1  # no line end: split before the last character, which may be incomplete
     while start > 0 and text[start] & 0xC0 == 0x80:  # a byte that continues a character
         start -= 1
     return start
@@ -191,20 +200,20 @@ def _decode_text(path: Path, text: bytes, start: int) -> str:
 
 
 def _walk_text_files(directory: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         raise error
 
-    for folder, folders, files in os.walk(directory, onerror=refuse):
+    for folder, folders, files in os.walk(directory, onerror=raise_error):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
             path = Path(folder, name)
-            shown = not name.startswith(".") and path.suffix.lower() in TEXT_SUFFIXES
-            if shown and path.is_file() and path.stat().st_size:
+            is_text = not name.startswith(".") and path.suffix.lower() in TEXT_SUFFIXES
+            if is_text and path.is_file() and path.stat().st_size:
                 yield path
 
 
 def _source_files(paths: Sequence[str | Path]) -> list[Path]:
-    """One token file, or text files."""
+    """Return one token file, or text files."""
     tokens = [path for path in map(Path, paths) if is_token_file(path)]
     if tokens and len(paths) > 1:
         raise ValueError(f"{tokens[0]} is a token file and {len(paths) - 1} more paths came with it: give it alone")
@@ -212,12 +221,12 @@ def _source_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def _check_sources(train: list[Path], held_out: list[Path], tokenizer_given: bool, dtype: str) -> None:
-    ready = [files[0] for files in (train, held_out) if _is_encoded(files)]
-    for path in ready:
-        TokenFile.open(path, dtype)  # raises if it cannot be
-    if held_out and len(ready) == 1 and not tokenizer_given:
+    paths = [files[0] for files in (train, held_out) if _is_encoded(files)]
+    for path in paths:
+        TokenFile.open(path, dtype)  # raises if it cannot be opened
+    if held_out and len(paths) == 1 and not tokenizer_given:
         raise ValueError(
-            f"{ready[0]} holds token ids, the rest is text, and no tokenizer was given: give the one that made the ids"
+            f"{paths[0]} holds token ids, the rest is text, and no tokenizer was given: give the one that made the ids"
         )
 
 
@@ -228,10 +237,10 @@ def _is_encoded(files: list[Path]) -> bool:
 def _encode_sources(
     train: list[Path], held_out: list[Path], directory: Path, tokenizer: Tokenizer | None, vocab_size: int
 ) -> dict[str, Any]:
-    """Make the files of a corpus; return what the record says of them."""
+    """Write the files of a corpus; return their entries for the record."""
     if tokenizer is None and _is_encoded(train):
-        held_out_at = str(held_out[0].resolve()) if held_out else None
-        return {"train": str(train[0].resolve()), "validation": held_out_at, "vocabulary": None}
+        validation_path = str(held_out[0].resolve()) if held_out else None
+        return {"train": str(train[0].resolve()), "validation": validation_path, "vocabulary": None}
     if tokenizer is None:
         tokenizer = train_tokenizer((text for text in _documents(train) if text is not None), vocab_size)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -243,7 +252,7 @@ def _encode_sources(
 
 
 def _encode_split(files: list[Path], path: Path, tokenizer: Tokenizer) -> str:
-    """Encode texts to `path` and return its name; of a token file, return where it lies."""
+    """Encode texts to `path` and return its name; for a token file, return its absolute path."""
     if _is_encoded(files):
         return str(files[0].resolve())
     write_token_chunks(
@@ -253,7 +262,7 @@ def _encode_split(files: list[Path], path: Path, tokenizer: Tokenizer) -> str:
 
 
 def _documents(files: list[Path]) -> Iterator[str | None]:
-    """Pieces of text, and None at the end of each text."""
+    """Yield parts of text, and None at the end of each text."""
     if not files:
         yield shakespeare()
         yield None
@@ -263,14 +272,14 @@ def _documents(files: list[Path]) -> Iterator[str | None]:
 
 
 def _is_up_to_date(directory: Path, source: dict[str, Any]) -> bool:
-    """Whether `directory` holds what `source` asks for."""
+    """Return whether `directory` holds a corpus encoded from `source`."""
     try:
-        found = json.loads((directory / "corpus.json").read_text())
+        record = json.loads((directory / "corpus.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return False
-    names = [found.get("train"), found.get("validation")]
-    there = all((directory / name).is_file() for name in names if name is not None)
-    return there and bool(found.get("source") == source)
+    names = [record.get("train"), record.get("validation")]
+    files_exist = all((directory / name).is_file() for name in names if name is not None)
+    return files_exist and bool(record.get("source") == source)
 
 
 def _file_fingerprint(file: Path) -> list[str | int]:

@@ -1,4 +1,4 @@
-"""TokenFile: token ids in a file, mapped into memory, not read."""
+"""TokenFile: a memory-mapped file of token ids."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ TOKEN_DTYPES = ("uint16", "uint32")
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """The token ids of a file, or of a part of it, in their order.
+    """The token ids of a file, or of a contiguous part of it.
 
-    The ids stay in the file: a slice of `ids` is read when it is used, so a file may be larger than memory, and the
+    The ids stay in the file and are read on use. So a file may be larger than memory, and the
     ranks of one host share its pages.
 
-    >>> train, held_out = TokenFile(np.arange(10)).split(0.2)
-    >>> len(train), held_out.ids.tolist(), str(held_out)
+    >>> train, validation = TokenFile(np.arange(10)).split(0.2)
+    >>> len(train), validation.ids.tolist(), str(validation)
     (8, [8, 9], 'an array (from token 8)')
     """
 
     ids: NDArray[np.integer[Any]] = field(repr=False)  # one dimension
     path: Path | None = None
-    """Where the ids lie; None for an array that lies in memory."""
+    """The file that stores the ids; None for an array in memory."""
     start: int = 0
-    """The place of the first of `ids` in the file."""
+    """Position of the first of `ids` in the file."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not a line of whole numbers."""
+        """Raise if the ids are not one-dimensional integers."""
         if self.ids.ndim != 1:
             raise ValueError(f"{self} has the shape {self.ids.shape}, but token ids have one dimension: flatten them")
         if self.ids.dtype.kind not in "ui":
@@ -46,7 +46,7 @@ class TokenFile:
     def open(cls, path: str | Path, dtype: str = "uint16") -> TokenFile:
         """Map a file of token ids: a .npy, or a .bin of little-endian numbers of `dtype`, uint16 or uint32.
 
-        A .npy says itself of what dtype it is, so `dtype` is not looked at.
+        `dtype` is ignored for a .npy, which stores its own dtype.
         """
         path = Path(path)
         if path.suffix not in TOKEN_FILE_SUFFIXES:
@@ -63,28 +63,28 @@ class TokenFile:
         return int(self.ids.size)
 
     def __str__(self) -> str:
-        """Name the file, and where in it this part begins."""
+        """Return the file name, and where in it this part begins."""
         name = "an array" if self.path is None else str(self.path)
         return f"{name} (from token {self.start})" if self.start else name
 
     def split(self, fraction: float) -> tuple[TokenFile, TokenFile]:
-        """Cut off the last `share` of the ids: what comes before it, and that share. Nothing is copied."""
+        """Split off the last `fraction` of the ids; return the first part and that one. Nothing is copied."""
         if not 0 <= fraction < 1:
             raise ValueError(f"the share to hold out is {fraction}, but must be from 0 up to below 1: give 0.1, say")
-        cut = len(self) - round(len(self) * fraction)
+        boundary = len(self) - round(len(self) * fraction)
         return (
-            TokenFile(self.ids[:cut], self.path, self.start),
-            TokenFile(self.ids[cut:], self.path, self.start + cut),
+            TokenFile(self.ids[:boundary], self.path, self.start),
+            TokenFile(self.ids[boundary:], self.path, self.start + boundary),
         )
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a path names a file of token ids rather than of text."""
+    """Return whether a path is a file of token ids, not of text."""
     return path.suffix in TOKEN_FILE_SUFFIXES and not path.is_dir()
 
 
 def write_tokens(path: str | Path, ids: ArrayLike) -> None:
-    """Write ids as a .npy of the smallest of uint16 and uint32 that holds them.
+    """Write ids as a .npy of uint16, or of uint32 if they need it.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "tokens.npy"
@@ -93,12 +93,12 @@ def write_tokens(path: str | Path, ids: ArrayLike) -> None:
     memmap([    1,     2, 65536], dtype=uint32)
     """
     array = np.asarray(ids)
-    tokens = TokenFile(array if array.size else array.astype(np.uint16))  # an empty list is of floats to numpy
+    tokens = TokenFile(array if array.size else array.astype(np.uint16))  # numpy makes an empty list a float array
     write_token_chunks(path, [tokens.ids], smallest_dtype(int(tokens.ids.max(initial=0))))
 
 
 def smallest_dtype(largest: int) -> str:
-    """The smallest dtype of token files that holds ids up to `largest`."""
+    """Return the smallest token file dtype that holds ids up to `largest`."""
     for dtype in TOKEN_DTYPES:
         if largest <= np.iinfo(dtype).max:
             return dtype
@@ -106,9 +106,9 @@ def smallest_dtype(largest: int) -> str:
 
 
 def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any]]], dtype: str) -> int:
-    """Write chunks of ids, one after another, as one .npy; return how many ids there were.
+    """Write chunks of ids, one after another, as one .npy; return the number of ids.
 
-    The file appears under its name only when it is whole: until then it has a hidden name beside it.
+    The file gets its name only when it is complete; until then it has a hidden name in the same directory.
     """
     path = Path(path)
     if path.suffix != ".npy":
@@ -117,14 +117,14 @@ def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any
     count = 0
     try:
         with open(partial, "wb") as file:
-            begin = _write_header(file, dtype, 0)
+            data_start = _write_header(file, dtype, 0)
             for chunk in chunks:
                 file.write(_check_range(chunk, dtype, count).tobytes())
                 count += chunk.size
             if not count:
                 raise ValueError(f"there are no token ids to write to {path}: the text is empty")
             file.seek(0)
-            if _write_header(file, dtype, count) != begin:  # numpy leaves room for a longer count since 1.23
+            if _write_header(file, dtype, count) != data_start:  # numpy reserves space for a longer count since 1.23
                 raise RuntimeError(f"numpy {np.__version__} cannot rewrite the header of {partial}: update numpy")
             file.flush()
             os.fsync(file.fileno())

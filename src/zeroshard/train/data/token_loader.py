@@ -1,19 +1,19 @@
-"""Loader: which tokens make the batch of a step.
+"""TokenLoader: the batch of tokens for a step.
 
-There are no worker processes: a batch is a few slices of a memory-mapped file, copied in microseconds, and any step's
-batch can be asked for at any time, so there is no state to save and nothing to wait for.
+There are no worker processes: a batch is a few slices of a memory-mapped file, copied in microseconds. Any step's batch
+can be read at any time, so there is no state to save.
 
 [Note: the order of samples]
-The tokens are cut into windows of `sequence` tokens. Training takes samples 0, 1, 2, … one after another, `batch` of
-them a step: sample n is at place n % windows of epoch n // windows, and each epoch has an order of its own, drawn from
-the seed. So a batch depends on the seed and the step alone, not on how many ranks share it or where the run was
-interrupted; every epoch visits every window once, and a batch may span two epochs.
+The tokens are split into windows of `sequence` tokens. Training uses samples 0, 1, 2, … in order, `batch` of them per
+step: sample n is at position n % windows of epoch n // windows, and the seed determines each epoch's own order. So a
+batch depends only on the seed and the step, not on the number of ranks or on interruptions. Every epoch visits every
+window once, and a batch may span two epochs.
 
-The order of an epoch is not stored (8 bytes a window, in every rank, drawn anew every epoch) but computed place by
-place, by a keyed bijection. A Feistel network permutes the numbers of b bits: it cuts a number into two halves and
-xors to each half, in turn, a hash of the other, which can be undone whatever the hash. With b the bits of the last
-window, fewer than half the numbers are no windows; from such a one the network is applied again until it comes to a
-window (cycle walking), which keeps the map one to one.
+The order of an epoch is not stored (that would take 8 bytes per window on every rank, and a new shuffle every epoch).
+It is computed position by position, by a keyed bijection. A Feistel network permutes the numbers of b bits: it splits a
+number into two halves and xors to each half, in turn, a hash of the other, which is invertible for any hash. With b the
+bits of the last window's index, fewer than half of the numbers are not windows. From such a number the network is
+applied again until it reaches a window (cycle walking), which keeps the map one to one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch import Tensor
 from zeroshard.train.data.token_file import TokenFile
 from zeroshard.train.errors import TrainingError
 
-_FEISTEL_ROUNDS = 8  # each half is hashed four times; two are too few to look random, more change nothing
+_FEISTEL_ROUNDS = 8  # each half is hashed four times: two are too few to look random, more do not help
 
 
 class UnknownTokenError(TrainingError, ValueError):
-    """A file holds an id that the model has no row for."""
+    """A token id is outside the model's vocabulary."""
 
 
 class TokenLoader:
-    """Batches of windows of tokens, with the token after each as its target.
+    """Reads batches of token windows; the target of each token is the next one.
 
     >>> loader = TokenLoader(np.arange(13), sequence=3, batch=2, seed=0)
-    >>> loader.num_windows  # of 3 tokens and the one that follows
+    >>> loader.num_windows  # of 3 tokens and the next one
     4
     >>> inputs, targets = loader.sequential_batch(0, rows=2)
     >>> inputs.tolist(), targets.tolist()
@@ -57,14 +57,13 @@ class TokenLoader:
         seed: int,
         vocab_size: int | None = None,
     ) -> None:
-        """Read windows of `sequence` tokens, `batch` of them a step over all ranks.
+        """Read windows of `sequence` tokens, `batch` of them per step over all ranks.
 
-        With a `vocabulary`, ids that are not below it are refused when they are met: an embedding would read past its
-        end.
+        With `vocab_size`, an id that is not below it raises when it is read: an embedding would read past its end.
         """
-        for name, value, least in (("sequence", sequence, 1), ("batch", batch, 1), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{name} is {value}, but must be at least {least}")
+        for name, value, minimum in (("sequence", sequence, 1), ("batch", batch, 1), ("seed", seed, 0)):
+            if value < minimum:
+                raise ValueError(f"{name} is {value}, but must be at least {minimum}")
         self.tokens = tokens if isinstance(tokens, TokenFile) else TokenFile(tokens)
         if len(self.tokens) <= sequence:
             raise ValueError(
@@ -76,12 +75,12 @@ class TokenLoader:
         self.seed = seed
         self.vocab_size = vocab_size
         self.num_windows = (len(self.tokens) - 1) // sequence
-        """Windows of an epoch. What is left at the end, less than a window, is not read."""
+        """Windows per epoch. The remainder at the end, less than a window, is not read."""
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """Give this rank's rows of a step's batch: inputs and targets, int64, (batch / ranks, sequence).
+        """Return this rank's rows of a step's batch: inputs and targets, int64, (batch / ranks, sequence).
 
-        The rows of all ranks, one rank after another, are the same for every number of ranks. Steps begin at 0.
+        The concatenated rows of all ranks are the same for every number of ranks. Steps count from 0.
         """
         if not 0 <= rank < ranks or step < 0:
             raise ValueError(f"got step {step}, rank {rank} of {ranks}: steps and ranks count from 0")
@@ -89,34 +88,34 @@ class TokenLoader:
             raise ValueError(
                 f"the batch of {self.batch_size} sequences cannot be shared by {ranks} ranks: give a multiple"
             )
-        share = self.batch_size // ranks
-        first = step * self.batch_size + rank * share
-        return self._read_windows(sample_windows(first, share, self.num_windows, self.seed))
+        rows = self.batch_size // ranks
+        first = step * self.batch_size + rank * rows
+        return self._read_windows(sample_windows(first, rows, self.num_windows, self.seed))
 
     def sequential_batch(self, index: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Give the `index`-th `rows` windows as they lie in the file, for evaluation. Only whole batches are given."""
-        whole = self.num_windows // rows if rows > 0 else 0
-        if not 0 <= index < whole:
+        """Return the `index`-th batch of `rows` windows in file order, for evaluation. Only full batches exist."""
+        num_batches = self.num_windows // rows if rows > 0 else 0
+        if not 0 <= index < num_batches:
             raise IndexError(
                 f"there is no batch {index} of {rows} windows in order: the {self.num_windows} windows of "
                 f"{self.tokens} "
-                f"make {whole}, counted from 0"
+                f"make {num_batches}, counted from 0"
             )
         return self._read_windows(np.arange(index * rows, (index + 1) * rows, dtype=np.uint64))
 
     def _read_windows(self, windows: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        read = np.empty((len(windows), self.sequence + 1), dtype=np.int64)
-        for row, start in zip(read, (windows * np.uint64(self.sequence)).tolist(), strict=True):
+        ids = np.empty((len(windows), self.sequence + 1), dtype=np.int64)
+        for row, start in zip(ids, (windows * np.uint64(self.sequence)).tolist(), strict=True):
             row[:] = self.tokens.ids[start : start + self.sequence + 1]
-        self._check_ids(read, windows)
-        rows = torch.from_numpy(read)
+        self._check_ids(ids, windows)
+        rows = torch.from_numpy(ids)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def _check_ids(self, read: NDArray[np.int64], windows: NDArray[np.uint64]) -> None:
-        least, largest = read.min(), read.max()
-        if least >= 0 and (self.vocab_size is None or largest < self.vocab_size):
+        smallest, largest = read.min(), read.max()
+        if smallest >= 0 and (self.vocab_size is None or largest < self.vocab_size):
             return
-        wrong = read == (least if least < 0 else largest)
+        wrong = read == (smallest if smallest < 0 else largest)
         row, column = np.argwhere(wrong)[0].tolist()
         position = self.tokens.start + int(windows[row]) * self.sequence + column
         limit = "" if self.vocab_size is None else f" to {self.vocab_size - 1}"
@@ -127,32 +126,32 @@ class TokenLoader:
 
 
 def sample_windows(first: int, count: int, windows: int, seed: int) -> NDArray[np.uint64]:
-    """The windows of samples `first` to `first + count`; see [Note: the order of samples].
+    """Return the windows of samples `first` to `first + count`; see [Note: the order of samples].
 
     >>> [sample_windows(5 * epoch, 5, windows=5, seed=7).tolist() for epoch in range(2)]
     [[1, 2, 4, 0, 3], [4, 3, 0, 1, 2]]
     """
     parts = []
     while count:
-        epoch, place = divmod(first, windows)
-        here = min(count, windows - place)
-        parts.append(shuffled_indices(np.arange(place, place + here, dtype=np.uint64), windows, seed, epoch))
-        first, count = first + here, count - here
+        epoch, position = divmod(first, windows)
+        num_here = min(count, windows - position)
+        parts.append(shuffled_indices(np.arange(position, position + num_here, dtype=np.uint64), windows, seed, epoch))
+        first, count = first + num_here, count - num_here
     return np.concatenate(parts)
 
 
 def shuffled_indices(positions: NDArray[np.uint64], size: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """What lies at `places` of a pseudo-random order of range(size), of which every (seed, epoch) has its own.
+    """Return the elements at `positions` of a pseudo-random order of range(size); each (seed, epoch) has its own.
 
     >>> shuffled_indices(np.arange(4, dtype=np.uint64), 10**9, seed=0, epoch=0).tolist()
     [825120821, 668828165, 192495340, 179227706]
     """
     keys = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(_FEISTEL_ROUNDS, np.uint64).astype(np.uint64)
     bits = (size - 1).bit_length()
-    found = _feistel(positions, bits, keys)
-    while (outside := found >= size).any():
-        found[outside] = _feistel(found[outside], bits, keys)
-    return found
+    indices = _feistel(positions, bits, keys)
+    while (is_outside := indices >= size).any():
+        indices[is_outside] = _feistel(indices[is_outside], bits, keys)
+    return indices
 
 
 def _feistel(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -166,7 +165,7 @@ def _feistel(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -
 
 
 def _hash(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """Spread every bit of a number over the low bits of another."""
+    """Hash numbers: every input bit affects the low bits of the result."""
     mixed = numbers ^ key
     for _ in range(2):
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd

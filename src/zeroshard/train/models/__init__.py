@@ -1,1 +1,1 @@
-"""What is trained: the reference GPT and Hugging Face's causal language models, behind one protocol."""
+"""Models to train: the reference GPT and Hugging Face's causal language models, behind one protocol."""

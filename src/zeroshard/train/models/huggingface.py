@@ -1,4 +1,4 @@
-"""HuggingFaceModel: a causal language model of transformers, from its directory into the job and back."""
+"""HuggingFaceModel: load a causal language model of transformers from its directory, and save it again."""
 
 from __future__ import annotations
 
@@ -31,45 +31,45 @@ if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA
     from zeroshard.train.options import ModelOptions
 
-MIN_TRANSFORMERS_VERSION = (5, 22)  # as in pyproject.toml: the rules by which weights are renamed have moved before
+MIN_TRANSFORMERS_VERSION = (5, 22)  # as in pyproject.toml: the rules for renaming weights have moved between versions
 CONFIG_FILE = "config.json"
-BASE_DIR = "base"  # where a model from scratch lies beside its adapters
-_COPIED_FILES = (  # what belongs to a model beside its config and weights
+BASE_DIR = "base"  # subdirectory, next to the adapters, of a base model that was trained from scratch
+_COPIED_FILES = (  # files of a model in addition to its config and weights
     "generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model tekken.json chat_template.jinja "
     "chat_template.json"
 ).split()
 _CONTEXT_ATTRIBUTES = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
-_MAX_FILE_BYTES = 5e9  # bytes of one file
+_MAX_FILE_BYTES = 5e9  # of one safetensors file
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers, on the meta device until ``zeroshard.shard`` fills it.
+    """A causal language model of transformers, on the meta device until ``zeroshard.shard`` initializes it.
 
-    Give ``module`` and ``init_fn`` to :func:`zeroshard.shard`. No rank ever holds more of the model than its shards and
-    one unit: the first rank reads each tensor from where it lies in the files, and tensors are written one by one.
+    Pass ``module`` and ``init_fn`` to :func:`zeroshard.shard`. No rank ever holds more of the model than its shards and
+    one unit: rank 0 reads each tensor directly from the files, and tensors are saved one by one.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, file = _locate_config(path)
+        self.path, config_file = _locate_config(path)
         stored = None if path.is_file() else _open_weights(self.path)
-        self.config = _load_config(file)  # as it was read: transformers writes into the one a model is built from
-        self.base_model: Any = _build_model(
-            self.config, file
-        )  # transformers' own model, also where adapters are put around it
+        self.config = _load_config(
+            config_file
+        )  # unchanged: transformers modifies the config that a model is built from
+        self.base_model: Any = _build_model(self.config, config_file)  # transformers' own model, without adapters
         self.module: nn.Module = self.base_model
         self._initializer = WeightInitializer(self.base_model, stored, str(self.path))
         self._stored_dtypes = {name: tensor.dtype for name, tensor in (stored or {}).items()}
-        common = Counter(dtype for dtype in self._stored_dtypes.values() if dtype.is_floating_point).most_common(1)
-        self.dtype: torch.dtype = common[0][0] if common else self.config.dtype or torch.float32  # saved in
+        most_common = Counter(dtype for dtype in self._stored_dtypes.values() if dtype.is_floating_point).most_common(1)
+        self.dtype: torch.dtype = most_common[0][0] if most_common else self.config.dtype or torch.float32  # for saving
 
-        text = self.base_model.config.get_text_config()
-        embedding = self.base_model.get_input_embeddings().weight  # [vocabulary, width]
+        text_config = self.base_model.config.get_text_config()
+        embedding = self.base_model.get_input_embeddings().weight  # [vocab_size, width]
         self.vocab_size = int(embedding.shape[0])
-        lengths = (getattr(text, name, None) for name in _CONTEXT_ATTRIBUTES)
+        lengths = (getattr(text_config, name, None) for name in _CONTEXT_ATTRIBUTES)
         self.context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
-        self.layers = int(getattr(text, "num_hidden_layers", 0))
-        self.width = int(getattr(text, "hidden_size", embedding.shape[1]))
+        self.layers = int(getattr(text_config, "num_hidden_layers", 0))
+        self.width = int(getattr(text_config, "hidden_size", embedding.shape[1]))
         self.description = f"{type(self.base_model).__name__}, {self.layers} layers, width {self.width}"
         tokenizer = self.path / "tokenizer.json"
         self.tokenizer_path = tokenizer if tokenizer.is_file() else None
@@ -77,7 +77,7 @@ class HuggingFaceModel:
         self.lora: LoRA | None = None
 
     def add_lora(self, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
-        """Freeze the model and train low-rank adapters instead; before ``module`` is given to ``shard``."""
+        """Freeze the model and train low-rank adapters instead. Call it before ``shard``."""
         from zeroshard.train.models.lora import LoRA
 
         self.lora = LoRA(self.base_model, rank, alpha, targets)
@@ -85,7 +85,7 @@ class HuggingFaceModel:
         self.description += f", {self.lora.description}"
 
     def init_fn(self, module: nn.Module) -> None:
-        """Fill one module's own parameters and buffers, as :class:`zeroshard.Config` wants it."""
+        """Initialize one module's own parameters and buffers; the ``init_fn`` of :class:`zeroshard.Config`."""
         if self.lora is not None and module in self.lora:
             self.lora.initialize(module)
         elif module in self._initializer:
@@ -94,12 +94,12 @@ class HuggingFaceModel:
             raise ValueError(f"this {type(module).__name__} is no part of {self.path}: shard HuggingFaceModel.module")
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
-        """Have the activations of the blocks computed again: of those that transformers marks, or all repeated ones.
+        """Recompute the blocks that transformers marks for checkpointing, or all repeated blocks.
 
-        Not by transformers' own switch, which some models lack, and which neither divides nor offloads what is kept.
+        It does not use transformers' own option: some models lack it, and it neither partitions nor offloads.
         """
-        layer = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
-        marked = [module for module in self.base_model.modules() if isinstance(module, layer)]
+        layer_class = importlib.import_module("transformers.modeling_layers").GradientCheckpointingLayer
+        marked = [module for module in self.base_model.modules() if isinstance(module, layer_class)]
         try:
             zeroshard.checkpoint_activations(self.module, marked or None, partition=partition, offload=offload)
         except ValueError as error:
@@ -107,54 +107,54 @@ class HuggingFaceModel:
             raise ValueError(f"{name} cannot recompute activations: leave --recompute out ({error})") from error
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy, in fp32; while training, with the routers' own loss where the config asks for it."""
+        """Return the mean cross-entropy in fp32; in training, plus the router loss if the config enables it."""
         return causal_lm_loss(module, tokens, targets)
 
     def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence, vocabulary) scores of the next token."""
+        """Return the (batch, sequence, vocab_size) scores of the next token."""
         logits: torch.Tensor = module(input_ids=tokens, use_cache=False).logits
         return logits
 
     def save(self, module: nn.Module, directory: Path | None) -> None:
-        """Write what was trained: adapters, else the model as it came, with config, tokenizer and dtypes.
+        """Write what was trained: the adapters, or the model with its config, tokenizer and original dtypes.
 
-        All ranks call it together; those without a directory only help.
+        All ranks call it together; ranks without a directory only take part in the collectives.
         """
         if self.lora is None:
             self.save_base(module, directory)
         elif self.is_pretrained:
             self.lora.save(module, directory, self.path.resolve())
-        else:  # adapters of a model that is nowhere else
+        else:  # the base model is stored nowhere else
             self.lora.save(module, directory, (directory or Path()).resolve() / BASE_DIR)
             self.save_base(module, directory and directory / BASE_DIR)
 
     def save_base(self, module: nn.Module, directory: Path | None) -> None:
-        """Write the model without its adapters."""
-        sharded = {id(parameter): name for name, parameter in module.named_parameters()}
-        parameters = {name: sharded[id(parameter)] for name, parameter in self._initializer.named_parameters()}
+        """Write the model without adapters."""
+        sharded_names = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = {name: sharded_names[id(parameter)] for name, parameter in self._initializer.named_parameters()}
         buffers = dict(self._initializer.named_persistent_buffers())
         shapes = {name: tuple(parameter.shape) for name, parameter in self._initializer.named_parameters()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
 
-        def read(name: str) -> torch.Tensor:
+        def read_tensor(name: str) -> torch.Tensor:
             return buffers[name] if name in buffers else zeroshard.full_parameter(module, parameters[name])
 
-        def blank(name: str) -> torch.Tensor:
+        def meta_tensor(name: str) -> torch.Tensor:
             dtype = buffers[name].dtype if name in buffers else self.dtype
             return torch.empty(shapes[name], dtype=dtype, device="meta")
 
-        homes: dict[str, WeightConversion] = {}  # of each tensor that is written
+        conversions: dict[str, WeightConversion] = {}  # by the name of the written tensor
         entries: list[TensorInfo] = []
-        for recipe in save_conversions(self.base_model, shapes):
-            for name, tensor in recipe.convert(blank, self.base_model).items():
-                homes[name] = recipe
+        for conversion in save_conversions(self.base_model, shapes):
+            for name, tensor in conversion.convert(meta_tensor, self.base_model).items():
+                conversions[name] = conversion
                 entries.append(TensorInfo(name, self._stored_dtypes.get(name, tensor.dtype), tuple(tensor.shape)))
-        made: dict[str, torch.Tensor] = {}  # by one recipe, and not yet written
+        converted: dict[str, torch.Tensor] = {}  # converted, not yet written
 
         def fetch(name: str) -> torch.Tensor:
-            if name not in made:
-                made.update(homes[name].convert(read, self.base_model))
-            return made.pop(name)
+            if name not in converted:
+                converted.update(conversions[name].convert(read_tensor, self.base_model))
+            return converted.pop(name)
 
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class HuggingFaceModel:
             self._write_config_and_tokenizer(directory)
 
     def _write_config_and_tokenizer(self, directory: Path) -> None:
-        """Write the config, and copy what needs no change."""
+        """Write the config, and copy the files that do not change."""
         config = copy.deepcopy(self.config)
         config.dtype = config.dtype or self.dtype
         config.architectures = [type(self.base_model).__name__]
@@ -174,7 +174,7 @@ class HuggingFaceModel:
 
 
 def open_model(path: Path) -> HuggingFaceModel:
-    """Open a local directory with config.json and, to go on from them, weights; or a config.json, to begin anew.
+    """Open a local directory with config.json and pretrained weights, or a config.json alone to train from scratch.
 
     >>> import tempfile
     >>> config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
@@ -189,7 +189,7 @@ def open_model(path: Path) -> HuggingFaceModel:
 
 
 def open_hugging_face(options: ModelOptions) -> HuggingFaceModel:
-    """Open the model that the options of `zeroshard train` name, with adapters and recomputation as they say."""
+    """Open the model of the `zeroshard train` options, with their adapters and activation checkpointing."""
     for name in ("layers", "heads", "width"):
         if getattr(options, name) is not None:
             raise ValueError(
@@ -204,14 +204,14 @@ def open_hugging_face(options: ModelOptions) -> HuggingFaceModel:
 
 
 def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
-    """What was saved, whole and in this process: the logits of (batch, sequence) tokens, and the longest sequence."""
+    """Load a saved model unsharded; return its logits function of (batch, sequence) tokens, and its context."""
     library = _import_transformers()
     adapter = directory / "adapter_config.json"
     base = directory
     if adapter.is_file():
-        told = json.loads(adapter.read_text())["base_model_name_or_path"]
-        base = directory / BASE_DIR if (directory / BASE_DIR).is_dir() else Path(told)
-    context = open_model(base).context  # tells what is wrong with the directory, too
+        base_path = json.loads(adapter.read_text())["base_model_name_or_path"]
+        base = directory / BASE_DIR if (directory / BASE_DIR).is_dir() else Path(base_path)
+    context = open_model(base).context  # also raises if the directory is invalid
     model = library.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, trust_remote_code=False)
     if adapter.is_file():
         from zeroshard.train.models.lora import load_adapter
@@ -222,19 +222,19 @@ def load_trained(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor
 
 
 def causal_lm_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of (batch, sequence) tokens' logits and targets, in fp32.
+    """Return the mean cross-entropy of (batch, sequence) tokens and targets, in fp32.
 
-    Under autograd, with the loss by which routers balance their experts, where the config says output_router_logits.
+    With gradients enabled, it includes the load-balancing loss of the routers if the config sets output_router_logits.
     """
     output = model(input_ids=tokens, use_cache=False)
     value: torch.Tensor = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
-    balance = getattr(output, "aux_loss", None)
-    if balance is None or not torch.is_grad_enabled():
+    aux_loss = getattr(output, "aux_loss", None)
+    if aux_loss is None or not torch.is_grad_enabled():
         return value
-    places = (model, model.config.get_text_config())
-    weights = (getattr(place, name, None) for place in places for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    configs = (model, model.config.get_text_config())
+    weights = (getattr(config, name, None) for config in configs for name in ("router_aux_loss_coef", "aux_loss_coef"))
     weight: float = next(weight for weight in weights if weight is not None)
-    return value.add(balance.float(), alpha=weight)
+    return value.add(aux_loss.float(), alpha=weight)
 
 
 # ------------------------------------------------------------------------------------------------- opening
@@ -248,16 +248,16 @@ def _import_transformers() -> Any:
             f"a Hugging Face model needs transformers ({error}): run pip install 'zeroshard[huggingface]'"
         ) from error
     if tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2]) < MIN_TRANSFORMERS_VERSION:
-        oldest = ".".join(map(str, MIN_TRANSFORMERS_VERSION))
+        minimum = ".".join(map(str, MIN_TRANSFORMERS_VERSION))
         raise ImportError(
-            f"a Hugging Face model needs transformers {oldest} or newer, and {library.__version__} is installed: run "
+            f"a Hugging Face model needs transformers {minimum} or newer, and {library.__version__} is installed: run "
             "pip install 'zeroshard[huggingface]'"
         )
     return library
 
 
 def _locate_config(path: Path) -> tuple[Path, Path]:
-    """The model's directory and its config file."""
+    """Return the model's directory and its config file."""
     if path.is_file():
         return path.parent, path
     if not path.is_dir():
@@ -271,7 +271,7 @@ def _locate_config(path: Path) -> tuple[Path, Path]:
 
 
 def _open_weights(directory: Path) -> SafetensorsWeights | None:
-    """The directory's weights; None where it has none of any sort."""
+    """Open the directory's weights; return None if it has no weights in any format."""
     if (directory / SAFETENSORS_INDEX_FILE).is_file() or (directory / SAFETENSORS_FILE).is_file():
         return SafetensorsWeights(directory)
     others = sorted(
@@ -289,28 +289,28 @@ def _open_weights(directory: Path) -> SafetensorsWeights | None:
 
 
 def _load_config(file: Path) -> Any:
-    """Read a config with transformers' own class; no code that comes with a model is run."""
+    """Read a config with transformers' own class; code that comes with a model is never run."""
     library = _import_transformers()
     try:
-        told = json.loads(file.read_text())
+        config_dict = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from error
-    if not isinstance(told, dict) or "model_type" not in told:
+    if not isinstance(config_dict, dict) or "model_type" not in config_dict:
         raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
-    if told.get("quantization_config") is not None:
+    if config_dict.get("quantization_config") is not None:
         raise ValueError(f"{file} is of a quantized model, which cannot be trained: give the weights in 16 or 32 bits")
-    kind = told["model_type"]
+    model_type = config_dict["model_type"]
     try:
         config = library.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many classes
+    except Exception as error:  # transformers raises many classes
         raise ValueError(f"{file}: transformers {library.__version__} does not take it: {error}") from error
     if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{file} is of a {kind!r} model, which transformers has no causal language model of")
+        raise ValueError(f"{file} is of a {model_type!r} model, which transformers has no causal language model of")
     return config
 
 
 def _build_model(config: Any, file: Path) -> Any:
-    """Build the model on the meta device, in fp32: in what it computes, and is kept, ``shard`` is told."""
+    """Build the model on the meta device in fp32; ``shard`` sets the compute and storage dtypes."""
     library = _import_transformers()
     try:
         with torch.device("meta"):
@@ -319,8 +319,8 @@ def _build_model(config: Any, file: Path) -> Any:
             )
     except Exception as error:
         raise ValueError(f"{file}: transformers {library.__version__} cannot build the model: {error}") from error
-    masked = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING
-    if masked and not (getattr(model.config, "is_decoder", False) or getattr(model.config, "causal", False)):
+    is_masked_lm = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING
+    if is_masked_lm and not (getattr(model.config, "is_decoder", False) or getattr(model.config, "causal", False)):
         raise ValueError(
             f"{file} is of a {config.model_type!r} encoder, whose tokens see those that follow: "
             'set "is_decoder" to true there to train it as a causal language model'

@@ -1,4 +1,4 @@
-"""LanguageModel: what the main job asks of a model, and the reference GPT as one."""
+"""LanguageModel: the protocol that `zeroshard train` needs from a model, and the reference GPT behind it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from zeroshard.train.options import DataOptions, ModelOptions
 from zeroshard.train.run_directory import write_json
 from zeroshard.utils.atomic_file import read_json
 
-GPT_MODEL_TYPE = "zeroshard-gpt"  # in config.json, under the key that Hugging Face's models have theirs
+GPT_MODEL_TYPE = "zeroshard-gpt"  # "model_type" in config.json, as in Hugging Face's models
 
 
 class LanguageModel(Protocol):
-    """A causal language model on the meta device, and how it is used."""
+    """A causal language model on the meta device, with its loss, logits and format."""
 
     @property
     def module(self) -> nn.Module:
@@ -33,15 +33,15 @@ class LanguageModel(Protocol):
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """One-line description."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids it knows."""
+        """Number of token ids."""
 
     @property
     def context(self) -> int | None:
-        """Longest sequence; None where the model has no limit."""
+        """Longest sequence; None if the model has no limit."""
 
     @property
     def layers(self) -> int:
@@ -53,31 +53,31 @@ class LanguageModel(Protocol):
 
     @property
     def init_fn(self) -> Callable[[nn.Module], None] | None:
-        """Fills one module's own parameters, as :class:`zeroshard.Config` wants it; None: ``reset_parameters``."""
+        """Initializes one module's own parameters, for :class:`zeroshard.Config`; None: ``reset_parameters``."""
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """The tokenizer that the model was made with."""
+        """The model's own tokenizer, if any."""
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether it comes with weights."""
+        """Whether the model has pretrained weights."""
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
-        """Have the blocks' activations computed again, as :func:`zeroshard.checkpoint_activations` takes it."""
+        """Recompute the blocks' activations in backward; see :func:`zeroshard.checkpoint_activations`."""
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy, in fp32."""
+        """Return the mean cross-entropy, in fp32."""
 
     def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, sequence, vocabulary) scores of the next token."""
+        """Return the (batch, sequence, vocab_size) scores of the next token."""
 
     def save(self, module: nn.Module, directory: Path | None) -> None:
-        """Write the sharded model in the format it came in. All ranks call it; those without a directory only help."""
+        """Write the sharded model in its original format. All ranks call it; only one passes a directory."""
 
 
 class ReferenceGPT:
-    """The reference GPT, by a preset and what is changed of it."""
+    """The reference GPT as a LanguageModel."""
 
     init_fn = None
     tokenizer_path = None
@@ -93,7 +93,7 @@ class ReferenceGPT:
 
     @classmethod
     def from_options(cls, model: ModelOptions, data: DataOptions) -> ReferenceGPT:
-        """Take the preset, with what the options change.
+        """Create the preset's model, with the changes in the options.
 
         >>> ReferenceGPT.from_options(ModelOptions(layers=2), DataOptions()).description
         'GPT, 2 layers, 4 heads, width 128'
@@ -112,16 +112,16 @@ class ReferenceGPT:
         return language_model
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
-        """Have the blocks' activations computed again."""
+        """Recompute the blocks' activations in backward."""
         zeroshard.checkpoint_activations(self.module, [Block], partition=partition, offload=offload)
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean cross-entropy, in fp32."""
+        """Return the mean cross-entropy, in fp32."""
         loss: torch.Tensor = module(tokens, targets)
         return loss
 
     def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token."""
+        """Return the scores of the next token."""
         logits: torch.Tensor = module(tokens)
         return logits
 
@@ -137,7 +137,7 @@ class ReferenceGPT:
 
     @staticmethod
     def load(directory: Path) -> GPT:
-        """Read what :meth:`save` wrote, as a plain model."""
+        """Read what :meth:`save` wrote, as an unsharded model."""
         config = read_json(directory / "config.json")
         config.pop("model_type")
         model = GPT(GPTConfig(**config))
@@ -147,22 +147,24 @@ class ReferenceGPT:
 
 
 def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel:
-    """Find the model that the options name."""
+    """Open the model that the options name."""
     if model.model in PRESETS:
         if model.lora:
             raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
         return ReferenceGPT.from_options(model, data)
     if data.vocabulary is not None:
         raise ValueError("--vocabulary changes a preset; a Hugging Face model has its own in config.json: leave it out")
-    near = difflib.get_close_matches(model.model, PRESETS, n=1)
-    if near and not Path(model.model).exists():
-        raise ValueError(f"{model.model!r} is neither a preset nor a directory or file here: did you mean {near[0]!r}?")
+    matches = difflib.get_close_matches(model.model, PRESETS, n=1)
+    if matches and not Path(model.model).exists():
+        raise ValueError(
+            f"{model.model!r} is neither a preset nor a directory or file here: did you mean {matches[0]!r}?"
+        )
     from zeroshard.train.models.huggingface import open_hugging_face
 
     return open_hugging_face(model)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Put the tokenizer beside a saved model."""
+    """Copy the tokenizer to the directory of a saved model."""
     if source.is_file() and not (directory / source.name).exists():
         shutil.copy2(source, directory / source.name)

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters of PEFT around a frozen model; they alone are trained and saved."""
+"""LoRA: low-rank adapters of PEFT around a frozen model; only they are trained and saved."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ import zeroshard
 from zeroshard.checkpoint.safetensors_files import TensorInfo, write_safetensors
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-_ADAPTER_NAME = "default"  # PEFT's, of an adapter that is given none
+_ADAPTER_NAME = "default"  # PEFT's default name
 
 
 class LoRA:
-    """The adapters of one model. What is trained is ``module``: the model, changed in place, in PEFT's wrapper.
+    """The adapters of one model. Train ``module``: the model, modified in place, in PEFT's wrapper.
 
-    ``targets`` are names of modules, or their last parts; "all-linear" means all but the head, and none means those
-    that PEFT takes for the architecture. An adapter's scale is ``alpha / rank``.
+    ``targets`` are module names or their last parts; "all-linear" means all but the head, and an empty list means
+    PEFT's default for the architecture. An adapter's scale is ``alpha / rank``.
     """
 
     def __init__(self, model: Any, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",)) -> None:
         peft = _import_peft()
-        inside = set(model.modules())
+        base_modules = set(model.modules())
         config = peft.LoraConfig(
             r=rank,
             lora_alpha=alpha,
             target_modules=targets[0] if len(targets) == 1 and targets[0] == "all-linear" else list(targets) or None,
-            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in inside),  # GPT-2's are transposed
+            fan_in_fan_out=any(
+                type(module).__name__ == "Conv1D" for module in base_modules
+            ),  # GPT-2's weights are transposed
             task_type="CAUSAL_LM",
         )
         with torch.device("meta"):
@@ -44,7 +46,7 @@ class LoRA:
         unknown = [
             name
             for name, module in self.module.named_modules()
-            if module not in inside and module not in self._initializers and [*module.parameters(recurse=False)]
+            if module not in base_modules and module not in self._initializers and [*module.parameters(recurse=False)]
         ]
         if unknown:
             raise ValueError(f"PEFT has put {', '.join(unknown[:8])} into the model, which is no LoRA adapter")
@@ -55,12 +57,12 @@ class LoRA:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
-        """Give an adapter's module its first values: together, those of A and B change nothing yet."""
+        """Initialize a module of an adapter. The initial product of A and B is zero."""
         for parameter in module.parameters(recurse=False):
             self._initializers[module](parameter)
 
     def save(self, module: nn.Module, directory: Path | None, base: Path) -> None:
-        """Write the adapters as PEFT does, for ``base``. All ranks call it; those without a directory only help."""
+        """Write the adapters for ``base`` in PEFT's format. All ranks call it; only one passes a directory."""
         names = {
             re.sub(rf"\.{_ADAPTER_NAME}(?=\.|$)", "", f"{prefix}.{key}"): f"{prefix}.{key}"
             for prefix, inner in module.named_modules()
@@ -68,7 +70,10 @@ class LoRA:
             for key, _ in inner.named_parameters(recurse=False)
         }
         parameters = dict(module.named_parameters())
-        entries = [TensorInfo(name, torch.float32, tuple(parameters[full].shape)) for name, full in names.items()]
+        entries = [
+            TensorInfo(name, torch.float32, tuple(parameters[parameter_name].shape))
+            for name, parameter_name in names.items()
+        ]
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             config = copy.deepcopy(self.module.peft_config[_ADAPTER_NAME])
@@ -80,19 +85,19 @@ class LoRA:
 
 
 def load_adapter(model: nn.Module, directory: Path) -> Any:
-    """Put saved adapters around a plain model."""
+    """Wrap a plain model in saved adapters."""
     return _import_peft().PeftModel.from_pretrained(model, str(directory), local_files_only=True)
 
 
 def _adapter_initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[torch.Tensor], Any]]]:
-    """The modules of the adapters, and how their parameters begin: as PEFT's do."""
+    """Yield the modules of the adapters and their initializers, the same as PEFT's."""
     for layer in model.modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "lora_B"):
             down, up = layer.lora_A, layer.lora_B
             if _ADAPTER_NAME in down:
                 yield down[_ADAPTER_NAME], partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
                 yield up[_ADAPTER_NAME], nn.init.zeros_
-            else:  # of an embedding
+            else:  # adapters of an embedding
                 yield layer.lora_embedding_A, nn.init.zeros_
                 yield layer.lora_embedding_B, nn.init.normal_
 

@@ -1,8 +1,8 @@
-"""Conversion: how tensors as they lie in files become those of a transformers model, and back.
+"""WeightConversion: convert stored tensors to those of a transformers model, and back.
 
-For most models a stored tensor is one of the model's, perhaps under another name. For some, mixtures of experts above
-all, transformers stacks, joins or splits tensors on loading. The rules are transformers' own; here they are applied to
-a few tensors at a time, so that nobody holds them all.
+For most models a stored tensor is a tensor of the model, perhaps under another name. For some, mainly mixtures of
+experts, transformers stacks, concatenates or splits tensors on loading. The rules are transformers' own; here they are
+applied to a few tensors at a time, so that no rank holds them all.
 """
 
 from __future__ import annotations
@@ -20,77 +20,78 @@ ReadTensor = Callable[[str], torch.Tensor]
 
 @dataclass
 class WeightConversion:
-    """How a few tensors are made from a few others."""
+    """Converts a few source tensors to a few target tensors."""
 
     target: str
-    """The first of those that are made."""
+    """Name of the first target tensor."""
     converter: Any = None
-    """transformers' WeightConverter; None: one tensor, as it is."""
+    """transformers' WeightConverter; None: one tensor, unchanged."""
     renamings: list[Any] = field(default_factory=list)
-    """transformers' WeightRenamings, for the names of what the rule makes."""
+    """transformers' WeightRenamings, applied to the target names."""
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """(which of the rule's patterns it matches, name) of those it is made from."""
+    """(matching pattern of the converter, name) of each source tensor."""
 
     @property
     def source_names(self) -> list[str]:
-        """What it is made from."""
+        """Names of the source tensors."""
         return [name for _, name in self.sources]
 
     def convert(self, read: ReadTensor, model: Any) -> dict[str, torch.Tensor]:
-        """Read the sources and give what they make, by name."""
+        """Read the sources and return the target tensors by name."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
-        rule = copy.deepcopy(self.converter)  # it keeps what it is given
+        converter = copy.deepcopy(self.converter)  # a converter keeps references to its inputs
         for pattern, name in self.sources:
-            rule.add_tensor(self.target, name, pattern, read(name))
-        made = rule.convert(self.target, model=model, config=model.config)
-        apply = _core_model_loading().apply_renamings
+            converter.add_tensor(self.target, name, pattern, read(name))
+        converted = converter.convert(self.target, model=model, config=model.config)
+        rename = _core_model_loading().apply_renamings
         return {
-            apply(name, self.renamings): value[0] if isinstance(value, list) else value for name, value in made.items()
+            rename(name, self.renamings): value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
         }
 
 
 def load_conversions(model: Any, stored: Mapping[str, torch.Tensor]) -> list[WeightConversion]:
-    """How a model's tensors are made from stored ones; those that match nothing are passed on under their names.
+    """Return the conversions from stored tensors to a model's; tensors that match no rule keep their names.
 
-    Leaves on the model which rules were used, as transformers does, for :func:`save_conversions`.
+    Like transformers, it records the used rules on the model, for :func:`save_conversions`.
     """
     rules = _core_model_loading()
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     renamings, converters = _split_rules(mapping)
     state = model.state_dict()
-    recipes: dict[str, WeightConversion] = {}
+    conversions: dict[str, WeightConversion] = {}
     for name in sorted(stored, key=rules.dot_natural_key):
         target, pattern = rules.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if target not in state and name in state:  # a rule matched what is converted already
+        if target not in state and name in state:  # the rule matched a tensor that is already converted
             target, pattern = rules.rename_source_key(name, [], [], model.base_model_prefix, state)
         rule = None if pattern is None else _converter_for(pattern, converters)
-        if rule is None and target in recipes:  # the same tensor with and without the base model's prefix
+        if rule is None and target in conversions:  # the same tensor with and without the base model's prefix
             target = name
-        recipes.setdefault(target, WeightConversion(target, rule)).sources.append((pattern or name, name))
+        conversions.setdefault(target, WeightConversion(target, rule)).sources.append((pattern or name, name))
     model._weight_conversions = [rule for rule in mapping if rule.was_used()]
-    return list(recipes.values())
+    return list(conversions.values())
 
 
 def save_conversions(model: Any, names: Iterable[str]) -> list[WeightConversion]:
-    """How the tensors of a model's files are made from its own: back to the names and shapes they were loaded from."""
+    """Return the conversions from a model's tensors back to the names and shapes they were loaded from."""
     rules = _core_model_loading()
     mapping = getattr(model, "_weight_conversions", None)
-    if mapping is None:  # never loaded: as its published weights are, which have no prefix to be changed
+    if mapping is None:  # never loaded: use the published format, without prefix changes
         library = importlib.import_module("transformers.conversion_mapping")
         mapping = library.get_model_conversion_mapping(model, add_legacy=False)
         mapping = [rule for rule in mapping if not isinstance(rule, rules.PrefixChange)]
     renamings, converters = _split_rules([rule.reverse_transform() for rule in reversed(mapping)])
-    recipes: dict[str, WeightConversion] = {}
+    conversions: dict[str, WeightConversion] = {}
     for name in sorted(names, key=rules.dot_natural_key):
         target, pattern = rules.apply_converters(name, converters)
         if pattern is None:
             target = rules.apply_renamings(name, renamings)
-            recipe = WeightConversion(target)
+            conversion = WeightConversion(target)
         else:
-            recipe = WeightConversion(target, _converter_for(pattern, converters), renamings)
-        recipes.setdefault(target, recipe).sources.append((pattern or name, name))
-    return list(recipes.values())
+            conversion = WeightConversion(target, _converter_for(pattern, converters), renamings)
+        conversions.setdefault(target, conversion).sources.append((pattern or name, name))
+    return list(conversions.values())
 
 
 def _core_model_loading() -> Any:
@@ -98,12 +99,12 @@ def _core_model_loading() -> Any:
 
 
 def _split_rules(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Rules that only rename, and those that compute."""
+    """Split the rules into renamings and converters."""
     rules = _core_model_loading()
     renamings = [rule for rule in mapping if isinstance(rule, rules.WeightRenaming)]
     return renamings, [rule for rule in mapping if isinstance(rule, rules.WeightConverter)]
 
 
 def _converter_for(pattern: str, converters: list[Any]) -> Any:
-    """The last rule with the pattern: transformers' own table is a dict of them."""
+    """Return the last converter with the pattern, because transformers' own table is a dict by pattern."""
     return next(rule for rule in reversed(converters) if pattern in rule.source_patterns)

@@ -1,4 +1,4 @@
-"""The report of a training run as one HTML file, which opens offline and loads nothing."""
+"""Write the report of a training run as one self-contained HTML file, which works offline."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from zeroshard.utils.atomic_file import read_json
 
 
 class RunMetrics(NamedTuple):
-    """What metrics.jsonl holds, in the order of the steps."""
+    """The contents of metrics.jsonl, in the order of the steps."""
 
     steps: list[JsonObject]
-    evaluations: list[tuple[int, float]]  # step and held-out loss
+    evaluations: list[tuple[int, float]]  # step and validation loss
 
 
 class ReportFigure(NamedTuple):
-    """One of the numbers at the head of the page."""
+    """One of the numbers at the top of the report."""
 
     name: str
     value: str
@@ -34,9 +34,9 @@ class ReportFigure(NamedTuple):
 
 
 def write_html_report(run: Path) -> Path:
-    """Write `report.html` into the directory of a run, from its `run.json` and `metrics.jsonl`, and return its path.
+    """Write `report.html` to the directory of a run, from its `run.json` and `metrics.jsonl`, and return its path.
 
-    The run may still be going on or have ended early: where something was not recorded, the page says so.
+    The run may be in progress or have ended early; the report says what was not recorded.
 
     >>> import json, tempfile
     >>> run = Path(tempfile.mkdtemp())
@@ -47,12 +47,12 @@ def write_html_report(run: Path) -> Path:
     """
     run = Path(run)
     record, metrics = _read_record(run / "run.json"), read_metrics(run / "metrics.jsonl")
-    text = render_page(
+    html = render_page(
         "zeroshard.train.report", "page.html.j2", "the report of a run", **_template_context(record, metrics)
     )
-    page = run / "report.html"
-    page.write_bytes(text)
-    return page
+    report_path = run / "report.html"
+    report_path.write_bytes(html)
+    return report_path
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -65,8 +65,8 @@ def _read_record(path: Path) -> JsonObject:
 
 
 def read_metrics(path: Path) -> RunMetrics:
-    """Read `metrics.jsonl`. Where the file goes back to an earlier step, the run was resumed there: what it held from
-    that step on is forgotten. A line cut short is left out. A file that is not there is a run without steps."""
+    """Read `metrics.jsonl`. If a step repeats, the run was resumed there: earlier entries from that step on are
+    dropped. Truncated lines are skipped. A missing file means a run without steps."""
     steps: dict[int, JsonObject] = {}
     evaluations: dict[int, float] = {}
     last = -math.inf
@@ -80,10 +80,10 @@ def read_metrics(path: Path) -> RunMetrics:
                 evaluations[step] = loss
             continue
         if step <= last:
-            steps = {at: kept for at, kept in steps.items() if at < step}
-            evaluations = {at: kept for at, kept in evaluations.items() if at < step}
+            steps = {index: value for index, value in steps.items() if index < step}
+            evaluations = {index: value for index, value in evaluations.items() if index < step}
         steps[step], last = entry, step
-    return RunMetrics([steps[at] for at in sorted(steps)], sorted(evaluations.items()))
+    return RunMetrics([steps[index] for index in sorted(steps)], sorted(evaluations.items()))
 
 
 def _parse_line(line: str) -> JsonObject | None:
@@ -98,9 +98,9 @@ def _parse_line(line: str) -> JsonObject | None:
 
 
 def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
-    """Gather what the template shows."""
+    """Return the variables of the template."""
     steps, memory, traffic = metrics.steps, record.get("memory") or [], record.get("traffic")
-    drawn = (
+    charts = (
         run_charts.loss_chart(steps, metrics.evaluations),
         run_charts.metric_chart(steps, "lr", "Learning rate", tick_format="~g"),
         run_charts.metric_chart(steps, "grad_norm", "Gradient norm", smoothed=True),
@@ -111,7 +111,7 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
         run_charts.timeline_chart(record.get("timeline")),
         run_charts.communication_chart(traffic or {}, record.get("paper_traffic")),
     )
-    by_name = {chart.name: chart for chart in drawn if chart is not None}
+    charts_by_name = {chart.name: chart for chart in charts if chart is not None}
     model = record.get("model") or {}
     return {
         "name": str(record.get("name") or "run"),
@@ -121,7 +121,7 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
         "stage": record.get("stage"),
         "ranks": record.get("ranks"),
         "headline": _headline(record, metrics),
-        "charts": by_name,
+        "charts": charts_by_name,
         "lost": len(steps) - len(extract_series(steps, "loss")[0]),
         "fullest": _format_peak(memory),
         "traffic": traffic,
@@ -137,7 +137,7 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
 
 
 def _facts(record: JsonObject, model: JsonObject) -> list[str]:
-    """Say in a few phrases what was trained, how and when."""
+    """Return short phrases: what was trained, how and when."""
     facts = [str(model["description"])] if model.get("description") else []
     if finite_or_none(model.get("parameters")) is not None:
         facts.append(f"{format_count(model['parameters'])} parameters")
@@ -150,55 +150,59 @@ def _facts(record: JsonObject, model: JsonObject) -> list[str]:
     device = (record.get("versions") or {}).get("device")
     facts += [str(fact) for fact in (device, record.get("backend"), record.get("precision")) if fact]
     if record.get("started"):
-        began = datetime.fromisoformat(record["started"])
-        facts.append(f"{began.day} {began:%B %Y, %H:%M %Z}".strip())
+        started = datetime.fromisoformat(record["started"])
+        facts.append(f"{started.day} {started:%B %Y, %H:%M %Z}".strip())
     return facts
 
 
 def _headline(record: JsonObject, metrics: RunMetrics) -> list[ReportFigure]:
-    """Choose the numbers at the head of the page: those that were recorded."""
+    """Return the numbers at the top of the report, those that were recorded."""
     figures = []
-    at, losses = extract_series(metrics.steps, "loss")
+    loss_steps, losses = extract_series(metrics.steps, "loss")
     if losses:
-        note = f"at step {at[-1]:,}" + (f", from {losses[0]:.2f} at step {at[0]:,}" if len(at) > 1 else "")
+        note = f"at step {loss_steps[-1]:,}" + (
+            f", from {losses[0]:.2f} at step {loss_steps[0]:,}" if len(loss_steps) > 1 else ""
+        )
         figures.append(ReportFigure("Training loss", f"{losses[-1]:.2f}", note))
     if metrics.evaluations:
-        first, (best_at, best) = metrics.evaluations[0][1], min(metrics.evaluations, key=lambda pair: pair[1])
+        first, (best_step, best) = metrics.evaluations[0][1], min(metrics.evaluations, key=lambda pair: pair[1])
         value = f"{first:.2f} → {best:.2f}" if len(metrics.evaluations) > 1 else f"{best:.2f}"
-        note = f"best at step {best_at:,}, a perplexity of {math.exp(min(best, 700)):,.2f}"
+        note = f"best at step {best_step:,}, a perplexity of {math.exp(min(best, 700)):,.2f}"
         figures.append(ReportFigure("Held-out loss", value, note))
     speeds = extract_series(metrics.steps, "tokens_per_s")[1]
     if speeds:
         figures.append(ReportFigure("Tokens per second", format_count(median(speeds)), _throughput_note(metrics.steps)))
-    memory, plain = record.get("memory") or [], record.get("plain")
+    memory, ddp_bytes = record.get("memory") or [], record.get("plain")
     if memory:
-        most = max(sum(run_charts.state_bytes(rank).values()) for rank in memory)
+        max_bytes = max(sum(run_charts.state_bytes(rank).values()) for rank in memory)
         figures.append(
             ReportFigure(
-                "Memory per rank", format_bytes(most), _memory_note(most, sum(plain.values()) if plain else None)
+                "Memory per rank",
+                format_bytes(max_bytes),
+                _memory_note(max_bytes, sum(ddp_bytes.values()) if ddp_bytes else None),
             )
         )
     seconds = finite_or_none(record.get("seconds"))
     if seconds is not None:
-        tokens = extract_series(metrics.steps, "tokens")[1][-1:]  # so far, on all ranks
+        tokens = extract_series(metrics.steps, "tokens")[1][-1:]  # total so far, on all ranks
         note = ", ".join([f"{len(metrics.steps):,} steps", *(f"{format_count(sum)} tokens" for sum in tokens)])
         figures.append(ReportFigure("Time", format_duration(seconds), note))
     return figures
 
 
 def _throughput_note(steps: Sequence[JsonObject]) -> str:
-    """Say what goes with the throughput: how far the device was used, where that is known."""
+    """Return the note for the throughput: TFLOP/s and MFU, if known."""
     notes = ["median of all steps"]
-    tflops, used = (extract_series(steps, key)[1] for key in ("tflops", "mfu"))
+    tflops, mfu = (extract_series(steps, key)[1] for key in ("tflops", "mfu"))
     if tflops:
         notes.append(f"{median(tflops):.3g} TFLOP/s")
-    if used:
-        notes.append(f"{median(used):.1%} of the device's peak")
+    if mfu:
+        notes.append(f"{median(mfu):.1%} of the device's peak")
     return ", ".join(notes)
 
 
 def _memory_note(most: float, plain: float | None) -> str:
-    """Compare a rank's model states with those of plain data parallelism."""
+    """Compare a rank's model states with those of DDP."""
     if not plain or not most:
         return "of model states"
     ratio = plain / most
@@ -213,26 +217,26 @@ def _format_peak(memory: Sequence[JsonObject]) -> str:
 
 
 def _traffic_vs_paper(traffic: JsonObject | None, paper: JsonObject | None) -> JsonObject | None:
-    """Compare the bytes of one step with the paper's."""
-    ours = sum(kind["bytes"] for kind in (traffic or {}).values())
-    if not ours:
+    """Compare the traffic of one step with the paper's."""
+    nbytes = sum(kind["bytes"] for kind in (traffic or {}).values())
+    if not nbytes:
         return None
-    volume = {"ours": format_bytes(ours), "formula": "", "paper": "", "ratio": ""}
+    volume = {"ours": format_bytes(nbytes), "formula": "", "paper": "", "ratio": ""}
     if paper and paper.get("bytes"):
         volume |= {"formula": str(paper["formula"]), "paper": format_bytes(paper["bytes"])}
-        volume["ratio"] = f"{ours / paper['bytes']:.2f}"
+        volume["ratio"] = f"{nbytes / paper['bytes']:.2f}"
     return volume
 
 
 def _activation_vs_tensor_traffic(traffic: JsonObject | None) -> JsonObject | None:
-    """Compare the bytes that P_a gathers in one step with those of tensor parallelism itself."""
+    """Compare the bytes that P_a gathers in one step with the traffic of tensor parallelism itself."""
     if not traffic or not traffic["layers"]["bytes"]:
         return None
-    ours, gathered = traffic["layers"]["bytes"], traffic["activations"]["bytes"]
+    tensor_bytes, activation_bytes = traffic["layers"]["bytes"], traffic["activations"]["bytes"]
     return {
-        "ours": format_bytes(ours),
-        "gathered": format_bytes(gathered),
-        "share": f"1/{ours / gathered:.1f}" if gathered else "",
+        "ours": format_bytes(tensor_bytes),
+        "gathered": format_bytes(activation_bytes),
+        "share": f"1/{tensor_bytes / activation_bytes:.1f}" if activation_bytes else "",
     }
 
 

@@ -1,1 +1,1 @@
-"""What people see of a run while it trains: live on a terminal, as lines elsewhere."""
+"""The output of a run while it trains: live on a terminal, as lines elsewhere."""

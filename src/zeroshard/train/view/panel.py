@@ -1,4 +1,4 @@
-"""Panel: a run's progress, figures and memory, drawn by rich for a terminal."""
+"""The terminal panel of a run: progress, metrics and memory, drawn by rich."""
 
 from __future__ import annotations
 
@@ -17,44 +17,48 @@ from zeroshard.train.metrics import StepMetrics
 from zeroshard.train.view.progress import RunProgress
 from zeroshard.utils.format import format_clock, format_compact_count, format_metric, format_percent, memory_rows
 
-WIDE_LAYOUT_COLUMNS = 116  # columns from which on memory stands beside the figures
+WIDE_LAYOUT_COLUMNS = 116  # from this width on, memory is shown to the right of the metrics
 
 
 def render_panel(run_progress: RunProgress, seconds_since_step: float, columns: int) -> RenderableType:
-    """The progress bar, and the figures and the memory in a frame; `waited` seconds after the last step."""
+    """Return the progress bar, and a panel of metrics and memory, `seconds_since_step` after the last step."""
 
     elapsed = seconds_since_step + (0.0 if run_progress.metrics is None else run_progress.metrics.seconds)
-    left = None if run_progress.seconds_left is None else max(0.0, run_progress.seconds_left - seconds_since_step)
+    seconds_left = (
+        None if run_progress.seconds_left is None else max(0.0, run_progress.seconds_left - seconds_since_step)
+    )
     progress = Table.grid(padding=(0, 2, 0, 0), expand=True)
     progress.width = columns
     for ratio in (None, 1, None, None):
         progress.add_column(no_wrap=True, ratio=ratio)
-    done = f"step {run_progress.step}/{run_progress.total_steps}"
+    step_text = f"step {run_progress.step}/{run_progress.total_steps}"
     bar = _progress_bar(run_progress.step, run_progress.total_steps)
-    progress.add_row(done, bar, f"{format_clock(elapsed)} elapsed", f"{format_clock(left)} left")
-    wide = columns >= WIDE_LAYOUT_COLUMNS
-    inside = (columns - 8) // 2 if wide else columns - 4  # beside a frame, a space at either side, four in the middle
+    progress.add_row(step_text, bar, f"{format_clock(elapsed)} elapsed", f"{format_clock(seconds_left)} left")
+    is_wide = columns >= WIDE_LAYOUT_COLUMNS
+    inner_columns = (
+        (columns - 8) // 2 if is_wide else columns - 4
+    )  # without the border, its padding, and four columns in the middle
     parts: list[RenderableType] = []
     if run_progress.metrics is not None:
-        parts.append(_metrics_block(run_progress, run_progress.metrics, inside))
+        parts.append(_metrics_block(run_progress, run_progress.metrics, inner_columns))
     if run_progress.held_bytes:
-        parts += [""] if parts and not wide else []
-        parts.append(_memory_bars(run_progress, inside - 42))  # beside names and sizes
+        parts += [""] if parts and not is_wide else []
+        parts.append(_memory_bars(run_progress, inner_columns - 42))  # without names and sizes
     if not parts:
         return progress
     body = Table.grid(padding=(0, 4, 0, 0))
-    for row in [parts] if wide else [[part] for part in parts]:
+    for row in [parts] if is_wide else [[part] for part in parts]:
         body.add_row(*row)
     return Group(progress, Panel(body, border_style="dim", width=columns))
 
 
 def _metrics_block(run_progress: RunProgress, metrics: StepMetrics, columns: int) -> RenderableType:
-    """Loss with its sparkline, and the other figures in two columns."""
+    """Return the loss with its sparkline, and the other metrics in two columns."""
 
-    label, value = 18, 11  # columns; labels as wide as "optimizer states" and its gap in the table of memory
-    healthy = "bold cyan" if math.isfinite(metrics.loss) else "bold red"
-    spark = sparkline(run_progress.losses, columns - label - value)
-    rows = [("loss", format_metric(metrics.loss), healthy, (spark, "cyan"))]
+    label, value = 18, 11  # widths in columns; labels as wide as "optimizer states" and its gap in the memory table
+    loss_style = "bold cyan" if math.isfinite(metrics.loss) else "bold red"
+    loss_sparkline = sparkline(run_progress.losses, columns - label - value)
+    rows = [("loss", format_metric(metrics.loss), loss_style, (loss_sparkline, "cyan"))]
     if run_progress.last_evaluation is not None:
         rows.append(
             (
@@ -65,8 +69,8 @@ def _metrics_block(run_progress: RunProgress, metrics: StepMetrics, columns: int
             )
         )
     lines = [
-        Text.assemble((f"{name:<{label}}", "dim"), (f"{text:<{value}}", style), beside)
-        for name, text, style, beside in rows
+        Text.assemble((f"{name:<{label}}", "dim"), (f"{text:<{value}}", style), note)
+        for name, text, style, note in rows
     ]
     facts = [
         ("learning rate", f"{metrics.lr:.1e}"),
@@ -78,14 +82,14 @@ def _metrics_block(run_progress: RunProgress, metrics: StepMetrics, columns: int
         ("communication", None if run_progress.communication is None else format_percent(run_progress.communication)),
     ]
     known = [(name, text) for name, text in facts if text is not None]
-    for at in range(0, len(known), 2):
-        cells = [((f"{name:<{label}}", "dim"), f"{text:<{value}}") for name, text in known[at : at + 2]]
+    for start in range(0, len(known), 2):
+        cells = [((f"{name:<{label}}", "dim"), f"{text:<{value}}") for name, text in known[start : start + 2]]
         lines.append(Text.assemble(*(part for cell in cells for part in cell)))
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
 def _memory_bars(run_progress: RunProgress, columns: int) -> RenderableType:
-    """Memory by kind: a bar as long as plain data parallelism's bytes, filled as far as this rank's."""
+    """Return memory by kind: the length of a bar is DDP's bytes, the filled part is this rank's."""
 
     *kinds, (_, held, plain) = memory_rows(run_progress.held_bytes, run_progress.ddp_bytes)
     title = Text(
@@ -96,20 +100,20 @@ def _memory_bars(run_progress: RunProgress, columns: int) -> RenderableType:
         table.add_column(no_wrap=True)
     longest = max(max(held, plain) for _, held, plain in kinds) or 1
     for kind, held, plain in kinds:
-        whole = max(held, plain)
-        bar = _progress_bar(held, whole, max(1, round(columns * whole / longest)))
+        total = max(held, plain)
+        bar = _progress_bar(held, total, max(1, round(columns * total / longest)))
         table.add_row(Text(kind, "dim"), bar, f"{format_bytes(held):>9} of {format_bytes(plain):>9}")
     return Group(title, table)
 
 
 def _progress_bar(part: int, whole: int, width: int | None = None) -> RenderableType:
 
-    colours = ("grey42", "green", "green")  # what is missing, what is there, and that when nothing is missing
-    return ProgressBar(whole, part, width, False, *colours)
+    styles = ("grey42", "green", "green")  # remaining, complete, and complete at 100%
+    return ProgressBar(whole, part, width, False, *styles)
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """The values as a line of blocks, at most `columns` long: neighbours are averaged, × is not a finite number.
+    """Return the values as a line of at most `columns` blocks: neighbours are averaged, × is not a finite number.
 
     >>> sparkline([4.0, 3.0, 2.5, float("nan"), 1.0, 1.0], 10)
     '█▆▅×▁▁'
@@ -119,7 +123,7 @@ def sparkline(values: Sequence[float], columns: int) -> str:
     count = min(len(values), columns)
     if count < 1:
         return ""
-    edges = [len(values) * at // count for at in range(count + 1)]
+    edges = [len(values) * index // count for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     low, span = min(finite), (max(finite) - min(finite)) or 1.0

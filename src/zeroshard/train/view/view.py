@@ -1,6 +1,6 @@
-"""View: what a run tells those who watch it. Rank 0 opens one by `open_view`; the others take `RunView()`, silent.
+"""RunView: the output of a run. Rank 0 opens one by `open_view`; the other ranks use a silent `RunView()`.
 
-rich is imported only where there is a terminal, so that plain lines work without it.
+rich is imported only for a terminal, so plain lines work without it.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from zeroshard.utils.format import (
 
 
 class RunView:
-    """What a run tells those who watch it. This one, for ranks above 0, shows nothing; the others derive from it.
+    """The output of a run. This base class shows nothing and serves ranks above 0; the other views derive from it.
 
     >>> with RunView() as view:
     ...     view.show_message("nobody reads this")
     """
 
     def show_header(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Show what will be run, as pairs of label and value."""
+        """Show the description of the run, as pairs of label and value."""
 
     def show_step(self, metrics: StepMetrics) -> None:
-        """Show that a step is done."""
+        """Show the metrics of a finished step."""
 
     def show_evaluation(self, step: int, loss: float) -> None:
-        """Show the held-out loss after `step` steps."""
+        """Show the validation loss after `step` steps."""
 
     def show_memory(self, held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> None:
-        """Show the bytes of states at rest by kind: those this rank holds, those plain data parallelism would."""
+        """Show the bytes of states between steps by kind: those of this rank, and those of DDP."""
 
     def show_message(self, text: str) -> None:
         """Show a message."""
 
     def show_sample(self, prompt: str, text: str) -> None:
-        """Show what the model wrote (`text`) after `prompt`."""
+        """Show the `text` that the model generated after `prompt`."""
 
     def show_footer(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Show how the run ended, as pairs of label and value; no step follows."""
+        """Show how the run ended, as pairs of label and value. No step follows."""
 
     def close(self) -> None:
-        """Show the last state and give the terminal back."""
+        """Show the final state and release the terminal."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,24 +67,24 @@ class RunView:
 
 
 class PlainView(RunView):
-    """Lines of fixed columns for log files: the first step, each `log_every`-th and the last."""
+    """Lines with fixed columns for log files: the first step, every `log_every`-th step and the last."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, log_every: int) -> None:
         self._stream = stream
         self._log_every = log_every
         self._progress = RunProgress(total_steps, start_step)
-        self._last_step_shown = start_step  # the last step that has a line
+        self._last_step_shown = start_step  # the last step with a line
 
     def show_header(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Write a line for each pair."""
+        """Write one line per pair."""
         for label, value in align_labels(lines):
             self.show_message(label + value)
 
     def show_step(self, metrics: StepMetrics) -> None:
-        """Write a line, if it is this step's turn."""
+        """Write a line, if this step is due."""
         self._progress = self._progress.with_step(metrics)
-        first, last = metrics.step == self._progress.start_step + 1, metrics.step == self._progress.total_steps
-        if first or last or metrics.step % self._log_every == 0:
+        is_first, is_last = metrics.step == self._progress.start_step + 1, metrics.step == self._progress.total_steps
+        if is_first or is_last or metrics.step % self._log_every == 0:
             self._write_step_line()
 
     def show_evaluation(self, step: int, loss: float) -> None:
@@ -92,35 +92,35 @@ class PlainView(RunView):
         self.show_message(f"{self._step_label(step)}  held-out loss {format_metric(loss)}")
 
     def show_memory(self, held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> None:
-        """Write a line for each kind, unless the last lines said the same."""
+        """Write one line per kind, unless nothing has changed."""
         if (held_bytes, ddp_bytes) == (self._progress.held_bytes, self._progress.ddp_bytes):
             return
         self._progress = replace(self._progress, held_bytes=dict(held_bytes), ddp_bytes=dict(ddp_bytes))
-        for kind, ours, theirs in memory_rows(held_bytes, ddp_bytes):
-            self.show_message(f"memory  {kind:<17} {format_bytes(ours):>9} of {format_bytes(theirs):>9}")
+        for kind, held, ddp in memory_rows(held_bytes, ddp_bytes):
+            self.show_message(f"memory  {kind:<17} {format_bytes(held):>9} of {format_bytes(ddp):>9}")
 
     def show_message(self, text: str) -> None:
-        """Write the text, with anything that would move a cursor made visible."""
+        """Write the text with control characters escaped."""
         encoding = self._stream.encoding or "utf-8"
         try:
             self._stream.write(escape_control_chars(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
             self._stream.flush()
-        except OSError:  # nobody reads any more (`| head`): no reason to stop training
-            if self._stream is sys.stdout:  # which Python flushes at its end
+        except OSError:  # the reader has closed the pipe (`| head`): training continues
+            if self._stream is sys.stdout:  # Python flushes stdout at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self._stream = StringIO()
 
     def show_sample(self, prompt: str, text: str) -> None:
-        """Write the prompt on a line and the text beneath, each line behind a bar."""
+        """Write the prompt on one line and the text below it, each line after a bar."""
         self.show_message("\n  | ".join([f"sample after {prompt!r}", *escape_control_chars(text).split("\n")]))
 
     def show_footer(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Write the line of the last step, where the run ended early, and one for each pair."""
+        """Write the line of the last step, if the run ended early, and one line per pair."""
         self.close()
         self.show_header(lines)
 
     def close(self) -> None:
-        """Write the line of the last step, where the run ended early."""
+        """Write the line of the last step, if the run ended early."""
         if self._progress.step != self._last_step_shown:
             self._write_step_line()
 
@@ -150,7 +150,7 @@ class PlainView(RunView):
 def open_view(
     *, total_steps: int, start_step: int, stream: TextIO | None = None, plain: bool = False, log_every: int = 10
 ) -> RunView:
-    """The view that suits `stream` (stdout by default): live on a terminal, otherwise, or if `plain`, lines.
+    """Return the view for `stream` (default: stdout): live on a terminal, otherwise, or if `plain`, lines.
 
     >>> view = open_view(total_steps=400, start_step=0)
     >>> metrics = StepMetrics(step=1, loss=5.812, lr=1e-3, grad_norm=1.02, tokens=4096, tokens_per_s=21300, seconds=1)
@@ -160,15 +160,15 @@ def open_view(
     if log_every < 1:
         raise ValueError(f"log_every is {log_every}, but must be at least 1, the number of steps from line to line")
     stream = sys.stdout if stream is None else stream
-    lines = PlainView(stream, total_steps=total_steps, start_step=start_step, log_every=log_every)
-    unicode = (stream.encoding or "utf-8").lower().startswith("utf")
-    if plain or not stream.isatty() or os.environ.get("TERM") == "dumb" or not unicode:
-        return lines
+    plain_view = PlainView(stream, total_steps=total_steps, start_step=start_step, log_every=log_every)
+    is_unicode = (stream.encoding or "utf-8").lower().startswith("utf")
+    if plain or not stream.isatty() or os.environ.get("TERM") == "dumb" or not is_unicode:
+        return plain_view
     if importlib.util.find_spec("rich") is None:
-        lines.show_message(
+        plain_view.show_message(
             "plain lines, because rich is missing, which draws the live view: pip install 'zeroshard[train]'"
         )
-        return lines
+        return plain_view
     from rich.console import Console
 
     from zeroshard.train.view.live import LiveView
