@@ -1,26 +1,26 @@
-"""Find out by trying whether an optimizer may run on flat shards.
+"""Test on small tensors whether an optimizer can run on flat shards.
 
-[Note: detecting torch's rounding]
-zeroshard steps an optimizer on flat slices that cut through matrices and join parameters ([Note: optimizer slices]).
-That is right only where the update of an element looks at that element alone. A class's name does not say so: a
-subclass of AdamW may clip by tensor, a rule may ask for ``p.ndim``, a group may keep a sum over all parameters. So for
-a class that is not one of torch's own elementwise ones, small copies of the optimizer step the same values and
-gradients, once as whole parameters and several times as slices, the way ranks hold them. Values, states, and the
-numbers kept in groups and in the optimizer itself have to agree.
+[Note: testing that an optimizer is elementwise]
+zeroshard steps an optimizer on flat slices that split matrices and join parameters ([Note: optimizer slices]). This is
+correct only if the update of each element depends on that element alone. The class name does not tell: a subclass of
+AdamW may clip per tensor, a rule may read ``p.ndim``, a group may keep a sum over all parameters. So unless the class
+is one of torch's own elementwise optimizers, small copies of the optimizer step the same values and gradients, once as
+full parameters and several times as slices, split as they are over ranks. Values, states, and the numbers stored in
+groups and in the optimizer itself must match.
 
-What has to show, and how it is made to:
+What the trials must detect, and how:
 
 - trust ratios, clipping by norm: gradients from 1e-8 to 1e6, tensors of different scales, zeros, in fp64, where
-  elementwise arithmetic agrees to 1e-12 of a movement;
-- rules on dimensions or sizes: from 0 to 4 dimensions, and a second trial with large tensors in the model's own dtype;
-- warmups and work that is done every n-th step: after some steps the counters are set near 10,000;
-- sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction, and numbers that are compared;
-- a rank that has nothing of a group: an empty one.
+  elementwise results match to 1e-12 of the change of an element;
+- rules on dimensions or sizes: 0 to 4 dimensions, and a second trial with large tensors in the model's own dtype;
+- warmups and work on every n-th step: after some steps the step counters are set close to 10,000;
+- sums over all parameters (Prodigy, D-Adaptation): gradients that keep their direction; all numbers are compared;
+- a rank that has no elements of a group: an empty group.
 
-What cannot be decided is refused: an optimizer that raises on the copies, needs a closure, draws random numbers,
-communicates, holds parameters outside its groups, has hooks or a ``step`` of its own, or keeps what cannot be copied.
-The user's optimizer is only read, and no global random state changes. The copies run on the CPU, eagerly: a dispatch
-mode is active, in which torch.compile does not compile.
+An optimizer that cannot be tested is rejected: if it raises on the copies, needs a closure, draws random numbers,
+communicates, holds parameters outside its groups, has hooks or a replaced ``step``, or stores what cannot be copied.
+The user's optimizer is only read, and no global random state changes. The copies run on the CPU (on the GPU only if
+that does not decide), eagerly: a dispatch mode is active, in which torch.compile does not compile.
 """
 
 from __future__ import annotations
@@ -49,25 +49,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.optim.slices import is_elementwise, is_scalar_state
 from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
 
-# These look at whole rows, whole matrices or all parameters at once: on a shard their result would be another one.
+# These read full rows, full matrices or all parameters at once, so their result on a shard would differ.
 UNSUPPORTED_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
-JUMP_TO_STEP = 9_998  # what counters are set to: past warmups, and just before a step that many periods divide
-MAX_COPIED_ELEMENTS = 4096  # elements of a tensor, or entries of a list, that a copy of the optimizer takes along
+JUMP_TO_STEP = 9_998  # new value of step counters: after warmups, and just before a multiple of many periods
+MAX_COPIED_ELEMENTS = 4096  # largest tensor (elements) or container (entries) that is copied
 
 
 class ElementwiseUndecidedError(Exception):
-    """It cannot be found out by trying; says why."""
+    """The trials cannot decide whether an optimizer is elementwise; the message says why."""
 
 
 class ElementwiseMismatchError(Exception):
-    """An optimizer gives other numbers on slices than on whole parameters; says which."""
+    """An optimizer gives different numbers on slices than on full parameters; the message says which."""
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, elementwise: bool | None, dtype: torch.dtype | None) -> None:
-    """Raise unless the optimizer may run on flat shards: see [Note: detecting torch's rounding].
+    """Raise unless the optimizer can run on flat shards: see [Note: testing that an optimizer is elementwise].
 
-    ``elementwise=True`` is the user's word for it. ``dtype`` is what parameters are updated in; None: their own.
+    ``elementwise=True``: the user asserts it, so nothing is tested. ``dtype`` is the dtype of the update; None: that of
+    each parameter.
 
     >>> check_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]), None, None)
     """
@@ -84,13 +85,13 @@ def check_elementwise(optimizer: torch.optim.Optimizer, elementwise: bool | None
 def check_elementwise_group(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], elementwise: bool | None, dtype: torch.dtype | None
 ) -> None:
-    """Raise unless one more group, of parameters of the model, may run on flat shards."""
+    """Raise unless one more group of model parameters can run on flat shards."""
     if type(optimizer) not in ELEMENTWISE_OPTIMIZERS and not elementwise:
         _compare_or_raise(optimizer, partial(_compare_groups, optimizer, [{**optimizer.defaults, **group}], dtype))
 
 
 def _compare_or_raise(optimizer: torch.optim.Optimizer, compare: Callable[[], None]) -> None:
-    """Make an error for the user of what a comparison raises."""
+    """Run a comparison and turn what it raises into an error for the user."""
     kind = type(optimizer).__qualname__
     try:
         compare()
@@ -114,14 +115,14 @@ def _compare_or_raise(optimizer: torch.optim.Optimizer, compare: Callable[[], No
 
 @dataclass(frozen=True)
 class _TrialSpec:
-    """Which tensors are stepped, how often, and how the pieces are cut."""
+    """Which tensors are stepped, how often, and how they are split into slices."""
 
     shapes: tuple[tuple[int, ...], ...]
-    grad_scales: tuple[float, ...]  # of the gradients, step by step; see _gradients
+    grad_scales: tuple[float, ...]  # of the gradients, one per step; see _make_gradients
     grad_scales_after_jump: tuple[float, ...]
     rank_splits: tuple[tuple[tuple[int, ...], ...], ...]
-    """Arrangements over ranks: for each rank where its slices begin, and where the last one ends."""
-    tolerance: float  # relative to how far an element has moved
+    """Splits over ranks: for each rank, where its slices begin and where the last one ends."""
+    tolerance: float  # relative to the change of an element
 
     @property
     def numel(self) -> int:
@@ -135,16 +136,14 @@ _SMALL_TRIAL = _TrialSpec(
     rank_splits=(((0, 103),), ((0, 37), (37, 103)), ((0, 10, 61), (), (61, 62, 103))),
     tolerance=1e-5,
 )
-_LARGE_TRIAL = (
-    _TrialSpec(  # past the sizes from which matrices are factored (128 by 128) or states are quantised (4096)
-        shapes=((144, 128), (1040, 8), (16, 16, 3, 3), (4608,)),
-        grad_scales=(1, 0.1, 10),
-        grad_scales_after_jump=(1, -3),
-        rank_splits=(((0, 20_011), (20_011, 33_664)),),
-        tolerance=2e-3,
-    )
+_LARGE_TRIAL = _TrialSpec(  # above the sizes at which matrices are factored (128 x 128) or states quantized (4096)
+    shapes=((144, 128), (1040, 8), (16, 16, 3, 3), (4608,)),
+    grad_scales=(1, 0.1, 10),
+    grad_scales_after_jump=(1, -3),
+    rank_splits=(((0, 20_011), (20_011, 33_664)),),
+    tolerance=2e-3,
 )
-_HUGE_TRIAL = _TrialSpec(  # where the model has larger parameters than the last trial's
+_HUGE_TRIAL = _TrialSpec(  # if the model has larger matrices than _LARGE_TRIAL
     shapes=((1040, 256),),
     grad_scales=(1,),
     grad_scales_after_jump=(),
@@ -154,7 +153,7 @@ _HUGE_TRIAL = _TrialSpec(  # where the model has larger parameters than the last
 
 
 def _compare(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
-    """Raise ``ElementwiseMismatchError`` or ``ElementwiseUndecidedError`` unless slices give the whole's numbers."""
+    """Raise ``ElementwiseMismatchError`` or ``ElementwiseUndecidedError`` unless slices give the same numbers."""
     _check_can_run_trial(optimizer)
     groups = _distinct_groups(optimizer.param_groups)
     if groups:
@@ -164,24 +163,28 @@ def _compare(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> Non
 def _compare_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
     cpu = torch.device("cpu")
     devices = list(dict.fromkeys([cpu, *(p.device for p in groups[0]["params"] if p.device.type == "cuda")]))
-    run = partial(_run_trial, optimizer, groups)
+    run_trial = partial(_run_trial, optimizer, groups)
     _run_first_decisive(
-        [partial(run, _SMALL_TRIAL, wide, device) for device in devices for wide in (torch.float64, torch.float32)]
+        [
+            partial(run_trial, _SMALL_TRIAL, wide_dtype, device)
+            for device in devices
+            for wide_dtype in (torch.float64, torch.float32)
+        ]
     )
-    for low in {dtype} if dtype is not None else {p.dtype for group in groups for p in group["params"]}:
-        _run_first_decisive([partial(run, _LARGE_TRIAL, low, device) for device in devices])
+    for model_dtype in {dtype} if dtype is not None else {p.dtype for group in groups for p in group["params"]}:
+        _run_first_decisive([partial(run_trial, _LARGE_TRIAL, model_dtype, device) for device in devices])
         if any(p.dim() > 1 and p.numel() > _LARGE_TRIAL.numel for group in groups for p in group["params"]):
-            _run_first_decisive([partial(run, _HUGE_TRIAL, low, device) for device in devices])
+            _run_first_decisive([partial(run_trial, _HUGE_TRIAL, model_dtype, device) for device in devices])
 
 
 def _run_first_decisive(trials: Iterable[Callable[[], None]]) -> None:
-    """Try until one decides: an optimizer may not know fp64, or not the CPU."""
+    """Run trials until one decides: an optimizer may not support fp64, or the CPU."""
     reasons = []
     for trial in trials:
         try:
             return trial()
-        except ElementwiseUndecidedError as why:
-            reasons.append(why)
+        except ElementwiseUndecidedError as error:
+            reasons.append(error)
     raise reasons[0]
 
 
@@ -192,99 +195,101 @@ def _run_trial(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compare one trial. Where rounding would hide small updates, all learning rates are made larger."""
-    least_rate = 0.0 if dtype == torch.float64 else 1e-2
-    make = partial(_OptimizerCopy, optimizer, groups, trial, dtype, device, least_rate)
+    """Run and compare one trial. If rounding would hide small updates, all learning rates are increased."""
+    min_lr = 0.0 if dtype == torch.float64 else 1e-2
+    make_copy = partial(_OptimizerCopy, optimizer, groups, trial, dtype, device, min_lr)
     gradients = _make_gradients(trial, len(groups), dtype, device)
-    whole = _run_whole(make, gradients, any(optimizer.state.values()))
+    full = _run_whole(make_copy, gradients, any(optimizer.state.values()))
     for ranks in trial.rank_splits:
-        for cuts in ranks:
+        for splits in ranks:
             try:
-                pieces = make(cuts, whole.is_seeded)
-                pieces.run(gradients, jump=whole.has_jumped)
+                sliced = make_copy(splits, full.is_seeded)
+                sliced.run(gradients, jump=full.has_jumped)
             except (ElementwiseUndecidedError, ElementwiseMismatchError):
                 raise
             except Exception as error:
-                where = "without parameters" if not cuts else "of flat slices"
+                where = "without parameters" if not splits else "of flat slices"
                 raise ElementwiseMismatchError(
                     f"on a group {where} it raises {type(error).__name__}: {error}"
                 ) from error
-            _compare_values(whole, pieces, cuts)
-            _compare_states(whole, pieces)
-            for title, mine, theirs in (
-                ("the group's number {}", whole.options, pieces.options),
-                ("its attribute {}", whole.attributes, pieces.attributes),
+            _compare_values(full, sliced, splits)
+            _compare_states(full, sliced)
+            for title, expected, actual in (
+                ("the group's number {}", full.options, sliced.options),
+                ("its attribute {}", full.attributes, sliced.attributes),
             ):
-                for key in mine | theirs:
-                    if not _is_close(mine.get(key), theirs.get(key)):
+                for key in expected | actual:
+                    if not _is_close(expected.get(key), actual.get(key)):
                         what = title.format(repr(key))
                         raise ElementwiseMismatchError(
-                            f"{what} is {_short_repr(theirs.get(key))} on a slice, {_short_repr(mine.get(key))} on all"
+                            f"{what} is {_short_repr(actual.get(key))} on a slice, "
+                            f"{_short_repr(expected.get(key))} on all"
                         )
 
 
 def _run_whole(
     make: Callable[..., _OptimizerCopy], gradients: list[list[torch.Tensor]], has_states: bool
 ) -> _OptimizerCopy:
-    """Step whole parameters, from states like those there are, or from none where that does not work."""
+    """Step full parameters, starting from states like the existing ones, or from none if that fails."""
     for is_seeded in (True, False) if has_states else (False,):
         for jump in (True, False):
-            whole = make(None, is_seeded)
+            full = make(None, is_seeded)
             try:
-                whole.run(gradients, jump)
+                full.run(gradients, jump)
             except (ElementwiseUndecidedError, ElementwiseMismatchError):
                 raise
             except Exception as error:
                 failed = error
-                if not whole.has_jumped:
+                if not full.has_jumped:
                     break
             else:
-                return whole.validated()
+                return full.validated()
     raise ElementwiseUndecidedError(f"step() raises {type(failed).__name__}: {failed}") from failed
 
 
 def _make_gradients(
     trial: _TrialSpec, groups: int, dtype: torch.dtype, device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """For each group and step, the gradients of all elements: tensors and rows of different scales, some elements zero.
+    """Return the gradients of all elements for each group and step.
 
-    Most keep their direction, as those of a model that learns do; a negative scale turns it.
+    Tensors and rows have different scales, and some elements are zero. Most gradients keep their direction, as in a
+    model that learns; a negative scale reverses it.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    found = []
+    gradients = []
     for group in range(groups):
         base = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
         sizes = [math.prod(shape) for shape in trial.shapes]
         for index, part in enumerate(torch.split(base, sizes)):
             part *= (1.0, 0.2, 5.0, 0.03)[(index + group) % 4]
             part[::7] *= 10
-        lines = []
+        group_gradients = []
         for step, scale in enumerate((*trial.grad_scales, *trial.grad_scales_after_jump)):
             noise = base.roll(3 * step + 1)
-            line = (0.8 * base + 0.2 * noise) * scale * (0.01 if dtype == torch.float16 else 1.0)
+            gradient = (0.8 * base + 0.2 * noise) * scale * (0.01 if dtype == torch.float16 else 1.0)
             if step % 4 == 3:
-                line[step % 5 :: 3] = 0
-            lines.append(line.to(device, dtype))
-        found.append(lines)
-    return found
+                gradient[step % 5 :: 3] = 0
+            group_gradients.append(gradient.to(device, dtype))
+        gradients.append(group_gradients)
+    return gradients
 
 
 def _make_values(trial: _TrialSpec, groups: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     generator = torch.Generator("cpu").manual_seed(1)
-    found = []
+    values = []
     for group in range(groups):
-        line = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
-        for index, part in enumerate(torch.split(line, [math.prod(shape) for shape in trial.shapes])):
+        flattened = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
+        for index, part in enumerate(torch.split(flattened, [math.prod(shape) for shape in trial.shapes])):
             part *= (1.0, 0.0, 0.5, 0.02, 8.0)[(index + 5 - group) % 5]
-        found.append(line.to(device, dtype))
-    return found
+        values.append(flattened.to(device, dtype))
+    return values
 
 
 # ---------------------------------------------------------------------------------------------- a copy of an optimizer
 
 
 class _OptimizerCopy:
-    """A copy of the user's optimizer over parameters of its own, stepped: what came of it."""
+    """A copy of the user's optimizer with its own parameters, and their values after each step."""
 
     def __init__(
         self,
@@ -298,25 +303,25 @@ class _OptimizerCopy:
         is_seeded: bool,
     ) -> None:
         self.trial, self.is_seeded, self.has_jumped, self._device = trial, is_seeded, False, device
-        self.values: list[torch.Tensor] = []  # after each step, of all groups
+        self.values: list[torch.Tensor] = []  # of all groups, after each step
         self.initial_values: list[torch.Tensor] = []
         self.parameters: list[list[nn.Parameter]] = []
         self.spans = _spans(trial, splits)
         self.inner = inner = copy_optimizer(optimizer, device)
-        largest = max((float(g["lr"]) for g in groups if _is_number(g.get("lr"))), default=0.0)
-        for number, (group, line) in enumerate(
+        max_lr = max((float(g["lr"]) for g in groups if _is_number(g.get("lr"))), default=0.0)
+        for number, (group, flattened) in enumerate(
             zip(groups, _make_values(trial, len(groups), dtype, device), strict=True)
         ):
             shapes = trial.shapes if splits is None else [(end - start,) for start, end in self.spans]
             parameters = [
-                nn.Parameter(line[start:end].reshape(shape).clone())
+                nn.Parameter(flattened[start:end].reshape(shape).clone())
                 for (start, end), shape in zip(self.spans, shapes, strict=True)
             ]
             self.initial_values += [p.detach().flatten().clone() for p in parameters]
             self.parameters.append(parameters)
             options = _copy_group(optimizer, group, number, device)
             if _is_number(options.get("lr")):
-                options["lr"] = _trial_lr(options, optimizer.defaults, largest, min_lr)
+                options["lr"] = _trial_lr(options, optimizer.defaults, max_lr, min_lr)
             if splits is None:
                 _copy_attributes(parameters, group["params"])
             if isinstance(group.get("param_names"), list):
@@ -327,66 +332,66 @@ class _OptimizerCopy:
                 _seed_states(optimizer, group, parameters, self.spans, trial, device, inner.state)
 
     def run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
-        """Step with each gradient; set counters far ahead in between."""
-        elsewhere = torch.get_default_device() != self._device
-        with torch.no_grad(), self._device if elsewhere else nullcontext(), _SideEffectGuard():  # type: ignore[no-untyped-call]
+        """Step with each gradient; if ``jump``, advance the step counters in between."""
+        is_other_device = torch.get_default_device() != self._device
+        with torch.no_grad(), self._device if is_other_device else nullcontext(), _SideEffectGuard():  # type: ignore[no-untyped-call]
             self._run(gradients, jump)
 
     def _run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
-        steps, later = len(self.trial.grad_scales), len(self.trial.grad_scales_after_jump)
+        steps, steps_after_jump = len(self.trial.grad_scales), len(self.trial.grad_scales_after_jump)
         if callable(getattr(self.inner, "train", None)):
             self.inner.train()
         before: dict[Any, float] = {}
-        for step in range(steps + later):
+        for step in range(steps + steps_after_jump):
             if step == steps - 2:
-                before = {place: value for place, value, _ in self._stored_numbers()}
+                before = {key: value for key, value, _ in self._stored_numbers()}
             if step == steps and jump:
                 self._advance_counters(before)
-            for parameters, lines in zip(self.parameters, gradients, strict=True):
+            for parameters, group_gradients in zip(self.parameters, gradients, strict=True):
                 for parameter, (start, end) in zip(parameters, self.spans, strict=True):
-                    parameter.grad = lines[step][start:end].reshape(parameter.shape).clone()
+                    parameter.grad = group_gradients[step][start:end].reshape(parameter.shape).clone()
             type(self.inner).step(self.inner)
             self._record_values()
-        if callable(getattr(self.inner, "eval", None)):  # schedule-free optimizers exchange values there
+        if callable(getattr(self.inner, "eval", None)):  # schedule-free optimizers swap parameter values here
             self.inner.eval()
             self._record_values()
             self.inner.train()
             self._record_values()
 
     def validated(self) -> _OptimizerCopy:
-        """Return itself where something can be seen in its values."""
+        """Return itself; raise if its values cannot be compared."""
         first, last = torch.cat(self.initial_values), self.values[-1]
         if not bool(last.isfinite().all()):
             raise ElementwiseUndecidedError("it came to values that are not finite")
-        if len(self.values) > 1 and torch.equal(first, last):  # a warmup may begin with a step of 0
+        if len(self.values) > 1 and torch.equal(first, last):  # a warmup may begin with a learning rate of 0
             raise ElementwiseUndecidedError("its steps changed nothing")
         return self
 
     def _record_values(self) -> None:
-        lines = [p.detach().flatten() for parameters in self.parameters for p in parameters]
-        self.values.append(torch.cat(lines) if lines else torch.zeros(0))
+        flattened = [p.detach().flatten() for parameters in self.parameters for p in parameters]
+        self.values.append(torch.cat(flattened) if flattened else torch.zeros(0))
 
     def _stored_numbers(self) -> Iterable[tuple[Any, float, Callable[[Any], Any]]]:
-        """Every number that the optimizer keeps: its place, its value, and how to set it."""
+        """Yield every number that the optimizer stores: its key, its value, and a function that sets it."""
         states = [self.inner.state[p] for group in self.parameters for p in group if p in self.inner.state]
-        places: list[Any] = [*self.inner.param_groups, *(s for s in states if isinstance(s, dict)), vars(self.inner)]
-        for number, place in enumerate(places):
-            for key, value in list(place.items()):
+        stores: list[Any] = [*self.inner.param_groups, *(s for s in states if isinstance(s, dict)), vars(self.inner)]
+        for store_index, store in enumerate(stores):
+            for key, value in list(store.items()):
                 if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-                    yield (number, key), value.item(), value.fill_
+                    yield (store_index, key), value.item(), value.fill_
                 elif _is_number(value):
-                    yield (number, key), value, partial(place.__setitem__, key)
+                    yield (store_index, key), value, partial(store.__setitem__, key)
 
     def _advance_counters(self, before: dict[Any, float]) -> None:
-        """Set what counts the steps far ahead."""
-        for place, value, change in list(self._stored_numbers()):
-            if place in before and value - before[place] == 2 and value < JUMP_TO_STEP:
-                change(type(value)(JUMP_TO_STEP))
+        """Set every number that counts steps to ``JUMP_TO_STEP``."""
+        for key, value, set_value in list(self._stored_numbers()):
+            if key in before and value - before[key] == 2 and value < JUMP_TO_STEP:
+                set_value(type(value)(JUMP_TO_STEP))
                 self.has_jumped = True
 
     @property
     def options(self) -> dict[str, Any]:
-        """The groups' entries, without the parameters; by number where there are several groups."""
+        """The groups' entries without the parameters; keys include the group number if there are several groups."""
         groups = self.inner.param_groups
         return {
             key if len(groups) == 1 else f"{key} of group {number}": value
@@ -397,7 +402,7 @@ class _OptimizerCopy:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the optimizer keeps in itself and can be compared."""
+        """The optimizer's own attributes that can be compared."""
         return {
             key: value
             for key, value in vars(self.inner).items()
@@ -408,24 +413,24 @@ class _OptimizerCopy:
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
-    """Return a copy without groups and states, which shares nothing with the original that a step may change."""
-    known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    twin: Any = object.__new__(type(optimizer))
+    """Return a copy without groups and states; it shares nothing with the original that a step may change."""
+    params_by_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    clone: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if key not in ("param_groups", "state", "step", "train", "eval") and not key.startswith("_optimizer_"):
-            twin.__dict__[key] = _copy_value(value, f"its attribute {key!r}", known, device, optimizer, twin)
+            clone.__dict__[key] = _copy_value(value, f"its attribute {key!r}", params_by_id, device, optimizer, clone)
     for key in vars(optimizer):
         if key.startswith("_optimizer_"):
-            twin.__dict__[key] = OrderedDict()
-    twin.param_groups = []
-    twin.state = defaultdict(dict)
-    return twin
+            clone.__dict__[key] = OrderedDict()
+    clone.param_groups = []
+    clone.state = defaultdict(dict)
+    return clone
 
 
 def is_scheduler_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the ``step`` in an optimizer's own dictionary is that of a learning rate scheduler, which only counts."""
-    replaced: Any = vars(optimizer).get("step")
-    return hasattr(replaced, "_wrapped_by_lr_sched") and replaced.__wrapped__ is type(optimizer).step
+    """Return whether the ``step`` in an optimizer's ``__dict__`` is an LR scheduler's wrapper, which only counts."""
+    step: Any = vars(optimizer).get("step")
+    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
 
 
 def _copy_group(
@@ -449,8 +454,8 @@ _SHARED_TYPES = (
 def _copy_value(
     value: Any, where: str, known: Mapping[int, Any], device: torch.device, optimizer: Any, twin: Any
 ) -> Any:
-    """Copy a value that a step may look at or change."""
-    again = partial(_copy_value, where=where, known=known, device=device, optimizer=optimizer, twin=twin)
+    """Return a copy of a value that a step may read or change."""
+    copy_nested = partial(_copy_value, where=where, known=known, device=device, optimizer=optimizer, twin=twin)
     if isinstance(value, int) and not isinstance(value, bool):
         if value in known:
             raise ElementwiseUndecidedError(
@@ -468,46 +473,52 @@ def _copy_value(
     if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > MAX_COPIED_ELEMENTS:
         raise ElementwiseUndecidedError(f"{where} holds {len(value)} entries")
     if isinstance(value, dict):
-        copied = {again(key): again(entry) for key, entry in value.items()}
+        copied = {copy_nested(key): copy_nested(entry) for key, entry in value.items()}
         return defaultdict(value.default_factory, copied) if isinstance(value, defaultdict) else type(value)(copied)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(again, value))
+        return type(value)(*map(copy_nested, value))
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return type(value)(map(again, value))
+        return type(value)(map(copy_nested, value))
     if isinstance(value, types.FunctionType):
         for cell in value.__closure__ or ():
-            again(cell.cell_contents)
+            copy_nested(cell.cell_contents)
         return value
     if isinstance(value, partial):
-        return partial(again(value.func), *map(again, value.args), **{k: again(v) for k, v in value.keywords.items()})
+        return partial(
+            copy_nested(value.func),
+            *map(copy_nested, value.args),
+            **{k: copy_nested(v) for k, v in value.keywords.items()},
+        )
     if isinstance(value, types.MethodType):
         if value.__self__ is optimizer and twin is not None:
             return types.MethodType(value.__func__, twin)
         if isinstance(value.__self__, type):
             return value
-    plain = is_dataclass(value) or type(value) in (types.SimpleNamespace, argparse.Namespace)
-    if plain and hasattr(value, "__dict__"):
-        one = object.__new__(type(value))
-        one.__dict__.update({key: again(entry) for key, entry in vars(value).items()})
-        return one
+    is_plain = is_dataclass(value) or type(value) in (types.SimpleNamespace, argparse.Namespace)
+    if is_plain and hasattr(value, "__dict__"):
+        clone = object.__new__(type(value))
+        clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
+        return clone
     raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which is not copied for a trial")
 
 
 def _trial_lr(options: Mapping[str, Any], defaults: Mapping[str, Any], max_lr: float, min_lr: float) -> Any:
-    """The learning rate of a trial: the group's own; not 0, as a warmup begins; enlarged where all are small."""
-    own = options["lr"]
-    others: list[Any] = [options.get("initial_lr"), defaults.get("lr"), 1e-3]
-    rate = float(own) or next(float(other) for other in others if _is_number(other) and float(other) > 0)
+    """Return a trial's learning rate: the group's own; not 0, even if a warmup begins at 0; larger if all are small."""
+    group_lr = options["lr"]
+    fallbacks: list[Any] = [options.get("initial_lr"), defaults.get("lr"), 1e-3]
+    lr = float(group_lr) or next(
+        float(fallback) for fallback in fallbacks if _is_number(fallback) and float(fallback) > 0
+    )
     if max_lr < min_lr:
-        rate *= min_lr / (max_lr or rate)
-    return torch.full_like(own, rate) if isinstance(own, torch.Tensor) else rate
+        lr *= min_lr / (max_lr or lr)
+    return torch.full_like(group_lr, lr) if isinstance(group_lr, torch.Tensor) else lr
 
 
 def _copy_attributes(parameters: list[nn.Parameter], originals: list[Any]) -> None:
-    """Give parameters the attributes that the user has given to theirs: a rule may go by them. Slices have none."""
-    own = ({key: value for key, value in vars(p).items() if key != "_zeroshard"} for p in originals)
-    kinds = {tuple(sorted(attributes)): attributes for attributes in own if attributes}
-    for parameter, attributes in zip(parameters, kinds.values(), strict=False):
+    """Copy the attributes that the user has set on parameters: a rule may depend on them. Slices have none."""
+    user_attributes = ({key: value for key, value in vars(p).items() if key != "_zeroshard"} for p in originals)
+    by_keys = {tuple(sorted(attributes)): attributes for attributes in user_attributes if attributes}
+    for parameter, attributes in zip(parameters, by_keys.values(), strict=False):
         parameter.__dict__.update(attributes)
 
 
@@ -520,53 +531,53 @@ def _seed_states(
     device: torch.device,
     states: dict[Any, Any],
 ) -> None:
-    """Begin with states like those the optimizer has: its constructor may have made what a step needs."""
+    """Create states like those of the optimizer: its constructor may have made states that a step needs."""
     known = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    model: Any = next((p for p in group["params"] if optimizer.state.get(p)), None)
-    for key, value in optimizer.state[model].items() if model is not None else ():
+    example: Any = next((p for p in group["params"] if optimizer.state.get(p)), None)
+    for key, value in optimizer.state[example].items() if example is not None else ():
         where = f"the state {key!r} of a parameter"
-        if is_elementwise(key, value, model.shape):
+        if is_elementwise(key, value, example.shape):
             sample = value.detach().flatten()[: trial.numel].to(device)
             if not sample.numel():
                 continue
-            line = sample.repeat(-(-trial.numel // sample.numel()))[: trial.numel]
+            flattened = sample.repeat(-(-trial.numel // sample.numel()))[: trial.numel]
             dtype = parameters[0].dtype if parameters and value.is_floating_point() else value.dtype
             for parameter, (start, end) in zip(parameters, spans, strict=True):
-                states[parameter][key] = line[start:end].to(dtype).reshape(parameter.shape).clone()
+                states[parameter][key] = flattened[start:end].to(dtype).reshape(parameter.shape).clone()
         elif is_scalar_state(value):
             for parameter in parameters:
                 states[parameter][key] = _copy_value(value, where, known, device, optimizer, None)
         else:
             raise ElementwiseMismatchError(
-                f"the state {key!r} of a parameter of shape {tuple(model.shape)} is {_short_repr(value)}"
+                f"the state {key!r} of a parameter of shape {tuple(example.shape)} is {_short_repr(value)}"
             )
 
 
 def _spans(trial: _TrialSpec, splits: tuple[int, ...] | None) -> list[tuple[int, int]]:
     if splits is not None:
         return list(itertools.pairwise(splits))
-    found, start = [], 0
+    spans, start = [], 0
     for shape in trial.shapes:
-        found.append((start, start + math.prod(shape)))
-        start = found[-1][1]
-    return found
+        spans.append((start, start + math.prod(shape)))
+        start = spans[-1][1]
+    return spans
 
 
 def _distinct_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups that differ by more than their learning rate and decay."""
-    found: dict[Any, dict[str, Any]] = {}
+    """Return the groups that differ by more than learning rate and weight decay."""
+    distinct: dict[Any, dict[str, Any]] = {}
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for key, value in options.items():
             if (key in ("lr", "initial_lr", "weight_decay") or "lr_scale" in key) and _is_number(value):
                 options[key] = bool(value > 0)
         if group["params"]:
-            found.setdefault(repr(sorted(options.items(), key=lambda item: str(item[0]))), group)
-    return list(found.values())
+            distinct.setdefault(repr(sorted(options.items(), key=lambda item: str(item[0]))), group)
+    return list(distinct.values())
 
 
 def _check_can_run_trial(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what a trial would not show, or must not run."""
+    """Raise if the optimizer does something that a trial cannot show or must not run."""
     if "step" in vars(optimizer) and not is_scheduler_step(optimizer):
         raise ElementwiseUndecidedError("its step() was replaced by another one")
     hooks = [value for key, value in vars(optimizer).items() if key.startswith("_optimizer_step_") and value]
@@ -579,16 +590,18 @@ def _check_can_run_trial(optimizer: torch.optim.Optimizer) -> None:
             raise ElementwiseUndecidedError(
                 f"it keeps a state under {key!r}, which is not a parameter: a checkpoint would not hold it"
             )
-    wanted = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    needed = [p.name for p in wanted if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if needed:
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = [
+        p.name for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if required:
         raise ElementwiseUndecidedError(
-            f"its step() needs {', '.join(map(repr, needed))}, and zeroshard calls step() alone"
+            f"its step() needs {', '.join(map(repr, required))}, and zeroshard calls step() alone"
         )
 
 
 class _SideEffectGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a trial that draws random numbers or communicates, before either has an effect."""
+    """Raise if a trial draws random numbers or communicates, before either has an effect."""
 
     def __enter__(self) -> Any:
         self._numpy_random = sys.modules.get("numpy.random")
@@ -628,10 +641,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_close(left: Any, right: Any) -> bool:
-    """Whether two values that an optimizer keeps are the same, to rounding."""
+    """Return whether two values that an optimizer stores are equal up to rounding."""
     if _is_number(left) and _is_number(right):
-        one, other = float(left), float(right)
-        return one == other or (math.isnan(one) and math.isnan(other)) or math.isclose(one, other, rel_tol=1e-6)
+        left_number, right_number = float(left), float(right)
+        return (
+            left_number == right_number
+            or (math.isnan(left_number) and math.isnan(right_number))
+            or math.isclose(left_number, right_number, rel_tol=1e-6)
+        )
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -650,47 +667,47 @@ def _compare_values(whole: _OptimizerCopy, pieces: _OptimizerCopy, splits: tuple
         return
     steps, groups = len(whole.values), len(whole.parameters)
     start, end = splits[0], splits[-1]
-    wide = torch.promote_types(whole.initial_values[0].dtype, torch.float32)
-    theirs = torch.stack(pieces.values).to(wide).view(steps, groups, end - start)
-    expected = torch.stack(whole.values).to(wide).view(steps, groups, whole.trial.numel)[:, :, start:end]
-    first = torch.cat(whole.initial_values).to(wide).view(groups, -1)[:, start:end]
-    moved = (expected - first).abs().cummax(0).values
-    rounding = 32 * torch.finfo(whole.initial_values[0].dtype).eps * torch.maximum(expected, first).abs()
-    off = (theirs - expected).abs()
-    right = (off <= whole.trial.tolerance * moved + rounding) | (expected == theirs)
-    if bool(right.all()):
+    wide_dtype = torch.promote_types(whole.initial_values[0].dtype, torch.float32)
+    actual = torch.stack(pieces.values).to(wide_dtype).view(steps, groups, end - start)
+    expected = torch.stack(whole.values).to(wide_dtype).view(steps, groups, whole.trial.numel)[:, :, start:end]
+    initial = torch.cat(whole.initial_values).to(wide_dtype).view(groups, -1)[:, start:end]
+    change = (expected - initial).abs().cummax(0).values
+    rounding = 32 * torch.finfo(whole.initial_values[0].dtype).eps * torch.maximum(expected, initial).abs()
+    error = (actual - expected).abs()
+    is_equal = (error <= whole.trial.tolerance * change + rounding) | (expected == actual)
+    if bool(is_equal.all()):
         return
-    step, group, position = torch.nonzero(~right)[0].tolist()
-    index = next(i for i, (_, last) in enumerate(whole.spans) if start + position < last)
+    step, group, position = torch.nonzero(~is_equal)[0].tolist()
+    index = next(i for i, (_, span_end) in enumerate(whole.spans) if start + position < span_end)
     of = f" of group {group}" if groups > 1 else ""
     raise ElementwiseMismatchError(
         f"after step {step + 1} an element of a tensor of shape {whole.trial.shapes[index]}{of} has moved by "
-        f"{(theirs - first)[step, group, position].item():.6g} in a slice, and by "
-        f"{(expected - first)[step, group, position].item():.6g} in the whole tensor"
+        f"{(actual - initial)[step, group, position].item():.6g} in a slice, and by "
+        f"{(expected - initial)[step, group, position].item():.6g} in the whole tensor"
     )
 
 
 def _compare_states(whole: _OptimizerCopy, pieces: _OptimizerCopy) -> None:
     for copy in (whole, pieces):
-        own = {id(p) for parameters in copy.parameters for p in parameters}
+        own_ids = {id(p) for parameters in copy.parameters for p in parameters}
         for key in copy.inner.state:
-            if id(key) not in own:
+            if id(key) not in own_ids:
                 raise ElementwiseUndecidedError(
                     f"it keeps a state under {_short_repr(key)}, which is not one of its parameters"
                 )
     for parameters, slices in zip(whole.parameters, pieces.parameters, strict=True):
-        for piece, (start, end) in zip(slices, pieces.spans, strict=True):
-            state = dict(pieces.inner.state.get(piece, {}))
-            for parameter, (first, last) in zip(parameters, whole.spans, strict=True):
-                low, high = max(start, first), min(end, last)
-                if low < high:
+        for slice_param, (slice_start, slice_end) in zip(slices, pieces.spans, strict=True):
+            state = dict(pieces.inner.state.get(slice_param, {}))
+            for parameter, (param_start, param_end) in zip(parameters, whole.spans, strict=True):
+                overlap_start, overlap_end = max(slice_start, param_start), min(slice_end, param_end)
+                if overlap_start < overlap_end:
                     _compare_state(
                         dict(whole.inner.state.get(parameter, {})),
                         parameter,
-                        slice(low - first, high - first),
+                        slice(overlap_start - param_start, overlap_end - param_start),
                         state,
-                        piece,
-                        slice(low - start, high - start),
+                        slice_param,
+                        slice(overlap_start - slice_start, overlap_end - slice_start),
                         whole.trial.tolerance,
                     )
 
@@ -717,10 +734,10 @@ def _compare_state(
                 raise ElementwiseMismatchError(
                     f"{what} is {_short_repr(left)}, that of a slice of shape {tuple(piece.shape)} {_short_repr(right)}"
                 )
-            one, other = left.flatten().expand(parameter.numel())[at].double(), right[within].double()
+            expected, actual = left.flatten().expand(parameter.numel())[at].double(), right[within].double()
             scale = left.double().abs().max() if left.numel() else 0.0
-            off = (one - other).abs() > tolerance * one.abs() + 1e-12 * scale
-            if bool((off & ~(one.isnan() & other.isnan())).any()):
+            differs = (expected - actual).abs() > tolerance * expected.abs() + 1e-12 * scale
+            if bool((differs & ~(expected.isnan() & actual.isnan())).any()):
                 raise ElementwiseMismatchError(f"{what} has other values in a slice")
         elif not is_scalar_state(right) or (
             not is_scalar_state(left) and not is_elementwise(key, left, parameter.shape)

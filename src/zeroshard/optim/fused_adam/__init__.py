@@ -1,1 +1,1 @@
-"""Updates of what rests on the device, in one pass over its memory."""
+"""Fused Adam for optimizer states on the device, in one pass over memory."""

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def"
-"""Kernel: Adam in one pass over memory on a GPU, in Triton. Imported late, and only where a GPU is.
+"""TritonKernel: fused Adam in one pass over GPU memory. Imported on first use, and only if there is a GPU.
 
 [Note: bit-equal to torch's fused Adam]
-The arithmetic is that of torch's fused Adam on a GPU, as torch 2.11 compiles it: the lines "CUDA, fused" of [Note:
-equal to torch to the bit] in optim/cpu/kernels.py, in fp32 throughout. So Triton must fuse no product into a sum where
-none is fused there (``enable_fp_fusion``), square root and division are the correctly rounded ones, and subnormal
-numbers stay what they are (``enable_reflect_ftz``). Powers of beta are torch's own: their last bits are the GPU's.
+The arithmetic is that of torch's fused Adam on a GPU, as torch 2.11 compiles it: the lines "CUDA, fused" of
+[Note: equal to torch to the bit] in optim/cpu/kernels.py, all in fp32. Triton must therefore not fuse a multiply and an
+add unless torch does (``enable_fp_fusion``), must round square root and division correctly, and must not flush
+subnormal numbers to zero (``enable_reflect_ftz``). Torch computes the powers of beta, because their last bits depend on
+the GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, mak
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a torch for CPUs comes without it
+except ImportError:  # CPU builds of torch do not include it
     triton = tl = None
 
-BLOCK_NUMEL = 1024  # elements that one program updates
+BLOCK_NUMEL = 1024  # elements per program
 NUM_WARPS = 4
 EXACT_FP_OPTIONS = {
     "enable_fp_fusion": False,
@@ -33,55 +34,55 @@ EXACT_FP_OPTIONS = {
 
 
 def fused_adam_kernel(
-    blocks,  # int32: which row of the table each program works at
-    table,  # int64, rows as ``LaunchTable`` has them
-    powers,  # fp32: beta1 and beta2 to the power of the step, of each run
-    inverse,  # fp32 or None: of the loss scale
-    coefficient,  # fp32 or None: of a clip
-    overflow,  # fp32 or None: not 0 where nothing is to be updated
-    lr,  # a number, or fp32 on the device
+    blocks,  # int32: row of the table for each program
+    table,  # int64: the rows of a ``LaunchTable``
+    powers,  # fp32: beta1**step and beta2**step of each slice
+    inverse,  # fp32 or None: inverse loss scale
+    coefficient,  # fp32 or None: clip coefficient
+    overflow,  # fp32 or None: nonzero if the update must be skipped
+    lr,  # a number, or an fp32 tensor on the device
     beta1,
     beta2,
     eps,
     weight_decay,
     ROW: tl.constexpr,
-    GRADIENT: tl.constexpr,  # its dtype
-    COPY: tl.constexpr,  # dtype of the parameter in computation, or None: it is the master itself
-    EVEN: tl.constexpr,  # whether all addresses and lengths suit vectors
+    GRADIENT: tl.constexpr,  # dtype of the gradient
+    COPY: tl.constexpr,  # dtype of the compute parameter; None: no copy besides the master weight
+    EVEN: tl.constexpr,  # whether all addresses and lengths are aligned to vectors
     LR_ON_DEVICE: tl.constexpr,
     DECAYS: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one block of a strip. Triton compiles it: its names are those of ``tl``."""
+    """Update one block of a row. Triton compiles this function, so it can only use ``tl``."""
     program = tl.program_id(0)
     row = table + tl.load(blocks + program) * ROW
     first = (program - tl.load(row + 7)) * BLOCK
-    left = tl.load(row + 5) - first
+    remaining = tl.load(row + 5) - first
     if overflow is not None:
-        left = tl.where(tl.load(overflow) == 0, left, 0)
+        remaining = tl.where(tl.load(overflow) == 0, remaining, 0)
     gradient = tl.load(row).to(tl.pointer_type(GRADIENT)) + first
     master = tl.load(row + 1).to(tl.pointer_type(tl.float32)) + first
-    momentum = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + first
-    variance = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + first
-    if EVEN:  # four elements a load: 16 bytes in fp32, 8 in 16 bits
-        left = tl.multiple_of(left, 4)
+    exp_avg = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + first
+    exp_avg_sq = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + first
+    if EVEN:  # four elements per load: 16 bytes in fp32, 8 in 16-bit dtypes
+        remaining = tl.multiple_of(remaining, 4)
         gradient = tl.multiple_of(gradient, 16 if tl.float32 == GRADIENT else 8)
-        master, momentum = tl.multiple_of(master, 16), tl.multiple_of(momentum, 16)
-        variance = tl.multiple_of(variance, 16)
-    at = tl.arange(0, BLOCK)
-    mask = at < left
+        master, exp_avg = tl.multiple_of(master, 16), tl.multiple_of(exp_avg, 16)
+        exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < remaining
 
-    run = tl.load(row + 6)
-    correction1 = 1.0 - tl.load(powers + 2 * run)
-    correction2 = tl.sqrt_rn(1.0 - tl.load(powers + 2 * run + 1))
-    pace = tl.load(lr) if LR_ON_DEVICE else lr
-    rate = tl.div_rn(pace, correction1)
+    slice_index = tl.load(row + 6)
+    correction1 = 1.0 - tl.load(powers + 2 * slice_index)
+    correction2 = tl.sqrt_rn(1.0 - tl.load(powers + 2 * slice_index + 1))
+    base_lr = tl.load(lr) if LR_ON_DEVICE else lr
+    step_size = tl.div_rn(base_lr, correction1)
 
-    g = tl.load(gradient + at, mask=mask, other=0.0).to(tl.float32)
-    p = tl.load(master + at, mask=mask, other=0.0)
-    m = tl.load(momentum + at, mask=mask, other=0.0)
-    v = tl.load(variance + at, mask=mask, other=0.0)
+    g = tl.load(gradient + offsets, mask=mask, other=0.0).to(tl.float32)
+    p = tl.load(master + offsets, mask=mask, other=0.0)
+    m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
     if inverse is not None:
         g = g * tl.load(inverse)
     if coefficient is not None:
@@ -89,24 +90,24 @@ def fused_adam_kernel(
     if MAXIMIZE:
         g = -g
     if DECAYS:
-        p = tl.fma(-(pace * weight_decay), p, p)
+        p = tl.fma(-(base_lr * weight_decay), p, p)
     m = tl.fma(beta1, m, tl.fma(-beta1, g, g))
     square = g * g
     v = tl.fma(beta2, v, tl.fma(-beta2, square, square))
-    root = tl.div_rn(tl.sqrt_rn(v), correction2) + eps
-    p = p - tl.div_rn(rate * m, root)
-    tl.store(master + at, p, mask=mask)
-    tl.store(momentum + at, m, mask=mask)
-    tl.store(variance + at, v, mask=mask)
+    denom = tl.div_rn(tl.sqrt_rn(v), correction2) + eps
+    p = p - tl.div_rn(step_size * m, denom)
+    tl.store(master + offsets, p, mask=mask)
+    tl.store(exp_avg + offsets, m, mask=mask)
+    tl.store(exp_avg_sq + offsets, v, mask=mask)
     if COPY is not None:
-        copy = tl.load(row + 4).to(tl.pointer_type(COPY)) + first
+        compute_param = tl.load(row + 4).to(tl.pointer_type(COPY)) + first
         if EVEN:
-            copy = tl.multiple_of(copy, 8)
-        tl.store(copy + at, p.to(COPY), mask=mask)
+            compute_param = tl.multiple_of(compute_param, 8)
+        tl.store(compute_param + offsets, p.to(COPY), mask=mask)
 
 
 class PreparedLaunch:
-    """What the kernel has noted of some strips."""
+    """Launch tables of some slices, and buffers for their powers of beta."""
 
     def __init__(self, tables: list[LaunchTable], slice_count: int, device: torch.device) -> None:
         self.tables = tables
@@ -114,7 +115,7 @@ class PreparedLaunch:
         self._filled_betas: tuple[float, float] | None = None
 
     def beta_powers(self, betas: tuple[float, float], steps: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Both betas to the power of each run's step: [runs, 2], by the function that torch's fused kernel uses."""
+        """Return both betas to the power of each slice's step, [slices, 2], computed as in torch's fused kernel."""
         if betas != self._filled_betas:
             self._betas[:, 0].fill_(betas[0])
             self._betas[:, 1].fill_(betas[1])
@@ -123,7 +124,7 @@ class PreparedLaunch:
 
 
 class TritonKernel:
-    """One pass, compiled at its first use: see [Note: bit-equal to torch's fused Adam]."""
+    """Fused Adam in Triton, compiled on first use: see [Note: bit-equal to torch's fused Adam]."""
 
     def __init__(self, device: torch.device, block: int = BLOCK_NUMEL, warps: int = NUM_WARPS) -> None:
         if triton is None:
@@ -140,7 +141,7 @@ class TritonKernel:
         }
 
     def prepare(self, slice_tensors: Sequence[SliceTensors], slice_count: int) -> PreparedLaunch:
-        """Note where strips of so many runs lie; nothing is kept alive."""
+        """Record the addresses of the tensors of ``slice_count`` slices; keeps no tensor alive."""
         return PreparedLaunch(make_tables(slice_tensors, self._block_numel, self._device), slice_count, self._device)
 
     def run(
@@ -150,11 +151,11 @@ class TritonKernel:
         hyperparams: FusedAdamHyperparams,
         grad_scale: GradScale,
     ) -> None:
-        """Update the strips. ``steps`` are the runs' counts, this update counted too."""
-        powers = launch.beta_powers(hyperparams.betas, steps)
+        """Update the slices. ``steps`` are their step counts, including this update."""
+        beta_powers = launch.beta_powers(hyperparams.betas, steps)
         with self._device_context:
             for table in launch.tables:
-                self._launch(table, powers, hyperparams, grad_scale)
+                self._launch(table, beta_powers, hyperparams, grad_scale)
 
     def _launch(
         self, table: LaunchTable, beta_powers: torch.Tensor, hyperparams: FusedAdamHyperparams, grad_scale: GradScale

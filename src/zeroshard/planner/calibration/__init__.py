@@ -1,1 +1,1 @@
-"""This machine's rates, measured."""
+"""Measure the rates of the local machine."""

@@ -1,13 +1,12 @@
-"""Calibration: this machine's rates, measured in under a minute and kept.
+"""Measure the rates of the local machine in under a minute and cache them.
 
 [Note: what is measured]
-Everything a :class:`~zeroshard.planner.machines.machine.Machine` has is measured on the machine itself, but for what
-one process cannot see: links without a job of several ranks, and the host's time for a unit, which is the preset's,
-made longer or shorter as this host's operations are. Where the device has a preset, its published peaks stay and the
-curve says what is reached of them; elsewhere the peak is what very large products were seen to reach. Each measurement
-has its share of the time and ends with it: a precision that this device computes slowly is measured on small products
-alone. Kernels in a row are slower than each was alone, so a few layers are trained in the end
-(``sustained_fraction.py``).
+Calibration measures every field of a :class:`~zeroshard.planner.machines.machine.Machine`, except what one process
+cannot see. Links need a job with several ranks. The host time per unit is the preset's value, scaled by how fast this
+host launches operations. If the device has a preset, its published peaks are used and the efficiency curve gives the
+fraction reached; otherwise the peak is extrapolated from the matmuls. Each measurement has a time limit: a precision
+that is slow on this device is measured with small matmuls only. Kernels in sequence are slower than each one alone, so
+calibration ends with training a few layers (``sustained_fraction.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import PRECISIONS, Machine
 from zeroshard.planner.machines.presets import preset_of_gpu
 
-FULL_CALIBRATION_SECONDS = 45.0  # seconds that let every measurement run with its full sizes
-TIME_SHARES = {  # of the time
+FULL_CALIBRATION_SECONDS = 45.0  # enough for every measurement at its full size
+TIME_SHARES = {  # fractions of the total time
     "products": 0.28,
     "attention": 0.05,
     "convolution": 0.03,
@@ -55,7 +54,7 @@ TIME_SHARES = {  # of the time
     "updates": 0.15,
     "disk": 0.15,
 }
-CONTEXT_BYTES_RANGE = range(50 * 2**20, 3 * 2**30)  # bytes that are a runtime's own; more is another process's
+CONTEXT_BYTES_RANGE = range(50 * 2**20, 3 * 2**30)  # plausible for the CUDA context; more belongs to another process
 
 
 def calibrate(
@@ -63,11 +62,13 @@ def calibrate(
     directory: str | os.PathLike[str] | None = None,
     seconds: float = FULL_CALIBRATION_SECONDS,
 ) -> Machine:
-    """Measure this machine, keep the result for ``Machine.resolve("here")``, and return it: [Note: what is measured].
+    """Measure this machine, cache the result for ``Machine.resolve("here")``, and return it.
 
-    ``device``: None for the present GPU, or the CPU where there is none. ``directory`` is on the disk to be measured;
-    None: the current one, and where no file can be made there the disk is left out, with a warning. Where
-    ``torch.distributed`` runs, all ranks call this together, and all get the first rank's result.
+    See [Note: what is measured].
+
+    ``device``: None selects the current GPU, or the CPU if there is no GPU. ``directory`` is a directory on the disk to
+    measure. None selects the current directory; if no file can be created there, the disk is skipped with a warning.
+    If ``torch.distributed`` is initialized, all ranks must call this together; all return the first rank's result.
 
     >>> import os, tempfile
     >>> from unittest.mock import patch
@@ -100,7 +101,7 @@ def calibrate(
 def _save_machine(machine: Machine) -> None:
     try:
         cache.write_machine(machine.name, machine.to_json())
-    except OSError as error:  # what was measured is still good for this process
+    except OSError as error:  # the measured rates are still valid for this process
         warnings.warn(
             f"the rates could not be kept in {cache.cache_dir()}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
             "directory that can be written",
@@ -110,7 +111,7 @@ def _save_machine(machine: Machine) -> None:
 
 
 def _device_context(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the present one: events belong to the present one's stream."""
+    """Make a GPU the current device, because events are recorded on the current device's stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -128,7 +129,7 @@ def _resolve_device(given: str | torch.device | None) -> torch.device:
 
 
 def _base_machine(device: torch.device) -> Machine:
-    """The machine to begin from."""
+    """Return the preset to start from; it supplies what cannot be measured."""
     if device.type == "cpu":
         return Machine.resolve("cpu")
     gpu = torch.cuda.get_device_name(device)
@@ -144,91 +145,95 @@ def _base_machine(device: torch.device) -> Machine:
 
 
 def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: CalibrationRanks) -> dict[str, Any]:
-    """What one device does: all ranks of a node at once, as in training."""
+    """Measure the rates of one device, with all ranks of a node running concurrently as in training."""
     ranks.barrier()
-    each = TIME_SHARES["products"] * seconds / len(PRECISIONS)
-    usable = [name for name in PRECISIONS if has_attention(device, name)]
-    seen = {name: times for name in usable if (times := time_matmuls(device, name, each))}
-    if not seen:
+    seconds_per_precision = TIME_SHARES["products"] * seconds / len(PRECISIONS)
+    precisions = [name for name in PRECISIONS if has_attention(device, name)]
+    measured = {name: times for name in precisions if (times := time_matmuls(device, name, seconds_per_precision))}
+    if not measured:
         raise RuntimeError(f"no matrix product ran on {device}: see whether another process has taken its memory")
     published = device.type == "cuda" and preset_of_gpu(torch.cuda.get_device_name(device)) is not None
-    flops, curve = fit_matmul_rates(seen, base.flops if published else {})
-    fastest, moved = max(seen, key=lambda name: flops[name]), _scale_to_time(2**28, seconds)
+    flops, curve = fit_matmul_rates(measured, base.flops if published else {})
+    fastest, max_bytes = max(measured, key=lambda name: flops[name]), _scale_to_time(2**28, seconds)
     return {
         "flops": flops,
         "efficiency": curve,
         "attention": attention_rate(device, fastest, TIME_SHARES["attention"] * seconds) / flops[fastest],
         "convolution": convolution_rate(device, fastest, TIME_SHARES["convolution"] * seconds) / flops[fastest],
-        "bandwidth": memory_rate(device, TIME_SHARES["memory"] * seconds, moved),
+        "bandwidth": memory_rate(device, TIME_SHARES["memory"] * seconds, max_bytes),
         "gap": kernel_gap(device, TIME_SHARES["gap"] * seconds),
         "op": operation_seconds(device, fastest, TIME_SHARES["operations"] * seconds),
-        "pcie": copy_rate(device, TIME_SHARES["copies"] * seconds, moved),
+        "pcie": copy_rate(device, TIME_SHARES["copies"] * seconds, max_bytes),
     }
 
 
 def _node_rates(device: torch.device, base: Machine, seconds: float, ranks: CalibrationRanks) -> dict[str, Any]:
-    """What the ranks of a node share, all of them at it."""
+    """Measure what the ranks of a node share, with all of them using it."""
     ranks.barrier()
-    updated = update_rate(TIME_SHARES["updates"] * seconds, _scale_to_time(25_000_000, seconds))
+    rate_per_rank = update_rate(TIME_SHARES["updates"] * seconds, _scale_to_time(25_000_000, seconds))
     links = measure_links(ranks, device, base, _scale_to_time(2**28, seconds))
-    return {"host_memory": host_memory(), "host_update": len(ranks.local_ranks) * updated, **links}
+    return {"host_memory": host_memory(), "host_update": len(ranks.local_ranks) * rate_per_rank, **links}
 
 
 def _disk_rates(directory: str | os.PathLike[str] | None, seconds: float, ranks: CalibrationRanks) -> dict[str, Any]:
-    """What the disk does; all ranks of a node share it. Where one cannot use it, none does."""
+    """Measure the disk that all ranks of a node share.
+
+    If one rank cannot use it, all ranks skip it with a warning, or raise if ``directory`` is given.
+    """
     ranks.barrier()
-    found, trouble = {}, ""
+    rates, error_text = {}, ""
     try:
-        where = os.curdir if directory is None else directory
-        found = disk_rates(where, TIME_SHARES["disk"] * seconds, _scale_to_time(2**28, seconds))
+        disk_dir = os.curdir if directory is None else directory
+        rates = disk_rates(disk_dir, TIME_SHARES["disk"] * seconds, _scale_to_time(2**28, seconds))
     except DiskError as error:
-        trouble = str(error)
-    trouble = next((words for words in ranks.gather_text(trouble) if words), "")
-    if trouble and directory is not None:
-        raise DiskError(trouble)
-    if trouble:
-        warnings.warn(f"the disk was not measured: {trouble}. Name a directory for it", RuntimeWarning, stacklevel=3)
+        error_text = str(error)
+    error_text = next((text for text in ranks.gather_text(error_text) if text), "")
+    if error_text and directory is not None:
+        raise DiskError(error_text)
+    if error_text:
+        warnings.warn(f"the disk was not measured: {error_text}. Name a directory for it", RuntimeWarning, stacklevel=3)
         return {}
-    return {name: int(value) if name == "disk" else value * len(ranks.local_ranks) for name, value in found.items()}
+    return {name: int(value) if name == "disk" else value * len(ranks.local_ranks) for name, value in rates.items()}
 
 
 def fit_matmul_rates(
     measured: dict[str, list[tuple[float, float]]], published: Mapping[str, float]
 ) -> tuple[dict[str, float], EfficiencyCurve]:
-    """Peaks and the curve that give the (FLOPs, seconds) that were seen, by precision.
+    """Fit the peak FLOP/s per precision and one efficiency curve to the measured (FLOPs, seconds) of each precision.
 
-    The fastest precision keeps its published peak, or has as peak what very large products reach. The others get the
-    one with which their largest product takes what it took: they lose the same time and reach the same share.
+    The fastest precision keeps its published peak; without one, its peak is the extrapolated rate of very large
+    matmuls. The peak of every other precision is chosen so that the curve predicts the time of its largest matmul: all
+    precisions have the same fixed time per matmul and reach the same fraction of their peak.
 
     >>> fit_matmul_rates({"fp32": [(1e9, 3e-3), (4e9, 6e-3)], "bf16": [(4e9, 1e-2)]}, {})
     ({'fp32': 1000000000000.0, 'bf16': 500000000000.0}, EfficiencyCurve(share=1.0, half=2000000000.0))
     """
     rates = {name: max(x / t for x, t in times) for name, times in measured.items()}
-    preferred = {**rates, "bf16": float("inf")} if published else rates  # of two with equal peaks
+    preferred = {**rates, "bf16": float("inf")} if published else rates  # bf16 wins if two peaks are equal
     fastest = max(rates, key=lambda name: (published.get(name, 0.0), len(measured[name]) > 1, preferred[name]))
-    unreached = 1e30  # FLOP/s: the share of it is then the rate itself
+    unreached = 1e30  # FLOP/s: well above any device, so share * unreached is the rate itself
     peak = published.get(fastest) or _round_measurement(
         EfficiencyCurve.fit(measured[fastest], unreached).share * unreached
     )
     curve = EfficiencyCurve.fit(measured[fastest], peak)
-    lost = curve.half / (curve.share * peak)
+    overhead_seconds = curve.half / (curve.share * peak)
     flops = {**published, fastest: peak}
     for name, times in measured.items():
         if name != fastest:
             x, t = times[-1]
-            flops[name] = min(_round_measurement(x / (curve.share * max(t - lost, 0.1 * t))), peak)
+            flops[name] = min(_round_measurement(x / (curve.share * max(t - overhead_seconds, 0.1 * t))), peak)
     return {name: flops[name] for name in PRECISIONS if name in flops}, curve
 
 
 def _device_sizes(device: torch.device, base: Machine, ranks: CalibrationRanks) -> dict[str, int]:
-    """Devices of this node, and their memory."""
+    """Return the number of devices of this node and the memory sizes of one."""
     if device.type == "cpu":
         return {"devices": len(ranks.local_ranks), "memory": host_memory() // len(ranks.local_ranks)}
     gc.collect()
     clear_cublas_workspaces()
-    held = torch.cuda.memory_allocated(device)
+    allocated_before = torch.cuda.memory_allocated(device)
     allocate_cublas_workspace()
-    workspace = torch.cuda.memory_allocated(device) - held
+    workspace = torch.cuda.memory_allocated(device) - allocated_before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device)
@@ -241,10 +246,10 @@ def _device_sizes(device: torch.device, base: Machine, ranks: CalibrationRanks) 
 
 
 def _scale_to_time(full_size: int, seconds: float) -> int:
-    """What is moved when there is less time than enough."""
+    """Return the size for a measurement, reduced in proportion if there is less than the full calibration time."""
     return max(2**20, int(full_size * min(1.0, seconds / FULL_CALIBRATION_SECONDS)))
 
 
 def _round_measurement(value: Any) -> Any:
-    """Six digits: a measurement has no more."""
+    """Round to six significant digits, the most that a measurement supports."""
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""What a device computes and moves, measured."""
+"""Measure the compute and copy rates of a device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from zeroshard.planner.tracing.op_cost import iter_tensors, op_kind
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MATMUL_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}  # of square matrices
-ATTENTION_SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 256, 64)}  # batch, heads, sequence, width of a head
+ATTENTION_SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 256, 64)}  # batch, heads, sequence length, head size
 CONVOLUTION_SHAPES = {"cuda": (64, 256, 56), "cpu": (2, 32, 28)}  # batch, channels, side
-MOVED_BYTES = {"cuda": 2**28, "cpu": 2**26}  # bytes: far more than caches hold
+MOVED_BYTES = {"cuda": 2**28, "cpu": 2**26}  # much more than the caches hold
 
 
 @contextlib.contextmanager
 def _restore_mkldnn_flags() -> Iterator[None]:
-    """Leave torch as it is: on a CPU without bf16 its first product in bf16 changes the library for all products."""
+    """Restore the mkldnn flag: on a CPU without bf16, the first bf16 matmul switches the library for all matmuls."""
     before = torch.backends.mkldnn.enabled
     try:
         yield
@@ -34,38 +34,39 @@ def _restore_mkldnn_flags() -> Iterator[None]:
 
 
 def time_matmuls(device: torch.device, precision: str, seconds: float) -> list[tuple[float, float]]:
-    """(FLOPs, seconds) of square products, the smallest first, as far as they fit in ``seconds``.
+    """Return (FLOPs, seconds) of square matmuls, smallest first, as many as fit in ``seconds``.
 
-    Values are random: a GPU multiplies zeros faster. Nothing where the device has no such product.
+    The values are random, because a GPU multiplies zeros faster. The list is empty if the device has no such matmul.
     """
-    seen: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     deadline, last = time.perf_counter() + seconds, 0.0
     sizes = MATMUL_SIZES[device.type]
-    for left, n in zip(range(len(sizes), 0, -1), sizes, strict=True):
+    for sizes_left, n in zip(range(len(sizes), 0, -1), sizes, strict=True):
         now = time.perf_counter()
-        if len(seen) > 1 and now + 3 * 8 * last > deadline:  # n³: the next takes 8 times as long, three times
+        # The next size takes 8 times as long (n³), and runs at least 3 times.
+        if len(times) > 1 and now + 3 * 8 * last > deadline:
             break
         try:
             a, b = (torch.randn(n, n, device=device).to(PRECISION_DTYPES[precision]) for _ in range(2))
             out = torch.empty_like(a)
             with _restore_mkldnn_flags():
-                last = device_seconds(partial(torch.mm, a, b, out=out), device, (deadline - now) / left)
-        except RuntimeError:  # no such kernel, or no memory for a product of this size
+                last = device_seconds(partial(torch.mm, a, b, out=out), device, (deadline - now) / sizes_left)
+        except RuntimeError:  # no such kernel, or not enough memory for this size
             break
-        seen.append((2.0 * n**3, last))
-    return seen
+        times.append((2.0 * n**3, last))
+    return times
 
 
 def attention_rate(device: torch.device, precision: str, seconds: float) -> float:
-    """FLOP/s of causal attention, forward and backward together."""
+    """Return the FLOP/s of causal attention, forward and backward together."""
     batch, heads, length, width = ATTENTION_SHAPES[device.type]
-    # Two products forward and five backward, of which the mask spares one half.
+    # Two matmuls in forward and five in backward; the causal mask halves them.
     flops = 7 * batch * heads * length**2 * width
     return flops / device_seconds(_attention_run(device, precision), device, seconds)
 
 
 def has_attention(device: torch.device, precision: str) -> bool:
-    """Return whether torch can compute attention in this precision, which some CPUs can only multiply in."""
+    """Return whether torch can compute attention in this precision; some CPUs only support matmuls in it."""
     try:
         _attention_run(device, precision)()
     except RuntimeError:
@@ -86,7 +87,7 @@ def _attention_run(device: torch.device, precision: str) -> Callable[[], None]:
 
 
 def convolution_rate(device: torch.device, precision: str, seconds: float) -> float:
-    """FLOP/s of a convolution of 3 × 3 over as many channels as it makes, forward and backward together."""
+    """Return the FLOP/s of a 3 × 3 convolution with equal in and out channels, forward and backward together."""
     batch, channels, side = CONVOLUTION_SHAPES[device.type]
     dtype = PRECISION_DTYPES[precision]
     images = torch.randn(batch, channels, side, side, device=device, dtype=dtype, requires_grad=True)
@@ -100,25 +101,25 @@ def convolution_rate(device: torch.device, precision: str, seconds: float) -> fl
 
 
 def memory_rate(device: torch.device, seconds: float, max_bytes: int | None = None) -> float:
-    """Bytes/s of device memory that an addition reads and writes."""
+    """Return the bytes/s of device memory that an addition reads and writes."""
     numel = min(MOVED_BYTES[device.type], max_bytes or MOVED_BYTES[device.type]) // 4
     a, b, out = (torch.ones(numel, device=device) for _ in range(3))
     return 3 * out.nbytes / device_seconds(lambda: torch.add(a, b, out=out), device, seconds)
 
 
 def kernel_gap(device: torch.device, seconds: float) -> float:
-    """Seconds that a device takes for a kernel with nothing to do. A CPU has none: its thread launches and runs."""
+    """Return the device seconds of a nearly empty kernel; 0 on a CPU, where the launching thread runs the kernel."""
     if device.type != "cuda":
         return 0.0
-    few = torch.ones(32, device=device)
-    return device_seconds(lambda: few.add_(1.0), device, seconds)
+    tensor = torch.ones(32, device=device)
+    return device_seconds(lambda: tensor.add_(1.0), device, seconds)
 
 
 def operation_seconds(device: torch.device, precision: str, seconds: float) -> float:
-    """Seconds of the host for an operation, over forward and backward of a GPT too small to keep a device busy.
+    """Return the host seconds per operation in forward and backward of a GPT too small to keep a device busy.
 
-    Counted are operations that launch a kernel, as a trace counts them; views, allocations, Python and autograd itself
-    are part of what these take.
+    Only operations that launch a kernel count, as in a trace. Their time includes views, allocations, Python and
+    autograd itself.
     """
     config = GPTConfig(vocab_size=64, context=16, layers=4, heads=2, width=32)
     model = GPT(config).to(device, PRECISION_DTYPES[precision])
@@ -128,8 +129,8 @@ def operation_seconds(device: torch.device, precision: str, seconds: float) -> f
         model(tokens, tokens).backward()
         model.zero_grad(set_to_none=True)
 
-    def several() -> None:
-        for _ in range(4):  # the device's last operations, which are waited for, matter less
+    def run_several() -> None:
+        for _ in range(4):  # several, so that the final wait for the device matters less
             run()
         _synchronize(device)
 
@@ -137,12 +138,12 @@ def operation_seconds(device: torch.device, precision: str, seconds: float) -> f
     with launches:
         run()
     _synchronize(device)
-    several()  # chooses algorithms, fills the allocator's caches
-    return host_seconds(several, seconds) / (4 * launches.count)
+    run_several()  # warm-up: selects algorithms and fills the allocator's caches
+    return host_seconds(run_several, seconds) / (4 * launches.count)
 
 
 class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations that launch a kernel.
+    """Count operations that launch a kernel.
 
     >>> with LaunchCounter() as launches:
     ...     _ = torch.ones(2, 3).t() + torch.empty(3, 2)
@@ -156,21 +157,24 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count it."""
-        given = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((args, kwargs or {}))}
+        input_storages = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
-        made = any(tensor.untyped_storage().data_ptr() not in given for tensor in iter_tensors(result))
-        self.count += op_kind(func, made) != "nothing"
+        allocates = any(tensor.untyped_storage().data_ptr() not in input_storages for tensor in iter_tensors(result))
+        self.count += op_kind(func, allocates) != "nothing"
         return result
 
 
 def copy_rate(device: torch.device, seconds: float, max_bytes: int | None = None) -> float:
-    """Bytes/s between pinned host memory and a device, the slower way; on a CPU, of a copy within its memory."""
+    """Return the bytes/s between pinned host memory and a device, in the slower direction.
+
+    On a CPU, return the rate of a copy within its memory.
+    """
     nbytes = min(MOVED_BYTES[device.type], max_bytes or MOVED_BYTES[device.type])
-    near = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    far = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    down = device_seconds(lambda: far.copy_(near, non_blocking=True), device, seconds / 2)
-    up = device_seconds(lambda: near.copy_(far, non_blocking=True), device, seconds / 2)
-    return nbytes / max(down, up)
+    device_buffer = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    host_buffer = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    to_host = device_seconds(lambda: host_buffer.copy_(device_buffer, non_blocking=True), device, seconds / 2)
+    to_device = device_seconds(lambda: device_buffer.copy_(host_buffer, non_blocking=True), device, seconds / 2)
+    return nbytes / max(to_host, to_device)
 
 
 def _synchronize(device: torch.device) -> None:

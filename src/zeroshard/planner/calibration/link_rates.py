@@ -1,4 +1,4 @@
-"""What collectives reach between the ranks of a job, measured."""
+"""Measure the bandwidth and latency of the links between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zeroshard.comm.collectives import MeshAxis, all_gather_sync
 from zeroshard.planner.machines.machine import Link, Machine
 
 REPEATS = 5
-SMALL_BYTES = 2**12  # bytes of the result on each rank: all latency
-LARGE_BYTES = {"cuda": 2**28, "cpu": 2**22}  # nearly all bandwidth
+SMALL_BYTES = 2**12  # of the all-gather output on each rank: latency dominates
+LARGE_BYTES = {"cuda": 2**28, "cpu": 2**22}  # bandwidth dominates
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CalibrationRanks:
 
     @classmethod
     def current(cls) -> CalibrationRanks:
-        """As the job has them; nodes are told apart by their names. Of one rank, where there is no job."""
+        """Return the ranks of the current job, or a single rank without one. Host names identify the nodes."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return cls()
         rank, names = dist.get_rank(), cls(dist.get_world_size()).gather_text(platform.node())
@@ -36,49 +36,58 @@ class CalibrationRanks:
 
     @property
     def is_first_local(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """Whether this is the first rank of its node, which writes the cache."""
         return self.rank == self.local_ranks[0]
 
     def barrier(self) -> None:
-        """Begin together: what ranks of a node share is measured with all of them at it."""
+        """Wait for all ranks, so that shared resources are measured with all ranks of a node using them."""
         if self.world_size > 1:
             dist.barrier()
 
     def gather_text(self, text: str) -> list[str]:
-        """What each rank has."""
-        found = [text] * self.world_size
+        """Return the text of every rank."""
+        texts = [text] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(found, text)
-        return found
+            dist.all_gather_object(texts, text)
+        return texts
 
     def broadcast_text(self, text: str) -> str:
-        """What the first rank has: plans made of it are the same on all."""
+        """Return the first rank's text, so that all ranks compute the same plans from it."""
         if self.world_size == 1:
             return text
-        told = [text]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
+        texts = [text]
+        dist.broadcast_object_list(texts, src=0)
+        return texts[0]
 
 
 def measure_links(
     ranks: CalibrationRanks, device: torch.device, base: Machine, max_bytes: int | None = None
 ) -> dict[str, Link]:
-    """The links that this job shows, as a machine's ``inside`` and ``outside``; others stay as they are."""
+    """Measure the links that this job uses; return them as a machine's ``inside`` and ``outside``.
+
+    Links that the job does not use are left out.
+    """
     links: dict[str, Link] = {}
     if ranks.world_size == 1:
         return links
     large = min(LARGE_BYTES[device.type], max_bytes or LARGE_BYTES[device.type])
     inside = base.inside
     if len(ranks.local_ranks) > 1:
-        alone = len(ranks.local_ranks) == ranks.world_size
-        group = dist.group.WORLD if alone else dist.new_group(list(ranks.local_ranks), use_local_synchronization=True)
-        small, whole = _time_small_and_large(MeshAxis.from_group(group), device, large)
-        inside = links["inside"] = fit_link(len(ranks.local_ranks), small, whole)
+        is_single_node = len(ranks.local_ranks) == ranks.world_size
+        group = (
+            dist.group.WORLD
+            if is_single_node
+            else dist.new_group(list(ranks.local_ranks), use_local_synchronization=True)
+        )
+        small_time, large_time = _time_small_and_large(MeshAxis.from_group(group), device, large)
+        inside = links["inside"] = fit_link(len(ranks.local_ranks), small_time, large_time)
     if len(ranks.local_ranks) < ranks.world_size:
         nodes = -(-ranks.world_size // len(ranks.local_ranks))
-        small, whole = _time_small_and_large(MeshAxis.from_group(dist.group.WORLD), device, large)
-        near = (ranks.world_size - nodes) * inside.latency
-        links["outside"] = fit_link(ranks.world_size, small, whole, hops=nodes - 1, local_seconds=near)
+        small_time, large_time = _time_small_and_large(MeshAxis.from_group(dist.group.WORLD), device, large)
+        local_seconds = (ranks.world_size - nodes) * inside.latency
+        links["outside"] = fit_link(
+            ranks.world_size, small_time, large_time, hops=nodes - 1, local_seconds=local_seconds
+        )
     return links
 
 
@@ -89,38 +98,39 @@ def fit_link(
     hops: int | None = None,
     local_seconds: float = 0.0,
 ) -> Link:
-    """The link whose ring of ``ranks`` gathers two results, of (bytes, seconds) each, in these times.
+    """Return the link on which a ring all-gather over ``ranks`` takes the measured times.
 
-    ``hops``: those that the latency is spread over, without those that take ``near`` seconds in all.
+    ``small`` and ``large`` are (output bytes, seconds) of two all-gathers. The latency is divided over ``hops``, which
+    excludes the intra-node hops; those take ``local_seconds`` in total.
 
     >>> fit_link(5, small=(0, 4e-5), large=(1e9, 8e-3 + 4e-5))
     Link(bandwidth=100000000000.0, latency=1e-05)
     """
-    share = (ranks - 1) / ranks
+    sent_fraction = (ranks - 1) / ranks
     slope = (large[1] - small[1]) / (large[0] - small[0])
-    if slope <= 0:  # too noisy to tell the two apart
+    if slope <= 0:  # too noisy to separate latency from bandwidth
         slope = large[1] / large[0]
     latency = max(0.0, small[1] - small[0] * slope - local_seconds) / (hops or ranks - 1)
-    return Link(bandwidth=float(f"{share / slope:.6g}"), latency=float(f"{latency:.6g}"))
+    return Link(bandwidth=float(f"{sent_fraction / slope:.6g}"), latency=float(f"{latency:.6g}"))
 
 
 def _time_small_and_large(
     axis: MeshAxis, device: torch.device, large: int
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(bytes, seconds) of a small and of a large all-gather. Every rank repeats as often."""
+    """Return (bytes, seconds) of a small and a large all-gather. Every rank runs the same number of repeats."""
     small = _time_all_gather(axis, device, SMALL_BYTES)
     return small, _time_all_gather(axis, device, max(large, 4 * SMALL_BYTES))
 
 
 def _time_all_gather(axis: MeshAxis, device: torch.device, nbytes: int) -> tuple[float, float]:
-    part = torch.zeros(max(1, nbytes // axis.size), dtype=torch.uint8, device=device)
-    whole = torch.zeros(part.numel() * axis.size, dtype=torch.uint8, device=device)
-    taken = []
+    shard = torch.zeros(max(1, nbytes // axis.size), dtype=torch.uint8, device=device)
+    full = torch.zeros(shard.numel() * axis.size, dtype=torch.uint8, device=device)
+    times = []
     for _ in range(REPEATS + 1):
         dist.barrier(group=axis.group)
         begin = time.perf_counter()
-        all_gather_sync(whole, part, axis)
+        all_gather_sync(full, shard, axis)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - begin)
-    return float(whole.nbytes), statistics.median(taken[1:])  # the first connects the ranks
+        times.append(time.perf_counter() - begin)
+    return float(full.nbytes), statistics.median(times[1:])  # the first one sets up the connections

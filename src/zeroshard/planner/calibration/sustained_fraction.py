@@ -1,4 +1,4 @@
-"""Sustained: how much of a device's rates, measured one by one, is left while it trains."""
+"""Measure which fraction of a device's rates, measured one by one, it sustains in training."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.step_time import TraceCost
 from zeroshard.planner.tracing.trace_model import trace_model
 
-TRAINING_SHAPES = {  # a GPT, and its batch, that keep a device busy for far longer than they take to launch
+TRAINING_SHAPES = {  # a GPT and its batch, whose device time is much longer than their launch time
     "cuda": (GPTConfig(vocab_size=16384, context=1024, layers=4, heads=16, width=2048), 16),
     "cpu": (GPTConfig(vocab_size=512, context=64, layers=2, heads=4, width=128), 2),
 }
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SUSTAINED_RANGE = (0.2, 1.0)  # beyond which something else was measured
+SUSTAINED_RANGE = (0.2, 1.0)  # values outside come from something else, so they are clamped
 
 
 def sustained_fraction(machine: Machine, device: torch.device, seconds: float) -> float:
-    """Train a few layers for some ``seconds``: the time that the rates foretell over the time that it takes.
+    """Train a few layers for ``seconds`` and return the step time predicted from the rates over the measured one.
 
-    On a CPU the host's time for launching is part of what is foretold, since one thread does both.
+    On a CPU the prediction includes the host time for launching, because one thread does both.
     """
     precision = max(machine.flops, key=lambda name: (machine.flops[name], name == "bf16"))
     config, batch = TRAINING_SHAPES[device.type]
     with torch.device(device):
         model = GPT(config).to(PRECISION_DTYPES[precision])
         tokens = torch.zeros(batch, config.context, dtype=torch.int64)
-    work = TraceCost.from_trace(
+    cost = TraceCost.from_trace(
         trace_model(model, micro_batch=batch, device_kind=machine.kind, precision=_trace_precision(precision)), machine
     )
-    foretold = sum(work.device_seconds) + (sum(work.host_seconds) if device.type == "cpu" else 0.0)
+    predicted_seconds = sum(cost.device_seconds) + (sum(cost.host_seconds) if device.type == "cpu" else 0.0)
     runs, begin = 0, 0.0
     while runs < 2 or time.perf_counter() - begin < seconds:
-        if runs == 1:  # the first chooses algorithms and fills the allocator's caches
+        if runs == 1:  # the first run selects algorithms and fills the allocator's caches
             _synchronize(device)
             begin = time.perf_counter()
         model(tokens, tokens).backward()
@@ -44,8 +44,8 @@ def sustained_fraction(machine: Machine, device: torch.device, seconds: float) -
         if runs % 4 == 0:
             _synchronize(device)
     _synchronize(device)
-    taken = (time.perf_counter() - begin) / (runs - 1)
-    return min(max(foretold / taken, SUSTAINED_RANGE[0]), SUSTAINED_RANGE[1])
+    measured_seconds = (time.perf_counter() - begin) / (runs - 1)
+    return min(max(predicted_seconds / measured_seconds, SUSTAINED_RANGE[0]), SUSTAINED_RANGE[1])
 
 
 def _trace_precision(precision: str) -> str | None:

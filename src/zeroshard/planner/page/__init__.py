@@ -1,1 +1,1 @@
-"""Plans as one HTML file, with pictures."""
+"""Write plans as one HTML file with charts."""

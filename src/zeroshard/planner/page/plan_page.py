@@ -1,4 +1,4 @@
-"""The page of a plan: one HTML file, which opens offline and loads nothing."""
+"""Write the page of a plan: one HTML file that opens offline and loads nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeroshard.planner.plan_table import (
 
 
 class HeadlineFigure(NamedTuple):
-    """One of the numbers at the head of the page."""
+    """One of the numbers at the top of the page."""
 
     name: str
     value: str
@@ -43,10 +43,10 @@ def write_page(
     tokens: int | None = None,
     usage: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Write plans as a page with pictures, and return its path.
+    """Write plans as a page with charts, and return its path.
 
-    ``model`` describes what was planned, ``tokens`` are those of a sample, and ``how`` is what to type for the chosen
-    plan, with its labels. Some pictures show what was not among the plans.
+    ``model`` describes the planned model, ``tokens`` is the number of tokens per sample, and ``usage`` is what to
+    type for the chosen plan, with labels. Some charts also show strategies that are not among the plans.
 
     >>> import tempfile, torch, zeroshard
     >>> with torch.device("meta"):
@@ -61,11 +61,11 @@ def write_page(
 
 
 def _template_context(plans: Plans, model: str, tokens: int | None, usage: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    subject, chosen, rows = plans.traced_model, best_or_smallest(plans), sort_plans(summary_rows(plans))
-    drawn = (
-        plan_charts.stages_chart(subject, chosen),
-        plan_charts.timeline_chart(subject, chosen),
-        plan_charts.micro_batch_chart(subject, chosen),
+    traced_model, chosen, rows = plans.traced_model, best_or_smallest(plans), sort_plans(summary_rows(plans))
+    charts = (
+        plan_charts.stages_chart(traced_model, chosen),
+        plan_charts.timeline_chart(traced_model, chosen),
+        plan_charts.micro_batch_chart(traced_model, chosen),
         plan_charts.step_time_chart(rows, chosen),
     )
     machine = plans.machine
@@ -75,7 +75,7 @@ def _template_context(plans: Plans, model: str, tokens: int | None, usage: Seque
         "why": plans.reason,
         "facts": _facts(plans, tokens),
         "headline": _headline(chosen, tokens, plans.precision),
-        "charts": {chart.name: chart for chart in drawn if chart is not None},
+        "charts": {chart.name: chart for chart in charts if chart is not None},
         "chosen": chosen.strategy.description,
         "per_sample": plan_charts.needs_time_per_sample(rows),
         "how": usage,
@@ -89,15 +89,15 @@ def _template_context(plans: Plans, model: str, tokens: int | None, usage: Seque
 
 def _facts(plans: Plans, tokens: int | None) -> list[str]:
     machine, nodes = plans.machine, -(-plans.devices // plans.machine.devices)
-    where = f" on {nodes} nodes" if nodes > 1 else ""
-    facts = [f"{format_count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{where}"]
+    nodes_text = f" on {nodes} nodes" if nodes > 1 else ""
+    facts = [f"{format_count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{nodes_text}"]
     facts += [f"{format_bytes(machine.memory)} a device", str(plans.precision)]
     return [*facts, f"{tokens:,} tokens a sample"] if tokens is not None else facts
 
 
 def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[HeadlineFigure]:
-    choice, machine = plan.strategy, plan.machine
-    batch = choice.micro_batch * choice.accumulate * (plan.devices // choice.tensor)
+    strategy, machine = plan.strategy, plan.machine
+    batch = strategy.micro_batch * strategy.accumulate * (plan.devices // strategy.tensor)
     speed = plan.samples_per_second * (1 if tokens is None else tokens)
     peak = machine.flops.get(precision or "fp32", max(machine.flops.values()))
     return [
@@ -119,15 +119,15 @@ def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[Hea
 
 
 def _html_table(plans: Plans, rows: Sequence[Plan], tokens: int | None) -> dict[str, Any]:
-    """The terminal's table for a narrower place: the choice in one cell, then whether it fits and how fast it is."""
+    """Return the terminal's table for a narrow page: the strategy in one cell, then whether it fits and its speed."""
     columns, cells = table_cells(plans, rows, tokens)
-    figures = next(at for at, column in enumerate(columns) if column is STATES_COLUMN)
-    *rest, step, speed, flops, fits = range(figures, len(columns))
-    order = [fits, step, speed, flops, *rest]
+    first_number = next(index for index, column in enumerate(columns) if column is STATES_COLUMN)
+    *others, step, speed, flops, fits = range(first_number, len(columns))
+    order = [fits, step, speed, flops, *others]
     return {
-        "columns": ["", *(_column_title(columns[at]) for at in order)],
+        "columns": ["", *(_column_title(columns[index]) for index in order)],
         "rows": [
-            [short_label(plan.strategy), *(row[at] for at in order)]
+            [short_label(plan.strategy), *(row[index] for index in order)]
             for plan, row in zip(sort_plans(rows), cells, strict=True)
         ],
     }
@@ -139,12 +139,12 @@ def _column_title(column: TableColumn) -> str:
 
 
 def _describe_machine(machine: Machine) -> dict[str, str]:
-    told = {}
+    description = {}
     for name, value in asdict(machine).items():
         if isinstance(value, dict):
-            told[name] = ", ".join(f"{key} {number:.3g}" for key, number in value.items())
+            description[name] = ", ".join(f"{key} {number:.3g}" for key, number in value.items())
         else:
-            told[name] = (
+            description[name] = (
                 f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
             )
-    return told
+    return description

@@ -1,1 +1,1 @@
-"""Plans on paper for any number of devices, and for the paper's own."""
+"""Simulate training on any number of devices, and reproduce the ZeRO paper's results."""

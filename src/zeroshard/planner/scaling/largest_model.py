@@ -1,4 +1,4 @@
-"""Largest: the deepest model of a family that fits so many devices."""
+"""Find the deepest model of a family that fits on a given number of devices."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.inputs import Inputs
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 
-FIRST_DEPTHS = (SHALLOW_LAYERS + 1, SHALLOW_LAYERS + 7)  # depths that a line is laid through
-MAX_REPLAYED_LAYERS = (
-    4096  # layers that are replayed: what is deeper is taken to lie on the line through this depth and half of it
-)
+FIRST_DEPTHS = (SHALLOW_LAYERS + 1, SHALLOW_LAYERS + 7)  # depths of the first linear extrapolation
+# Deeper models are not replayed, but extrapolated linearly from this depth and half of it.
+MAX_REPLAYED_LAYERS = 4096
 
 
 @dataclass(frozen=True)
 class LargestModel:
-    """The deepest model that fits, and what stopped a deeper one."""
+    """The deepest model that fits, and what prevents a deeper one."""
 
     layers: int
-    """0: not even the shallowest that was looked at, of 3 layers, fits."""
+    """0 if not even the shallowest model considered, with 3 layers, fits."""
     parameters: int
-    """Its Ψ; of the shallowest, where nothing fits."""
+    """Ψ of this model; of the shallowest one if nothing fits."""
     memory: float
-    """Bytes of a device that it needs."""
+    """Bytes that it needs on a device."""
     limit: str
-    """What is full: "device", "host" or "disk"."""
+    """The memory with the highest usage: "device", "host" or "disk"."""
     confirmed: bool
-    """Whether this depth was replayed, and one more; else it is where a straight line ends."""
+    """Whether this depth and the next were replayed; otherwise the depth is a linear extrapolation."""
 
 
 def find_largest_model(
@@ -63,70 +62,72 @@ def find_largest_model(
     machine = (
         Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
     )
-    far = Offload.from_option(offload)
-    choice = Strategy(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=far, micro_batch=micro_batch)
+    offload_config = Offload.from_option(offload)
+    strategy = Strategy(
+        stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload_config, micro_batch=micro_batch
+    )
     return find_deepest_member(
-        DepthExtrapolatedModel(family, FIRST_DEPTHS[0], inputs, **given), choice, devices, machine
+        DepthExtrapolatedModel(family, FIRST_DEPTHS[0], inputs, **given), strategy, devices, machine
     )
 
 
 def find_deepest_member(
     member: DepthExtrapolatedModel, strategy: Strategy, devices: int, machine: Machine
 ) -> LargestModel:
-    """The same from any member of a family that has over 2 layers, whose traces are used.
+    """Find the deepest model that fits, using the traces of any model of the family with more than 2 layers.
 
-    Memory is a straight line in depth, or several one after the other where the peak moves to another moment: the line
-    through two depths is followed to the limit, until one depth fits and the next does not.
+    Memory is linear in depth, or piecewise linear if the peak moves to another point in time. The search follows the
+    line through two depths to the limit, until one depth fits and the next does not.
     """
     if devices < 1:
         raise ValueError(f"devices is a whole number from 1 up, got {devices}")
     if strategy.tensor < 1 or devices % strategy.tensor:
         raise ValueError(f"{devices} devices are not a multiple of the {strategy.tensor} that divide each layer")
 
-    def held(layers: int) -> Footprint:
+    def footprint_at(layers: int) -> Footprint:
         return member.with_layers(layers).footprint(strategy, devices, machine)
 
-    def fullness(layers: int) -> float:
-        return max(usage_fractions(held(layers), devices, machine).values())
+    def max_usage(layers: int) -> float:
+        return max(usage_fractions(footprint_at(layers), devices, machine).values())
 
-    layers, confirmed = _search_depth(fullness)
-    deep, near = (
+    layers, confirmed = _search_depth(max_usage)
+    model, footprint = (
         member.with_layers(max(layers, FIRST_DEPTHS[0])),
-        held(min(max(layers, FIRST_DEPTHS[0]), MAX_REPLAYED_LAYERS)),
+        footprint_at(min(max(layers, FIRST_DEPTHS[0]), MAX_REPLAYED_LAYERS)),
     )
-    wanted = device_bytes_needed(near, machine)
+    needed_bytes = device_bytes_needed(footprint, machine)
     if layers > MAX_REPLAYED_LAYERS:
-        half = held(MAX_REPLAYED_LAYERS // 2)
-        wanted += (
+        half_footprint = footprint_at(MAX_REPLAYED_LAYERS // 2)
+        needed_bytes += (
             (layers - MAX_REPLAYED_LAYERS)
-            * (near.reserved - half.reserved)
+            * (footprint.reserved - half_footprint.reserved)
             / (MAX_REPLAYED_LAYERS - MAX_REPLAYED_LAYERS // 2)
         )
-    full = usage_fractions(near, devices, machine)
-    return LargestModel(layers, deep.parameters, wanted, max(full, key=lambda name: full[name]), confirmed)
+    usage = usage_fractions(footprint, devices, machine)
+    return LargestModel(layers, model.parameters, needed_bytes, max(usage, key=lambda name: usage[name]), confirmed)
 
 
 def _search_depth(fullness: Callable[[int], float]) -> tuple[int, bool]:
-    """The last depth that is not over full, and whether it and the next were looked at."""
-    seen = {layers: fullness(layers) for layers in FIRST_DEPTHS}
+    """Return the greatest depth that fits, and whether it and the next depth were replayed."""
+    usage = {layers: fullness(layers) for layers in FIRST_DEPTHS}
     while True:
-        fits = max((layers for layers, share in seen.items() if share <= 1), default=0)
-        fails = min((layers for layers, share in seen.items() if share > 1), default=None)
+        fits = max((layers for layers, fraction in usage.items() if fraction <= 1), default=0)
+        fails = min((layers for layers, fraction in usage.items() if fraction > 1), default=None)
         if fails is not None and (fails - fits == 1 or fails == FIRST_DEPTHS[0]):
             return fits, True
-        a, b = (fits, fails) if fits and fails is not None else sorted(seen)[-2:]
-        slope = (seen[b] - seen[a]) / (b - a)
-        if fails is None and (slope <= 0 or b + (1 - seen[b]) / slope > MAX_REPLAYED_LAYERS):
-            if MAX_REPLAYED_LAYERS in seen and MAX_REPLAYED_LAYERS // 2 in seen:
+        a, b = (fits, fails) if fits and fails is not None else sorted(usage)[-2:]
+        slope = (usage[b] - usage[a]) / (b - a)
+        if fails is None and (slope <= 0 or b + (1 - usage[b]) / slope > MAX_REPLAYED_LAYERS):
+            if MAX_REPLAYED_LAYERS in usage and MAX_REPLAYED_LAYERS // 2 in usage:
                 if slope <= 0:
                     raise ValueError(
                         f"a model of {MAX_REPLAYED_LAYERS} layers needs no more than one of {a}: its depth is no limit"
                     )
-                return floor(MAX_REPLAYED_LAYERS + (1 - seen[MAX_REPLAYED_LAYERS]) / slope), False
-            layers = MAX_REPLAYED_LAYERS // 2 if MAX_REPLAYED_LAYERS // 2 not in seen else MAX_REPLAYED_LAYERS
+                return floor(MAX_REPLAYED_LAYERS + (1 - usage[MAX_REPLAYED_LAYERS]) / slope), False
+            layers = MAX_REPLAYED_LAYERS // 2 if MAX_REPLAYED_LAYERS // 2 not in usage else MAX_REPLAYED_LAYERS
         else:
-            layers = max(floor(b + (1 - seen[b]) / slope), fits + 1)
+            layers = max(floor(b + (1 - usage[b]) / slope), fits + 1)
             layers = layers if fails is None else min(layers, fails - 1)
-            if layers in seen:  # not where the line says
+            if layers in usage:  # the extrapolation is wrong here
                 layers = fits + 1 if fails is None else (fits + fails) // 2
-        seen[layers] = fullness(layers)
+        usage[layers] = fullness(layers)

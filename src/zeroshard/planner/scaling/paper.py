@@ -1,21 +1,21 @@
-"""Paper: the ZeRO paper's tables and figures, computed anew.
+"""Reproduce the tables and figures of the ZeRO paper.
 
 [Note: simulating the paper's runs]
 Table 1, Table 2 and Figure 1 follow from what is partitioned (``placement.py``). The other figures come from the
-planner, as for any user: the GPTs of the paper's own tables in fp16 with sequences of 1024, every block recomputed,
-ZeRO as stage 2 with P_a (configuration C4; 170B as C5, which alone holds it), the baseline as stage 0, on the machine
-"dgx2" with its published rates. One thing is fitted, once for all figures: the curve that says how much of the peak a
-matrix product reached with the software of 2019, :data:`CURVE`, chosen from a grid as the one of least mean error over
-the 33 bars of Figures 2, 3 and 4. So the errors of these are those of a fit, of two numbers; Figures 6 and 7 have none.
-Its second number is large, about a millisecond lost with every product, and stands for more than products: links
-between nodes at a quarter of their published rate, with a usual curve, meet the bars as well. The bars do not tell the
-two apart.
+planner, as for any user: the GPTs of the paper's tables in fp16 with sequences of 1024 tokens and every block
+recomputed. ZeRO is stage 2 with P_a (configuration C4; 170B is C5, the only one in which it fits), the baseline is
+stage 0, and the machine is "dgx2" with its published rates. Only :data:`PAPER_CURVE` is fitted, once for all figures:
+it gives the fraction of the peak that a matmul reached with the software of 2019. It is chosen from a grid for the
+least mean error over the 33 bars of Figures 2, 3 and 4. So the errors of these figures are those of a fit of two
+numbers; for Figures 6 and 7 nothing is fitted. The second number of the curve is large, about one millisecond lost per
+matmul, and covers more than matmuls: inter-node links at a quarter of their published rate, with a default curve,
+match the bars equally well. The bars cannot separate the two.
 
-TFLOPS are counted as was usual then, from shapes: 96·B·s·l·h²·(1 + s/6h + V/16lh) FLOPs a step for B sequences of s
-tokens, l layers of width h and a vocabulary of V. Recomputation counts, and so does the half of attention that a mask
-makes vain, because both were computed.
+TFLOPS are computed from shapes, as was common then: 96·B·s·l·h²·(1 + s/6h + V/16lh) FLOPs per step for B sequences of
+s tokens, l layers of width h and a vocabulary of V. Recomputation and the masked half of attention count, because both
+were computed.
 
-In all of these the logits are divided over the tensor axis and so is their loss, as Megatron-LM does it.
+In all runs the logits and their loss are sharded over the tensor axis, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from zeroshard.sharding.placement import Placement
 PAPER_CURVE: Final = EfficiencyCurve(share=0.34, half=4e10)  # least mean error over Figures 2, 3 and 4 together
 NUM_GPUS, TENSOR_DEGREE, GPU_MEMORY = 400, 16, "32GB"  # of Figures 6 and 7
 SEQUENCE_TOKENS, VOCAB_SIZE = 1024, 50304
-STATE_BYTES_PER_PARAM = {"parameters": 2, "gradients": 2, "optimizer": 12}  # an element, of fp16 with Adam
+STATE_BYTES_PER_PARAM = {"parameters": 2, "gradients": 2, "optimizer": 12}  # fp16 with Adam
 
 
 @dataclass(frozen=True)
 class PaperCell:
-    """One number of the paper's beside ours."""
+    """One number of the paper and zeroshard's prediction of it."""
 
     row: str
     column: str
@@ -70,7 +70,7 @@ class PaperCell:
 
     @property
     def error(self) -> float | None:
-        """Of ours, as a part of the paper's; None where both are printed words."""
+        """Relative error of the prediction; None if the two are compared as text."""
         if isinstance(self.paper, str) or isinstance(self.ours, str):
             return None
         return self.ours / self.paper - 1
@@ -78,7 +78,7 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class PaperResult:
-    """A table or a figure."""
+    """A table or figure of the paper."""
 
     name: str
     about: str
@@ -86,23 +86,23 @@ class PaperResult:
 
     @property
     def num_exact(self) -> int:
-        """How many cells are as printed."""
+        """The number of cells that equal the printed text."""
         return sum(cell.paper == cell.ours for cell in self.cells)
 
     @property
     def mean_error(self) -> float | None:
-        """The mean of all errors without their signs; None of a table that is compared as printed."""
+        """Mean absolute relative error; None for a table that is compared as text."""
         return mean_error(self.cells)
 
 
 def mean_error(cells: Sequence[PaperCell]) -> float | None:
-    """The mean of errors without their signs."""
+    """Return the mean absolute relative error; None if no cell has one."""
     errors = [abs(cell.error) for cell in cells if cell.error is not None]
     return sum(errors) / len(errors) if errors else None
 
 
 def paper_results() -> Iterator[PaperResult]:
-    """All of them, one after the other, as they are computed."""
+    """Yield all tables and figures, each as soon as it is computed."""
     yield figure_1()
     yield table_1()
     yield table_2()
@@ -113,11 +113,11 @@ def paper_results() -> Iterator[PaperResult]:
     yield figure_7()
 
 
-# ------------------------------------------------------------------------------------------- states, as printed
+# --------------------------------------------------------------------------------------- model states, compared as text
 
 
 def bytes_per_parameter(stage: int, devices: int) -> Decimal:
-    """Of model states on each of so many devices.
+    """Return the bytes of model states per parameter on each of ``devices`` devices.
 
     >>> bytes_per_parameter(2, 64)  # 2Ψ + 14Ψ/64
     Decimal('2.21875')
@@ -130,7 +130,7 @@ def bytes_per_parameter(stage: int, devices: int) -> Decimal:
 
 
 def figure_1() -> PaperResult:
-    """Memory of states by stage."""
+    """Compute the memory of model states by stage."""
     names = {0: "baseline", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
     cells = [
         PaperCell(
@@ -145,9 +145,10 @@ def figure_1() -> PaperResult:
 
 
 def table_1() -> PaperResult:
-    """Memory of states by model, devices and stage.
+    """Compute the memory of model states by model, devices and stage.
 
-    As printed: the 7.5B column is rounded, to three figures or so; the others are cut, to whole numbers from 100 up.
+    The text follows the paper: the 7.5B column is rounded to about three digits; the others are truncated, to whole
+    numbers from 100 up.
     """
     cells = []
     for billions, rows in TABLE_1.items():
@@ -155,23 +156,31 @@ def table_1() -> PaperResult:
             for stage, text in enumerate(printed, 1):
                 gigabytes = Decimal(str(billions)) * bytes_per_parameter(stage, devices)
                 if billions < 100:
-                    ours = _format_decimal(gigabytes, 1 if gigabytes >= 10 else 2, half_up=True)
+                    predicted = _format_decimal(gigabytes, 1 if gigabytes >= 10 else 2, half_up=True)
                 else:
-                    ours = _format_decimal(gigabytes, 0 if gigabytes >= 100 else 1)
-                cells.append(PaperCell(f"{_format_model_size(billions)}, N_d {devices}", f"stage {stage}", text, ours))
+                    predicted = _format_decimal(gigabytes, 0 if gigabytes >= 100 else 1)
+                cells.append(
+                    PaperCell(f"{_format_model_size(billions)}, N_d {devices}", f"stage {stage}", text, predicted)
+                )
     return PaperResult("Table 1", "GB of model states a device", tuple(cells))
 
 
 def table_2() -> PaperResult:
-    """The largest model in 32 GB on 64 data-parallel devices. As printed: the value without model parallelism, cut to
-    one place, times that parallelism."""
+    """Compute the largest model in 32 GB on 64 data-parallel devices.
+
+    The text follows the paper: the value without model parallelism, truncated to one decimal, times the model-parallel
+    degree.
+    """
     cells = []
     for tensor, printed in TABLE_2.items():
         for stage, text in enumerate(printed):
-            alone = (32 / bytes_per_parameter(stage, 64)).quantize(Decimal("0.1"), ROUND_DOWN)
+            without_tensor = (32 / bytes_per_parameter(stage, 64)).quantize(Decimal("0.1"), ROUND_DOWN)
             cells.append(
                 PaperCell(
-                    f"MP {tensor}, {64 * tensor} GPUs", f"stage {stage}", text, _format_model_size(alone * tensor)
+                    f"MP {tensor}, {64 * tensor} GPUs",
+                    f"stage {stage}",
+                    text,
+                    _format_model_size(without_tensor * tensor),
                 )
             )
     return PaperResult("Table 2", "the largest model in 32 GB, by states alone", tuple(cells))
@@ -187,36 +196,38 @@ def _format_model_size(billions: Decimal | float) -> str:
     return f"{_format_decimal(exact / 1000, 1)}T" if exact >= 500 else f"{_format_decimal(exact, 1)}B"
 
 
-# --------------------------------------------------------------------------------------------- the planner's
+# ------------------------------------------------------------------------------------------- predictions of the planner
 
 
 class VocabParallelGPT(GPT):
-    """The reference GPT with logits that stay divided over the tensor axis, as on one rank of Megatron-LM's."""
+    """The reference GPT with logits that stay sharded over the tensor axis, as on one rank of Megatron-LM."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the loss of this rank's part of the vocabulary."""
+        """Return the loss over this rank's shard of the vocabulary, or the logits without ``targets``."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.head.weight)  # past the module, whose hooks would gather them
+        logits = F.linear(self.norm(x), self.head.weight)  # not self.head(): its hooks would all-gather the logits
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def paper_machine() -> Machine:
-    """The paper's: published rates, and the one curve."""
+    """Return the machine of the paper: published rates and the fitted curve."""
     return Machine.resolve("dgx2", efficiency=PAPER_CURVE)
 
 
 def paper_step_time(run: PaperRun) -> StepTime:
-    """How long a step of one of the paper's runs takes, as the planner has it."""
-    ours = run.system == "ZeRO"
-    checkpoint: CheckpointMode = "host" if ours and run.label == "170B" else "recompute"
-    choice = Strategy(stage=2 if ours else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
-    return _paper_model(run.width, run.heads, True).with_layers(run.layers).step_time(choice, run.gpus, paper_machine())
+    """Predict the step time of one of the paper's runs with the planner."""
+    is_zero = run.system == "ZeRO"
+    checkpoint: CheckpointMode = "host" if is_zero and run.label == "170B" else "recompute"
+    strategy = Strategy(stage=2 if is_zero else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
+    return (
+        _paper_model(run.width, run.heads, True).with_layers(run.layers).step_time(strategy, run.gpus, paper_machine())
+    )
 
 
 def paper_flops(run: PaperRun) -> float:
-    """Of a step on one GPU, as they were counted: see [Note: simulating the paper's runs]."""
+    """Return the FLOPs per step and GPU as the paper counts them: see [Note: simulating the paper's runs]."""
     s, h, layers = SEQUENCE_TOKENS, run.width, run.layers
     return 96.0 * run.batch * s * layers * h * h * (1 + s / (6 * h) + VOCAB_SIZE / (16 * layers * h)) / run.tensor
 
@@ -245,57 +256,57 @@ def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> Paper
 
 
 def figure_2() -> PaperResult:
-    """Throughput of ZeRO and of Megatron-LM."""
+    """Predict the throughput of ZeRO and Megatron-LM."""
     return _throughput_result("Figure 2", "TFLOPS a GPU, ZeRO and Megatron-LM", FIGURE_2)
 
 
 def figure_3() -> PaperResult:
-    """Throughput by number of devices."""
+    """Predict the throughput by number of devices."""
     return _throughput_result("Figure 3", "TFLOPS a GPU, 60B on more and more GPUs", FIGURE_3)
 
 
 def figure_4() -> PaperResult:
-    """Throughput without model parallelism."""
+    """Predict the throughput without model parallelism."""
     return _throughput_result("Figure 4", "TFLOPS a GPU without model parallelism, ZeRO and DDP", FIGURE_4)
 
 
 def _paper_strategy(fit: PaperModelFit) -> tuple[Strategy, bool]:
-    """A configuration as the planner has it, and whether it has P_a."""
-    given = CONFIGURATIONS[fit.configuration]
-    checkpoint: CheckpointMode = "host" if given.offload_activations else "recompute"
-    choice = Strategy(stage=given.stage, tensor=TENSOR_DEGREE, checkpoint=checkpoint, micro_batch=fit.batch)
-    return choice, given.partition_activations
+    """Return the planner's strategy for a configuration, and whether it partitions activations (P_a)."""
+    config = CONFIGURATIONS[fit.configuration]
+    checkpoint: CheckpointMode = "host" if config.offload_activations else "recompute"
+    strategy = Strategy(stage=config.stage, tensor=TENSOR_DEGREE, checkpoint=checkpoint, micro_batch=fit.batch)
+    return strategy, config.partition_activations
 
 
 def figure_6() -> PaperResult:
-    """The largest model by configuration."""
+    """Find the largest model by configuration."""
     return PaperResult(
         "Figure 6", "the largest model in 32 GB, B of parameters", tuple(_largest_cell(fit) for fit in FIGURE_6)
     )
 
 
 def _largest_cell(fit: PaperModelFit) -> PaperCell:
-    choice, partition = _paper_strategy(fit)
-    found = find_deepest_member(
+    strategy, partition = _paper_strategy(fit)
+    largest = find_deepest_member(
         _paper_model(fit.width, fit.heads, partition),
-        choice,
+        strategy,
         NUM_GPUS,
         Machine.resolve(paper_machine(), memory=GPU_MEMORY),
     )
     row = f"{fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
-    return PaperCell(row, f"{found.layers} layers", fit.value, found.parameters / 1e9)
+    return PaperCell(row, f"{largest.layers} layers", fit.value, largest.parameters / 1e9)
 
 
 def figure_7() -> PaperResult:
-    """Memory cached by configuration."""
+    """Predict the memory that the allocator caches, by configuration."""
     cells = []
     for fit in FIGURE_7:
-        choice, partition = _paper_strategy(fit)
-        held = (
+        strategy, partition = _paper_strategy(fit)
+        footprint = (
             _paper_model(fit.width, fit.heads, partition)
             .with_layers(fit.layers)
-            .footprint(choice, NUM_GPUS, paper_machine())
+            .footprint(strategy, NUM_GPUS, paper_machine())
         )
         row = f"{fit.label}, {fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
-        cells.append(PaperCell(row, "GB", fit.value, held.reserved / 1e9))
+        cells.append(PaperCell(row, "GB", fit.value, footprint.reserved / 1e9))
     return PaperResult("Figure 7", "GB cached by the allocator at the most", tuple(cells))

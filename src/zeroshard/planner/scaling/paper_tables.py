@@ -1,7 +1,7 @@
-"""What the ZeRO paper prints and draws: Rajbhandari, Rasley, Ruwase, He, arXiv 1910.02054v3 (SC20).
+"""The numbers of the ZeRO paper: Rajbhandari, Rasley, Ruwase, He, arXiv 1910.02054v3 (SC20).
 
-Numbers that stand in the paper's tables are as printed. Those of its figures are bars that carry no number: they were
-read off the drawings, to 2 %.
+Numbers from the paper's tables are as printed. The bars of its figures have no numbers: their values were read off the
+drawings, to within 2 %.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# Figure 1: GB a device of 7.5B parameters on 64, by what is partitioned: nothing, P_os, P_os+g, P_os+g+p.
+# Figure 1: GB per device of 7.5B parameters on 64 devices, by what is partitioned: nothing, P_os, P_os+g, P_os+g+p.
 FIGURE_1: Final = {0: "120", 1: "31.4", 2: "16.6", 3: "1.9"}
 
-# Table 1: GB of model states a device, by parameters in B → data-parallel devices → P_os, P_os+g, P_os+g+p.
+# Table 1: GB of model states per device, by parameters in B → data-parallel devices → P_os, P_os+g, P_os+g+p.
 TABLE_1: Final[dict[float, dict[int, tuple[str, str, str]]]] = {
     7.5: {
         1: ("120", "120", "120"),
@@ -40,8 +40,8 @@ TABLE_1: Final[dict[float, dict[int, tuple[str, str, str]]]] = {
     },
 }
 
-# Table 2: the largest model in 32 GB, in theory, on 64 data-parallel devices, by model-parallel ones: nothing, P_os,
-# P_os+g, P_os+g+p partitioned.
+# Table 2: the largest model in 32 GB, in theory, on 64 data-parallel devices, by model-parallel degree → what is
+# partitioned: nothing, P_os, P_os+g, P_os+g+p.
 TABLE_2: Final[dict[int, tuple[str, str, str, str]]] = {
     1: ("2B", "7.6B", "14.4B", "128B"),
     2: ("4B", "15.2B", "28.8B", "256B"),
@@ -55,15 +55,15 @@ TABLE_2: Final[dict[int, tuple[str, str, str, str]]] = {
 class PaperRun:
     """One run of the paper."""
 
-    label: str  # its size as the paper says it
+    label: str  # the model size as given in the paper
     system: str  # "ZeRO" or "baseline"
     gpus: int
-    tensor: int  # the paper's MP
+    tensor: int  # model-parallel degree (MP in the paper)
     layers: int
     width: int
     heads: int
-    batch: int  # sequences of 1024 tokens, of one model-parallel group
-    tflops: float  # a GPU, read off the figure
+    batch: int  # sequences of 1024 tokens per model-parallel group
+    tflops: float  # per GPU, read off the figure
 
 
 # Figure 2, with the shapes of Table 5. The baseline is Megatron-LM.
@@ -88,7 +88,7 @@ FIGURE_2: Final = (
     PaperRun("170B", "baseline", 256, 256, 212, 8192, 256, 2, 2.2),
 )
 
-# Figure 3, with the shapes of Table 6: more devices leave room for larger batches.
+# Figure 3, with the shapes of Table 6: more devices leave memory for larger batches.
 FIGURE_3: Final = (
     PaperRun("60B", "ZeRO", 64, 16, 75, 8192, 32, 16, 25.6),
     PaperRun("60B", "ZeRO", 128, 16, 75, 8192, 32, 48, 37.5),
@@ -122,7 +122,7 @@ class PaperModelFit:
     width: int
     heads: int
     batch: int
-    value: float  # B of parameters in Figure 6, GB cached in Figure 7
+    value: float  # billions of parameters in Figure 6, GB cached in Figure 7
 
 
 # Figure 6, with the shapes of Table 7: the largest model.

@@ -1,4 +1,4 @@
-"""Simulation records: sweeps, largest models and the paper, as plain data for JSON. Sizes are bytes, times seconds."""
+"""Convert sweeps, largest models and the paper's results to plain data for JSON, with bytes and seconds as units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroshard.planner.scaling.simulate import ScalingPoint, ScalingSimulation, 
 
 
 def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
-    """A sweep: its points, each with all that `zeroshard plan` tells of a plan, and where stages stop to scale."""
+    """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where stages stop scaling."""
     psi = found.parameters * (4 if found.precision == "fp32" else 2)
     return {
         "model": model,
@@ -22,7 +22,7 @@ def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None 
         "machine": json.loads(found.machine.to_json()),
         "versions": versions(),
         "points": [_point_to_dict(point, psi, tokens) for point in found.points],
-        "scaling": [_scaling_to_dict(one) for one in found.scaling],
+        "scaling": [_scaling_to_dict(stage_scaling) for stage_scaling in found.scaling],
     }
 
 
@@ -49,37 +49,43 @@ def _scaling_to_dict(one: StageScaling) -> dict[str, Any]:
 
 
 def largest_to_dict(found: dict[tuple[int, int], LargestModel]) -> list[dict[str, Any]]:
-    """The largest models."""
+    """Return the largest models, one record per number of devices and stage."""
     return [
         {
             "devices": devices,
             "stage": stage,
-            "layers": one.layers,
-            "parameters": one.parameters if one.layers else 0,
-            "memory": one.memory,
-            "limit": one.limit,
-            "confirmed": one.confirmed,
+            "layers": largest.layers,
+            "parameters": largest.parameters if largest.layers else 0,
+            "memory": largest.memory,
+            "limit": largest.limit,
+            "confirmed": largest.confirmed,
         }
-        for (devices, stage), one in found.items()
+        for (devices, stage), largest in found.items()
     ]
 
 
 def paper_to_dict(exhibits: Iterable[PaperResult]) -> dict[str, Any]:
-    """The paper's tables and figures, each number beside ours."""
+    """Return the paper's tables and figures, each number with zeroshard's prediction."""
     return {
         "versions": versions(),
         "curve": {"share": PAPER_CURVE.share, "half": PAPER_CURVE.half},
         "exhibits": [
             {
-                "name": exhibit.name,
-                "about": exhibit.about,
-                "mean_error": exhibit.mean_error,
-                "exact": exhibit.num_exact,
+                "name": result.name,
+                "about": result.about,
+                "mean_error": result.mean_error,
+                "exact": result.num_exact,
                 "cells": [
-                    {"row": c.row, "column": c.column, "paper": c.paper, "ours": c.ours, "error": c.error}
-                    for c in exhibit.cells
+                    {
+                        "row": cell.row,
+                        "column": cell.column,
+                        "paper": cell.paper,
+                        "ours": cell.ours,
+                        "error": cell.error,
+                    }
+                    for cell in result.cells
                 ],
             }
-            for exhibit in exhibits
+            for result in exhibits
         ],
     }

@@ -1,4 +1,4 @@
-"""Simulation tables: sweeps, largest models and the paper, as a terminal shows them."""
+"""Format sweeps, largest models and the paper's results as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TABLE_HEADERS = ("devices", "micro-batch", "memory", "samples/s", "TFLOPS", "com
 
 
 def align_columns(rows: Sequence[Sequence[str]], left_aligned: Sequence[int] = ()) -> str:
-    """Rows of text in columns: figures to the right, the columns of ``words`` to the left.
+    """Return rows of text in columns, right-aligned except the columns in ``left_aligned``.
 
     >>> print(align_columns([("a", "n"), ("bc", "10")], left_aligned=(0,)))
     a    n
     bc  10
     """
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     lines = [
         "  ".join(
-            f"{cell:<{width}}" if at in left_aligned else f"{cell:>{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            f"{cell:<{width}}" if index in left_aligned else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
@@ -31,33 +31,33 @@ def align_columns(rows: Sequence[Sequence[str]], left_aligned: Sequence[int] = (
 
 
 def simulation_table(found: ScalingSimulation) -> str:
-    """A sweep: for each stage its rows, and then where each stops to scale."""
-    said = []
+    """Return a sweep: the rows of each stage, then where each stage stops scaling."""
+    sections = []
     for stage in found.stages:
         rows = [TABLE_HEADERS, *(_point_row(point) for point in found.points_of_stage(stage))]
         shown = [
-            at
-            for at, head in enumerate(TABLE_HEADERS)
-            if head not in WAIT_KINDS or any(row[at] != "-" for row in rows[1:])
+            index
+            for index, header in enumerate(TABLE_HEADERS)
+            if header not in WAIT_KINDS or any(row[index] != "-" for row in rows[1:])
         ]
-        said.append(
+        sections.append(
             f"stage {stage}\n"
-            + align_columns([[row[at] for at in shown] for row in rows], left_aligned=(len(shown) - 1,))
+            + align_columns([[row[index] for index in shown] for row in rows], left_aligned=(len(shown) - 1,))
         )
-    return "\n\n".join([*said, "\n".join(scaling_line(one) for one in found.scaling)])
+    return "\n\n".join([*sections, "\n".join(scaling_line(stage_scaling) for stage_scaling in found.scaling)])
 
 
 def _point_row(point: ScalingPoint) -> list[str]:
-    choice, parts = point.plan.strategy, point.time_fractions
-    micro = f"{choice.micro_batch}" + (f" × {choice.accumulate}" if choice.accumulate > 1 else "")
-    waits = [f"{parts[name]:.1%}" if parts[name] >= 0.0005 else "-" for name in WAIT_KINDS]
+    strategy, fractions = point.plan.strategy, point.time_fractions
+    micro = f"{strategy.micro_batch}" + (f" × {strategy.accumulate}" if strategy.accumulate > 1 else "")
+    waits = [f"{fractions[name]:.1%}" if fractions[name] >= 0.0005 else "-" for name in WAIT_KINDS]
     return [
         f"{point.devices:,}",
         micro,
         format_bytes(int(point.plan.memory)),
         f"{point.samples_per_second_per_device:.4g}",
         f"{point.tflops_per_device:.1f}",
-        f"{parts['compute']:.1%}",
+        f"{fractions['compute']:.1%}",
         *waits,
         f"{point.plan.step_time.step:.3g} s",
         "" if point.fits else "does not fit",
@@ -65,27 +65,29 @@ def _point_row(point: ScalingPoint) -> list[str]:
 
 
 def scaling_line(one: StageScaling) -> str:
-    """Where a stage stops to scale, in words.
+    """Describe in one line where a stage stops scaling.
 
     >>> scaling_line(StageScaling(0, None, None, None, None, None))
     'stage 0: fits none of these'
     """
     if one.best is None:
         return f"stage {one.stage}: fits none of these"
-    most = f"each device does most on {one.best.devices:,} ({one.best.samples_per_second_per_device:.4g} samples/s)"
-    words = [f"stage {one.stage}: fits from {one.fits_from:,} on; {most}"]
+    best_text = (
+        f"each device does most on {one.best.devices:,} ({one.best.samples_per_second_per_device:.4g} samples/s)"
+    )
+    clauses = [f"stage {one.stage}: fits from {one.fits_from:,} on; {best_text}"]
     if one.under_90_percent is not None:
-        words.append(f"under 90 % of it from {one.under_90_percent:,} on")
-        words.append(
+        clauses.append(f"under 90 % of it from {one.under_90_percent:,} on")
+        clauses.append(
             "never under 50 %" if one.under_50_percent is None else f"under 50 % from {one.under_50_percent:,} on"
         )
     elif one.good_until != one.best.devices:
-        words.append(f"and over 90 % of it up to {one.good_until:,}")
-    return ", ".join(words)
+        clauses.append(f"and over 90 % of it up to {one.good_until:,}")
+    return ", ".join(clauses)
 
 
 def largest_table(found: dict[tuple[int, int], LargestModel]) -> str:
-    """The largest models, by (devices, stage)."""
+    """Return the table of the largest models, by (devices, stage)."""
     stages = sorted({stage for _, stage in found})
     rows = [["devices", *(f"stage {stage}" for stage in stages)]]
     for devices in sorted({devices for devices, _ in found}):
@@ -99,17 +101,17 @@ def _largest_text(one: LargestModel | None) -> str:
     if not one.layers:
         return "nothing fits"
     billions = one.parameters / 1e9
-    said = f"{billions / 1000:.3g}T" if billions >= 1000 else f"{billions:.3g}B"
-    full = "" if one.limit == "device" else f", {one.limit} full"
-    return f"{'' if one.confirmed else '≈ '}{said} ({one.layers:,} layers{full})"
+    size = f"{billions / 1000:.3g}T" if billions >= 1000 else f"{billions:.3g}B"
+    limit_text = "" if one.limit == "device" else f", {one.limit} full"
+    return f"{'' if one.confirmed else '≈ '}{size} ({one.layers:,} layers{limit_text})"
 
 
 def paper_table(exhibit: PaperResult) -> str:
-    """One of the paper's tables or figures: the paper's numbers beside ours."""
+    """Return a table or figure of the paper, with zeroshard's prediction next to each number."""
     error = exhibit.mean_error
     if error is None:
-        verdict = f"{exhibit.num_exact} of {len(exhibit.cells)} as printed"
-        return f"{exhibit.name}: {exhibit.about}\n{_printed_table(exhibit)}\n{verdict}"
+        summary = f"{exhibit.num_exact} of {len(exhibit.cells)} as printed"
+        return f"{exhibit.name}: {exhibit.about}\n{_printed_table(exhibit)}\n{summary}"
     rows = [["", "", "paper", "ours", "error"]]
     rows += [[c.row, c.column, f"{c.paper:g}", f"{c.ours:.1f}", f"{c.error:+.0%}"] for c in exhibit.cells]
     means = [f"mean error {error:.0%}"]
@@ -120,11 +122,11 @@ def paper_table(exhibit: PaperResult) -> str:
 
 
 def _printed_table(exhibit: PaperResult) -> str:
-    """A table as the paper prints it; a cell that is not as printed shows both."""
-    heads = list(dict.fromkeys(cell.column for cell in exhibit.cells))
-    rows = [["", *heads]]
+    """Return a table in the paper's form; a cell that differs from the printed text shows both."""
+    headers = list(dict.fromkeys(cell.column for cell in exhibit.cells))
+    rows = [["", *headers]]
     for name in dict.fromkeys(cell.row for cell in exhibit.cells):
         cells = {cell.column: cell for cell in exhibit.cells if cell.row == name}
-        shown = [cells[head] for head in heads]
+        shown = [cells[header] for header in headers]
         rows.append([name, *(str(c.ours) if c.ours == c.paper else f"{c.ours}, printed {c.paper}" for c in shown)])
     return align_columns(rows, left_aligned=(0,))

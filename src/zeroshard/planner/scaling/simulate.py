@@ -1,11 +1,11 @@
-"""Simulate: how training a model scales, from one device to many thousands, on paper.
+"""Simulate how training a model scales, from one device to many thousands.
 
 [Note: simulating scaling]
-One trace of the model is replayed for every stage and every number of devices: what changes with the number is what a
-rank holds, how long collectives take on a machine's links (``machines/links.py``), and how much of them computation
-hides. Each device has the same work in all of them (weak scaling) unless ``batch`` fixes the work of all
-together (strong scaling). A stage *stops scaling* at the first number of devices where each device does less than so
-much of what it does at that stage's best.
+One trace of the model is replayed for every stage and every number of devices. The number of devices changes what a
+rank holds, how long collectives take on a machine's links (``machines/links.py``), and how much of them overlaps with
+computation. Each device has the same work for every number of devices (weak scaling), unless ``batch`` fixes the work
+of all devices together (strong scaling). A stage *stops scaling* at the first number of devices where the throughput
+per device falls below a given fraction of the stage's best.
 """
 
 from __future__ import annotations
@@ -28,91 +28,91 @@ from zeroshard.planner.tracing.trace_model import CheckpointMode
 DEVICE_COUNTS = tuple(2**power for power in range(15))  # 1 to 16,384
 STAGES = (0, 1, 2, 3)
 WAIT_KINDS = ("tensor", "gather", "reduce", "update", "launch")
-GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput a device
+GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput per device
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One stage on so many devices."""
+    """The plan of one stage on one number of devices."""
 
     plan: Plan
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """The number of devices in the job."""
         return self.plan.devices
 
     @property
     def stage(self) -> int:
-        """ZeRO's."""
+        """The ZeRO stage."""
         return self.plan.strategy.stage
 
     @property
     def fits(self) -> bool:
-        """Whether it runs without running out of memory."""
+        """Whether the plan fits in memory."""
         return self.plan.fits
 
     @property
     def samples_per_second_per_device(self) -> float:
-        """Samples a second and device."""
+        """Samples per second and device."""
         return self.plan.samples_per_second / self.devices
 
     @property
     def tflops_per_device(self) -> float:
-        """Useful operations a second and device, in 10^12: what is computed again does not count."""
+        """Useful TFLOP/s per device: recomputation does not count."""
         return self.plan.flops_per_second / 1e12
 
     @property
     def time_fractions(self) -> dict[str, float]:
-        """What a step's time goes to: "compute", "tensor", "gather", "reduce", "update", "launch", in parts of it.
+        """Fractions of the step time: "compute", "tensor", "gather", "reduce", "update", "launch".
 
-        Communication counts as far as computation does not hide it; what is none of the others is computation.
+        Only communication that does not overlap with computation counts. All remaining time is "compute".
         """
-        pace = self.plan.step_time
-        waits = {name: max(0.0, getattr(pace, name)) / pace.step for name in WAIT_KINDS}
+        step_time = self.plan.step_time
+        waits = {name: max(0.0, getattr(step_time, name)) / step_time.step for name in WAIT_KINDS}
         return {"compute": 1 - sum(waits.values()), **waits}
 
 
 @dataclass(frozen=True)
 class StageScaling:
-    """How far one stage scales."""
+    """The numbers of devices between which one stage scales."""
 
     stage: int
     fits_from: int | None
-    """The fewest devices, of those looked at, that the model fits; None: it fits none."""
+    """The fewest simulated devices on which the model fits; None if it fits on none."""
     best: ScalingPoint | None
-    """Where each device does most, of what fits."""
+    """The point that fits and has the highest throughput per device."""
     good_until: int | None
-    """The most devices up to which each does at least 90 % of the best."""
+    """The most devices up to which the throughput per device is at least 90 % of the best."""
     under_90_percent: int | None
-    """The first number of devices beyond the best where each does less than 90 % of it; None: no such was seen."""
+    """The first number of devices above the best point with less than 90 % of its throughput; None if there is none."""
     under_50_percent: int | None
     """The same for 50 %."""
 
 
 @dataclass(frozen=True)
 class ScalingSimulation:
-    """A sweep over devices and stages."""
+    """The results of a sweep over devices and stages."""
 
     model: str
     parameters: int
     machine: Machine
     precision: str
     points: tuple[ScalingPoint, ...]
-    """By stage, then by devices."""
+    """Sorted by stage, then by devices."""
 
     def points_of_stage(self, stage: int) -> list[ScalingPoint]:
-        """The points of one stage, by devices."""
+        """Return the points of one stage, sorted by devices."""
         return [point for point in self.points if point.stage == stage]
 
     @property
     def stages(self) -> list[int]:
-        """Those that were looked at."""
+        """The simulated stages."""
         return sorted({point.stage for point in self.points})
 
     @property
     def scaling(self) -> list[StageScaling]:
-        """Where each stage stops to scale: see [Note: simulating scaling]."""
+        """Where each stage stops scaling: see [Note: simulating scaling]."""
         return [_stage_scaling(stage, self.points_of_stage(stage)) for stage in self.stages]
 
 
@@ -159,12 +159,12 @@ def simulate(
     clip: bool = True,
     **options: Any,
 ) -> ScalingSimulation:
-    """Work out how training a model scales with the number of devices: see [Note: simulating scaling].
+    """Simulate how training a model scales with the number of devices: see [Note: simulating scaling].
 
-    ``model``, ``inputs``, ``loss``, ``sequence``, ``machine``, ``memory``, ``offload`` and ``options`` are as
-    :func:`zeroshard.plan` takes them. ``micro_batch`` are the samples of each data-parallel rank and backward; without
-    it, what is fastest of the powers of two that fit. ``batch`` is that of all devices together, the same for every
-    number of them: those that do not divide it are left out. So are numbers that are no multiple of ``tensor``.
+    ``model``, ``inputs``, ``loss``, ``sequence``, ``machine``, ``memory``, ``offload`` and ``options`` are those of
+    :func:`zeroshard.plan`. ``micro_batch`` is the number of samples per data-parallel rank and backward; the default is
+    the fastest power of two that fits. ``batch`` is the total over all devices, the same for every number of devices.
+    Numbers of devices that do not divide it, or that are not a multiple of ``tensor``, are skipped.
 
     >>> import torch
     >>> from zeroshard.models import GPT, GPTConfig
@@ -175,25 +175,25 @@ def simulate(
     ([32, 1], 1024)
     """
     counts = _sorted_counts("devices", devices, 1)
-    wanted = _sorted_counts("stages", stages, 0)
+    sorted_stages = _sorted_counts("stages", stages, 0)
     machine = (
         Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
     )
     precision = options.setdefault("precision", default_precision(machine))
-    machine.peak_flops(precision)  # refuses one that the machine does not compute in
+    machine.peak_flops(precision)  # raises if the machine does not support the precision
     if tensor < 1:
         raise ValueError(f"tensor is a whole number from 1 up, got {tensor}")
-    possible = [count for count in counts if count % tensor == 0]
-    if not possible:
+    valid_counts = [count for count in counts if count % tensor == 0]
+    if not valid_counts:
         raise ValueError(f"no number of devices is a multiple of the {tensor} that divide each layer: got {counts}")
     if micro_batch is not None and micro_batch < 1:
         raise ValueError(f"micro_batch is a whole number from 1 up, got {micro_batch}")
-    subject = _open_traced_model(model, inputs, loss=loss, sequence=sequence, clipped=clip, **options)
+    traced_model = _open_traced_model(model, inputs, loss=loss, sequence=sequence, clipped=clip, **options)
     points = []
-    for stage in wanted:
-        for count in possible:
-            found = candidate_strategies(
-                subject,
+    for stage in sorted_stages:
+        for count in valid_counts:
+            strategies = candidate_strategies(
+                traced_model,
                 count,
                 machine,
                 batch=batch,
@@ -203,28 +203,34 @@ def simulate(
                 checkpoints=(checkpoint,),
                 offloads=[Offload.from_option(offload)],
             )
-            plans = [evaluate_strategy(subject, choice, count, machine) for choice in found]
+            plans = [evaluate_strategy(traced_model, strategy, count, machine) for strategy in strategies]
             if plans:
                 points.append(
                     ScalingPoint(max(plans, key=lambda p: (p.fits, p.samples_per_second if p.fits else -p.memory)))
                 )
     if not points:
-        raise ValueError(f"batch {batch} cannot be divided evenly over any of {possible} devices: change one of them")
+        raise ValueError(
+            f"batch {batch} cannot be divided evenly over any of {valid_counts} devices: change one of them"
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return ScalingSimulation(type(model).__name__, parameters, machine, precision, tuple(points))
 
 
 def _open_traced_model(model: nn.Module, inputs: Inputs, **given: Any) -> TracedModel:
-    """The model as the subject of plans; of one whose family is known, what it holds comes from shallow ones too."""
-    known = find_family(model)
-    return TracedModel(model, inputs, **given) if known is None else DepthExtrapolatedModel(*known, inputs, **given)
+    """Return the traced model; if its family is known, traces and state sizes are extrapolated from shallow models."""
+    family_and_depth = find_family(model)
+    return (
+        TracedModel(model, inputs, **given)
+        if family_and_depth is None
+        else DepthExtrapolatedModel(*family_and_depth, inputs, **given)
+    )
 
 
 def _sorted_counts(name: str, given: Iterable[int], least: int) -> list[int]:
-    found = sorted(set(given))
-    if not found:
+    numbers = sorted(set(given))
+    if not numbers:
         raise ValueError(f"{name} is empty: give at least one number")
-    for number in found:
+    for number in numbers:
         if type(number) is not int or number < least:
             raise ValueError(f"{name} are whole numbers from {least} up, got {number!r}")
-    return found
+    return numbers
