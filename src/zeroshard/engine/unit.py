@@ -265,10 +265,10 @@ class Unit:
         elif was_unsharding:
             self._set_classes(guarded=False) if self._has_exposed_grads else self._restore_classes()
 
-    def _unguard(self, wardrobes: list[ParamClasses]) -> None:
+    def _unguard(self, param_classes: list[ParamClasses]) -> None:
         if len(self._unguarded) == len(self._param_classes):
             return
-        guarded = [classes for classes in wardrobes if classes.parameter.__class__ is not classes.original]
+        guarded = [classes for classes in param_classes if classes.parameter.__class__ is not classes.original]
         for classes in guarded:
             classes.parameter.__class__ = classes.original
         self._unguarded = self._unguarded + guarded if self._unguarded else guarded

@@ -191,14 +191,14 @@ class OptimizerStep:
         gradients.deferred_scales.append((views, gradients.clip_coef))
 
     def _step_offloaded(
-        self, slices: list[OptimizerSlice], apart: bool, backwards: int, verdict: GradScaleReadback
+        self, slices: list[OptimizerSlice], is_async: bool, backwards: int, readback: GradScaleReadback
     ) -> None:
         if self._cpu_updates is None:
             return
-        if not apart:
+        if not is_async:
             self._cpu_updates.write_through(slices)
             return
-        self._cpu_updates.step(slices, verdict, backwards)
+        self._cpu_updates.step(slices, readback, backwards)
         gradients = self._engine.gradients
         if gradients.clip_coef is not None:
             offloaded = [
