@@ -63,6 +63,9 @@ FOLDERS = (
     "planner train cli __main__"
 ).split()
 UPWARD = {("zeroshard.api", "zeroshard.planner.auto")}  # stage="auto" and its kin: the next to go
+# Others import these folders' names from the folder itself. (The modules of utils and config are imported one by one:
+# the command line reads its options before it imports torch.)
+FACES = "activations checkpoint comm engine memory models optim page sharding tensor_parallel".split()
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more
 BUDGETS = {
     "forward": (16, 113, 23, 540),
@@ -200,6 +203,18 @@ def test_folders_import_in_one_direction() -> None:
         if name != "zeroshard" and order[other.split(".")[1]] > order[name.split(".")[1]]
     }
     assert upward == UPWARD
+
+
+def test_folders_are_imported_by_their_public_names() -> None:
+    found = [
+        (name, node.module)
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("zeroshard.")
+        if name.split(".")[1:2] != node.module.split(".")[1:2] and name != "zeroshard"
+        if node.module.split(".")[1] in FACES and node.module.count(".") > 1
+    ]
+    assert found == []
 
 
 def test_no_class_name_means_two_things() -> None:

@@ -16,38 +16,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zeroshard.activations.tp_traffic import count_traffic
-from zeroshard.comm.collective_order import CollectiveOrder
-from zeroshard.comm.collectives import Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
+from zeroshard.activations import count_traffic
+from zeroshard.comm import CollectiveOrder, Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
 from zeroshard.config.config import Config
-from zeroshard.engine import full_tensors
-from zeroshard.engine.build import UnitBuilder, check_model
-from zeroshard.engine.engine import Engine
-from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.hooks import install_hooks
-from zeroshard.engine.model_checks import check_max_norm
-from zeroshard.engine.module_buffers import BufferBroadcaster
-from zeroshard.engine.offload_states import OffloadedStates
-from zeroshard.engine.parameter import local_data, param_info
-from zeroshard.engine.rank_checks import (
+from zeroshard.engine import (
+    BufferBroadcaster,
+    Engine,
+    Gradients,
+    OffloadedStates,
+    Unit,
+    UnitBuilder,
+    check_max_norm,
+    check_model,
+    full_tensors,
+    install_hooks,
+    local_data,
     open_consistency_checker,
     open_tiers,
+    param_info,
     verify_same_model,
     verify_same_tensor_plan,
 )
-from zeroshard.engine.unit import Unit
-from zeroshard.memory.pool import Pool
-from zeroshard.memory.profile import Profile, ProfileMoment
-from zeroshard.memory.report import Report
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tracker import MemoryTracker, NowAndPeak
-from zeroshard.optim.elementwise_check import check_elementwise
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_shardable_states, describe_full_states
-from zeroshard.optim.slices import state_bytes_per_element
-from zeroshard.sharding.placement import Placement
-from zeroshard.sharding.precision import LossScale, Precision
-from zeroshard.sharding.units import plan_units
-from zeroshard.tensor_parallel.parallelize import TensorParallelState, parallelize
+from zeroshard.memory import MemoryTracker, NowAndPeak, Pool, Profile, ProfileMoment, Report, TierAllocator
+from zeroshard.optim import (
+    ShardedOptimizer,
+    check_elementwise,
+    check_shardable_states,
+    describe_full_states,
+    state_bytes_per_element,
+)
+from zeroshard.sharding import LossScale, Placement, Precision, plan_units
+from zeroshard.tensor_parallel import TensorParallelState, parallelize
 
 
 class ShardedModel:

@@ -1,1 +1,15 @@
 """Activation checkpointing: which blocks are recomputed, what is saved for it, and where (P_a, P_a+cpu, M_D)."""
+
+from zeroshard.activations.block_inputs import RecomputeContext
+from zeroshard.activations.blocks import select_blocks
+from zeroshard.activations.checkpoint import CheckpointedForward, checkpoint_activations, flatten_arguments
+from zeroshard.activations.tp_traffic import count_traffic
+
+__all__ = [
+    "CheckpointedForward",
+    "RecomputeContext",
+    "checkpoint_activations",
+    "count_traffic",
+    "flatten_arguments",
+    "select_blocks",
+]

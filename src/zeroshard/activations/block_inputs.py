@@ -35,9 +35,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroshard.activations.replica_check import check_replicated
 from zeroshard.activations.store import ActivationStore, SavedActivation
 from zeroshard.activations.tensor_layout import TensorLayout
-from zeroshard.comm.collectives import Communicator, MeshAxis, all_gather_sync
-from zeroshard.engine.parameter import param_info
-from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.comm import Communicator, MeshAxis, all_gather_sync
+from zeroshard.engine import param_info
+from zeroshard.memory import MemoryTracker
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.sharding.precision import matches
-from zeroshard.sharding.units import find_repeated_blocks
+from zeroshard.sharding import find_repeated_blocks, matches
 
 BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 

@@ -36,10 +36,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zeroshard.activations.block_inputs import BlockCall, RecomputeContext
 from zeroshard.activations.blocks import BlockSelector, select_blocks
 from zeroshard.activations.recompute import BlockRecomputation
-from zeroshard.comm.collectives import MeshAxis
-from zeroshard.engine.hooks import tensors_in
-from zeroshard.engine.parameter import param_versions
-from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.comm import MeshAxis
+from zeroshard.engine import param_versions
+from zeroshard.memory import MemoryTracker
+from zeroshard.utils.tree import tensors_in
 
 RecomputePolicy = Callable[..., Any] | list[Any]
 

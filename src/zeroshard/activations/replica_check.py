@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from zeroshard.activations.tensor_layout import TensorLayout
-from zeroshard.comm.collectives import MeshAxis, all_gather_sync, group_backend
+from zeroshard.comm import MeshAxis, all_gather_sync, group_backend
 
 _INT_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; int64 for more
 _HASH_MULTIPLIER = 0x1E3779B97F4A7C15  # odd: its multiples spread widely modulo 2**64

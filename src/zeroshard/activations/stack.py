@@ -24,9 +24,8 @@ from collections.abc import Callable
 
 import torch
 
-from zeroshard.memory.buffers import PoolBuffer
-from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.layout import round_up
+from zeroshard.memory import MemoryTracker, PoolBuffer
+from zeroshard.sharding import round_up
 
 ALIGN_BYTES = 16  # alignment of slots, for copies and collectives
 

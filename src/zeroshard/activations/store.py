@@ -17,10 +17,8 @@ from functools import partial
 import torch
 
 from zeroshard.activations.stack import ActivationStack, OptionalEvent, StackSlot
-from zeroshard.comm.wait_timer import WaitTimer
-from zeroshard.memory.buffers import PinnedBuffer, PoolBuffer
-from zeroshard.memory.streams import SideStream
-from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.comm import WaitTimer
+from zeroshard.memory import MemoryTracker, PinnedBuffer, PoolBuffer, SideStream
 
 
 class SavedActivation:

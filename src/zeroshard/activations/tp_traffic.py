@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.comm.collectives import Communicator, MeshAxis, Traffic
+from zeroshard.comm import Communicator, MeshAxis, Traffic
 
 
 @contextmanager

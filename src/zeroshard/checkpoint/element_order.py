@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.sharding.layout import Range
-from zeroshard.tensor_parallel.tp_shard import TPShard
+from zeroshard.sharding import Range
+from zeroshard.tensor_parallel import TPShard
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zeroshard.checkpoint.element_order import ElementOrder
-from zeroshard.sharding.layout import Range
+from zeroshard.sharding import Range
 
 ShardList = Sequence[tuple[Range, torch.Tensor]]  # range in the flattened tensor, and its values: 1-D, contiguous
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.comm.collectives import all_gather_object, broadcast_object
-from zeroshard.comm.consistency import ConsistencyChecker
-from zeroshard.engine.engine import Engine
-from zeroshard.memory.disk.file import DiskError
+from zeroshard.comm import ConsistencyChecker, all_gather_object, broadcast_object
+from zeroshard.engine import Engine
+from zeroshard.memory import DiskError
 
 T = TypeVar("T")
 # DCP warns if there is only one rank; a filter around each call would affect all threads

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.optim import ShardedOptimizer
 
 FetchTensor = Callable[[str], torch.Tensor]
 

@@ -32,7 +32,7 @@ from zeroshard.checkpoint.train_state import (
     persistent_buffers,
     tied_names,
 )
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer, check_shardable_states
+from zeroshard.optim import ShardedOptimizer, check_shardable_states
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.json_codec import truncated_repr
 from zeroshard.checkpoint.train_state import IMPLEMENTATION_OPTIONS
-from zeroshard.optim.slices import is_elementwise, state_after_first_step
+from zeroshard.optim import is_elementwise, state_after_first_step
 
 _REMEDY = "Load an earlier checkpoint, or load(path, model) for the weights alone"
 

@@ -14,8 +14,8 @@ from zeroshard.checkpoint.group import CheckpointGroup
 from zeroshard.checkpoint.json_codec import encode, state_dict_of
 from zeroshard.checkpoint.rng_state import get_rng_states
 from zeroshard.checkpoint.train_state import LocalTensor, engine_of, get_train_state, persistent_buffers, tied_names
-from zeroshard.engine.engine import Engine
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+from zeroshard.engine import Engine
+from zeroshard.optim import ShardedOptimizer
 
 
 @dataclass

@@ -27,7 +27,7 @@ from zeroshard.checkpoint.retention import prune, remove_stale_files, update_lat
 from zeroshard.checkpoint.snapshot import HostStaging, Snapshot
 from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 from zeroshard.checkpoint.writer import SafetensorsSavePlanner, SafetensorsStorageWriter
-from zeroshard.engine.engine import Engine
+from zeroshard.engine import Engine
 
 _staging_buffers = HostStaging(), HostStaging()  # for tensors copied immediately, and for deferred copies
 

@@ -19,7 +19,7 @@ import torch
 
 from zeroshard.checkpoint.block_files import CheckpointWorkers
 from zeroshard.checkpoint.train_state import LocalTensor
-from zeroshard.sharding.layout import round_up
+from zeroshard.sharding import round_up
 
 _ALIGNMENT_BYTES = 64
 _MAX_GAP_BYTES = 4096  # gaps up to this size are copied too, to save a separate copy

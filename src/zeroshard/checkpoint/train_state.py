@@ -12,12 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeroshard.checkpoint.element_order import ElementOrder
 from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import param_info
-from zeroshard.optim.sharded_optimizer import ShardedOptimizer, allocate_state
-from zeroshard.optim.slices import is_elementwise
-from zeroshard.sharding.layout import Range
+from zeroshard.engine import Engine, FlatParam, param_info
+from zeroshard.optim import ShardedOptimizer, allocate_state, is_elementwise
+from zeroshard.sharding import Range
 
 # param group options that select an implementation and do not change the result: a load keeps the current ones
 IMPLEMENTATION_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

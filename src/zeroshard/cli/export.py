@@ -18,9 +18,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     import torch
 
-    from zeroshard.checkpoint.errors import CheckpointError
-    from zeroshard.checkpoint.export import CONFIG_FILE, export
-    from zeroshard.memory.report import format_bytes
+    from zeroshard.checkpoint import CONFIG_FILE, CheckpointError, export
+    from zeroshard.utils.format import format_bytes
 
     dtype_name = DTYPES[options.dtype]
     try:

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
-    from zeroshard.checkpoint.index import CheckpointIndex
+    from zeroshard.checkpoint import CheckpointIndex, CheckpointReader
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status: 1 if the checkpoint cannot be read or is damaged."""
     options = _parser().parse_args(argv)
-    from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
-    from zeroshard.checkpoint.errors import CheckpointError
+    from zeroshard.checkpoint import CheckpointError, CheckpointReader
 
     try:
         with CheckpointReader(options.checkpoint) as reader:
@@ -103,7 +101,7 @@ def describe(contents: CheckpointReader) -> dict[str, Any]:
 
 def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
     """Yield parameters in the model's order, then buffers. Without weights, optimizer states give their shapes."""
-    from zeroshard.checkpoint.safetensors_files import DTYPE_NAMES
+    from zeroshard.checkpoint import DTYPE_NAMES
 
     model = index.tensors_of_kind("model")
     states: dict[str, dict[str, Any]] = {}
@@ -195,7 +193,7 @@ def render_text(summary: dict[str, Any]) -> str:
 
 
 def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from zeroshard.memory.report import format_bytes
+    from zeroshard.utils.format import format_bytes
 
     yield "written", f"{summary['written']} by {', '.join(f'{name} {v}' for name, v in summary['versions'].items())}"
     is_sharded = summary["stage"] is not None
@@ -224,7 +222,7 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _tensor_row(tensor: dict[str, Any]) -> tuple[str, ...]:
-    from zeroshard.memory.report import format_bytes
+    from zeroshard.utils.format import format_bytes
 
     states = [f"{key} {dtype}" for key, dtype in tensor["states"].items()]
     tied = [f"(also {', '.join(tensor['tied'])})"] if tensor["tied"] else []

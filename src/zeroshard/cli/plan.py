@@ -163,7 +163,7 @@ def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
 
 
 def _heading(description: str, model: nn.Module, machine: Machine, devices: int, tokens: int | None) -> list[str]:
-    from zeroshard.memory.report import format_bytes
+    from zeroshard.utils.format import format_bytes
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -271,7 +271,7 @@ def describe_machine(machine: Machine) -> list[tuple[str, str]]:
     >>> dict(describe_machine(Machine.resolve("h100")))["computing"]
     'fp32 67 TFLOPS, bf16 989 TFLOPS, fp16 989 TFLOPS; products reach 70% of it, attention 20%'
     """
-    from zeroshard.memory.report import format_bytes
+    from zeroshard.utils.format import format_bytes
 
     flops = ", ".join(f"{name} {peak / 1e12:.3g} TFLOPS" for name, peak in machine.flops.items())
     links = ", ".join(

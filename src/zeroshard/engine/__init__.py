@@ -1,1 +1,49 @@
 """The engine: module and autograd events (hooks) → order of collectives → the life of a unit."""
+
+from zeroshard.engine.build import UnitBuilder, check_model
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.flat_grad import FlatGrad, compute_norms
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.full_tensors import assemble_full_tensor, find_parameter
+from zeroshard.engine.grad_memory import assign_segments
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.hooks import install_hooks
+from zeroshard.engine.model_checks import check_max_norm
+from zeroshard.engine.module_buffers import BufferBroadcaster
+from zeroshard.engine.offload_states import OffloadedStates
+from zeroshard.engine.parameter import PICKLE_ERROR, local_data, param_info, param_versions
+from zeroshard.engine.rank_checks import (
+    open_consistency_checker,
+    open_tiers,
+    verify_same_model,
+    verify_same_tensor_plan,
+)
+from zeroshard.engine.unit import Unit
+from zeroshard.engine.unsupported_calls import raise_on_join
+
+__all__ = [
+    "PICKLE_ERROR",
+    "BufferBroadcaster",
+    "Engine",
+    "FlatGrad",
+    "FlatParam",
+    "Gradients",
+    "OffloadedStates",
+    "Unit",
+    "UnitBuilder",
+    "assemble_full_tensor",
+    "assign_segments",
+    "check_max_norm",
+    "check_model",
+    "compute_norms",
+    "find_parameter",
+    "install_hooks",
+    "local_data",
+    "open_consistency_checker",
+    "open_tiers",
+    "param_info",
+    "param_versions",
+    "raise_on_join",
+    "verify_same_model",
+    "verify_same_tensor_plan",
+]

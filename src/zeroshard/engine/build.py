@@ -9,23 +9,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm.collectives import Communicator
+from zeroshard.comm import Communicator
 from zeroshard.config.config import Config
 from zeroshard.engine.flat_param import FlatParam, round_alloc_bytes
 from zeroshard.engine.model_checks import check_modules, check_parameters
 from zeroshard.engine.unit import Unit, set_data_and_dtype
-from zeroshard.memory.arena import Arena
-from zeroshard.memory.pool import Pool
-from zeroshard.memory.streams import SideStream
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
-from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.layout import FlatLayout, Range
-from zeroshard.sharding.placement import Placement
-from zeroshard.sharding.precision import Precision
-from zeroshard.sharding.tier_placement import MAX_CHUNK_ELEMENTS, FlatSizes, assign_tiers, split_chunks
-from zeroshard.sharding.units import UnitSpec
-from zeroshard.tensor_parallel.parallelize import TensorParallelState
+from zeroshard.memory import Arena, MemoryTracker, Pool, SideStream, TierAllocator, TieredTensor, TierSegment
+from zeroshard.sharding import (
+    MAX_CHUNK_ELEMENTS,
+    FlatLayout,
+    FlatSizes,
+    Placement,
+    Precision,
+    Range,
+    UnitSpec,
+    assign_tiers,
+    split_chunks,
+)
+from zeroshard.tensor_parallel import TensorParallelState
 
 
 def check_model(model: nn.Module, has_tensor_axis: bool) -> None:

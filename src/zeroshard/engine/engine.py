@@ -53,9 +53,7 @@ from typing import NoReturn
 
 import torch
 
-from zeroshard.comm.collective_order import CollectiveOrder
-from zeroshard.comm.collectives import Communicator
-from zeroshard.comm.consistency import RanksDisagreeError
+from zeroshard.comm import CollectiveOrder, Communicator, RanksDisagreeError
 from zeroshard.config.config import Config
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.module_buffers import BufferBroadcaster
@@ -71,14 +69,8 @@ from zeroshard.engine.schedule import (
 )
 from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
-from zeroshard.memory.allocator.cublas_workspace import CublasWorkspace
-from zeroshard.memory.allocator.segment_preallocator import SegmentPreallocator
-from zeroshard.memory.disk.file import DiskError
-from zeroshard.memory.disk.prefetch import PREFETCH_SHARDS
-from zeroshard.memory.pool import Pool
-from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.placement import Placement
-from zeroshard.sharding.precision import Precision, current_inverse_scale
+from zeroshard.memory import PREFETCH_SHARDS, CublasWorkspace, DiskError, MemoryTracker, Pool, SegmentPreallocator
+from zeroshard.sharding import Placement, Precision, current_inverse_scale
 
 
 def is_in_backward() -> bool:

@@ -6,8 +6,8 @@ import torch
 
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.parameter import has_autograd_grads, pop_autograd_grads, zero_autograd_grads
-from zeroshard.memory.arena import Arena
-from zeroshard.sharding.layout import ParamRange, Range
+from zeroshard.memory import Arena
+from zeroshard.sharding import ParamRange, Range
 
 
 class FlatGrad:

@@ -8,13 +8,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.comm.collectives import Communicator
-from zeroshard.memory.disk.prefetch import ParamPrefetcher
-from zeroshard.memory.tiered_tensor import TieredTensor
-from zeroshard.sharding.layout import FlatLayout, ParamRange, Range, round_to_shared_sizes
-from zeroshard.sharding.tier_placement import TierPlacement
-from zeroshard.tensor_parallel.parallelize import TPParam
-from zeroshard.tensor_parallel.tp_shard import TPShard
+from zeroshard.comm import Communicator
+from zeroshard.memory import ParamPrefetcher, TieredTensor
+from zeroshard.sharding import FlatLayout, ParamRange, Range, TierPlacement, round_to_shared_sizes
+from zeroshard.tensor_parallel import TPParam, TPShard
 
 
 class PendingUpdate(Protocol):

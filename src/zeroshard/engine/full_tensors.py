@@ -6,7 +6,7 @@ import difflib
 
 import torch
 
-from zeroshard.comm.collectives import Communicator
+from zeroshard.comm import Communicator
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.engine.flat_param import FlatParam

@@ -30,9 +30,7 @@ import torch
 
 from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory.arena import Arena
-from zeroshard.memory.pool import Pool
-from zeroshard.memory.tracker import MemoryTracker
+from zeroshard.memory import Arena, MemoryTracker, Pool
 
 MIN_SEGMENTS = 4  # segments for the gradients of one dtype, if there are enough flats
 MAX_SEGMENTS = 16

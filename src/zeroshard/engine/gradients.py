@@ -11,8 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collective_order import CollectiveOrder
-from zeroshard.comm.collectives import CollectiveWork, Communicator
+from zeroshard.comm import CollectiveOrder, CollectiveWork, Communicator
 from zeroshard.config.config import Config
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.flat_param import FlatParam
@@ -20,12 +19,8 @@ from zeroshard.engine.grad_memory import GradMemory
 from zeroshard.engine.parameter import zero_autograd_grads
 from zeroshard.engine.reduce import ReduceBuffers
 from zeroshard.engine.unit import Unit
-from zeroshard.memory.bucket_ring import BucketSlot
-from zeroshard.memory.pool import Pool
-from zeroshard.memory.streams import SideStream
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.placement import Placement
+from zeroshard.memory import BucketSlot, MemoryTracker, Pool, SideStream, TierAllocator
+from zeroshard.sharding import Placement
 
 
 class Gradients:

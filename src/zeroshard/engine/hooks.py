@@ -6,10 +6,9 @@ which sees plain parameters.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,7 +27,7 @@ from zeroshard.engine.unsupported_calls import (
     block_unsupported_calls,
     check_not_wrapped,
 )
-from zeroshard.sharding.precision import cast_floats
+from zeroshard.utils.tree import cast_floats, tensors_in
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SCANNED_TYPES = {torch.Tensor, list, tuple, dict}
@@ -89,36 +88,6 @@ def _disable_compile(hook: Callable[P, T]) -> Callable[P, T]:
     """Hide a hook from torch.compile. (torch's own decorator imports the compiler at the first call, not here.)"""
     disabled: Callable[P, T] = torch._compile._disable_dynamo(hook)
     return disabled
-
-
-def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
-    """Find the tensors in nested containers, dataclasses and plain objects.
-
-    >>> [t.item() for t in tensors_in({"a": (torch.ones(()), None), "b": [torch.zeros(())]})]
-    [1.0, 0.0]
-    """
-    found: list[torch.Tensor] = []
-    _collect_tensors(value, depth, found)
-    return found
-
-
-def _collect_tensors(value: Any, depth: int, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif depth and value is not None and not isinstance(value, (int, float, str, bytes, type, nn.Module)):
-        for item in _contained_values(value):
-            _collect_tensors(item, depth - 1, found)
-
-
-def _contained_values(value: Any) -> Iterable[Any]:
-    """Return the values in a container or the attributes of an object."""
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return value
-    if isinstance(value, Mapping):
-        return value.values()
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return (vars(value),) if hasattr(value, "__dict__") else ()
 
 
 def _is_reentrant_call(module: nn.Module) -> bool:

@@ -7,8 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from zeroshard.comm.collective_order import CollectiveOrder
-from zeroshard.comm.collectives import Communicator
+from zeroshard.comm import CollectiveOrder, Communicator
 
 # of one broadcast; beyond that, another broadcast costs less than the copies of a longer one
 MAX_PACKED_ELEMENTS = 2**20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroshard.engine.engine import Engine
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tracker import MODEL_STATE_KINDS
+from zeroshard.memory import MODEL_STATE_KINDS, TierAllocator
 
 
 class OffloadedStates:

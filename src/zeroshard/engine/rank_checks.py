@@ -10,12 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.collectives import group_timeout_seconds
-from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError
+from zeroshard.comm import ConsistencyChecker, RanksDisagreeError, group_timeout_seconds
 from zeroshard.config.config import Config
-from zeroshard.memory.disk.disk import DiskError
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.tensor_parallel.parallelize import TensorParallelState
+from zeroshard.memory import DiskError, TierAllocator
+from zeroshard.tensor_parallel import TensorParallelState
 
 
 def open_consistency_checker(

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroshard.comm.collectives import Communicator
+from zeroshard.comm import Communicator
 from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory.bucket_ring import BucketRing, BucketSlot, buffer_lengths
-from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.layout import ParamRange, Range
+from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, buffer_lengths
+from zeroshard.sharding import ParamRange, Range
 
 
 class GradPacker:

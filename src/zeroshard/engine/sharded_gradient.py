@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zeroshard.comm.collective_order import CollectiveOrder
-from zeroshard.comm.collectives import Communicator
+from zeroshard.comm import CollectiveOrder, Communicator
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.gradients import Gradients
 

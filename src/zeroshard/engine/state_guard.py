@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.comm.collective_order import CollectiveOrder
-from zeroshard.comm.collectives import Communicator
+from zeroshard.comm import CollectiveOrder, Communicator
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.parameter import (
@@ -22,7 +21,7 @@ from zeroshard.engine.parameter import (
 )
 from zeroshard.engine.sharded_gradient import ParamGradHandle, ShardedGradient
 from zeroshard.engine.unit import Unit
-from zeroshard.sharding.precision import LossScale
+from zeroshard.sharding import LossScale
 
 
 class BackwardListener(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm.collectives import CollectiveWork, Communicator
+from zeroshard.comm import CollectiveWork, Communicator
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.parameter import (
     GatheredBlock,
@@ -24,10 +24,9 @@ from zeroshard.engine.parameter import (
     set_data,
     set_data_all,
 )
-from zeroshard.memory.streams import SideStream
-from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.layout import Range
-from zeroshard.tensor_parallel.parallelize import TPParam
+from zeroshard.memory import MemoryTracker, SideStream
+from zeroshard.sharding import Range
+from zeroshard.tensor_parallel import TPParam
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine

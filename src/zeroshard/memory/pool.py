@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from zeroshard.memory.allocator.simulator import LARGE_BUFFER_BYTES, SMALL_SIZE_BYTES
-from zeroshard.sharding.layout import round_up
+from zeroshard.sharding import round_up
 
 MIN_LARGE_ALLOC_BYTES = LARGE_BUFFER_BYTES // 2  # smallest tensor that gets its own segment
 MIN_BLOCK_BYTES = 512  # tensor sizes are rounded up to a multiple of this

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeroshard.comm.collectives import Traffic
+from zeroshard.comm import Traffic
 from zeroshard.memory.tracker import MODEL_STATE_KINDS, NowAndPeak
+from zeroshard.utils.format import format_bytes
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,3 @@ class Report:
         if self.chosen:
             lines.append(f"chosen: {self.chosen}")
         return "\n".join(lines)
-
-
-def format_bytes(nbytes: float) -> str:
-    """Format a number of bytes with a unit.
-
-    >>> format_bytes(4096)
-    '4.10 kB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"

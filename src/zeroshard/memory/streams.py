@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm.wait_timer import WaitTimer
+from zeroshard.comm import WaitTimer
 
 
 def record_blocking_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -11,7 +11,7 @@ from zeroshard.memory.buffers import PinnedBuffer, host_zeros
 from zeroshard.memory.disk.disk import Disk
 from zeroshard.memory.disk.prefetch import PREFETCH_BUFFERS, ParamPrefetcher
 from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding.tier_placement import MAX_CHUNK_ELEMENTS, MAX_TENSORS_PER_CHUNK, PAGE_BYTES, FlatSizes
+from zeroshard.sharding import MAX_CHUNK_ELEMENTS, MAX_TENSORS_PER_CHUNK, PAGE_BYTES, FlatSizes
 
 STAGING_SLOTS = 3  # staging buffers for offloaded states: one is read, one is updated, one is written
 

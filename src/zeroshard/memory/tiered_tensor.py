@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.sharding.layout import Range
+from zeroshard.sharding import Range
 
 
 @dataclass(eq=False)

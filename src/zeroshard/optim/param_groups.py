@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.memory.streams import record_blocking_event
+from zeroshard.memory import record_blocking_event
 
 DIGEST_BYTES = 8
 

@@ -14,21 +14,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeroshard.config.offload import TIERS
-from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat_grad import FlatGrad
-from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.full_tensors import assemble_full_tensor, find_parameter
-from zeroshard.engine.parameter import PICKLE_ERROR, param_info, param_versions
-from zeroshard.engine.unsupported_calls import raise_on_join
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
+from zeroshard.engine import (
+    PICKLE_ERROR,
+    Engine,
+    FlatGrad,
+    FlatParam,
+    assemble_full_tensor,
+    find_parameter,
+    param_info,
+    param_versions,
+    raise_on_join,
+)
+from zeroshard.memory import TierAllocator, TieredTensor, TierSegment
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import check_elementwise_group
 from zeroshard.optim.param_groups import HyperparamChecker, ParamGroupView
 from zeroshard.optim.slices import OptimizerSlice, is_elementwise, is_scalar_state, make_slices
 from zeroshard.optim.step import OptimizerStep
-from zeroshard.sharding.layout import Range
-from zeroshard.sharding.precision import LossScale
+from zeroshard.sharding import LossScale, Range
 
 
 @dataclass

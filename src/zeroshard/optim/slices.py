@@ -29,13 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeroshard.engine.flat_grad import FlatGrad
-from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory.tiered_tensor import TierSegment
-from zeroshard.sharding.layout import ALIGN_ELEMENTS, Range
+from zeroshard.engine import FlatGrad, FlatParam
+from zeroshard.memory import TierSegment
+from zeroshard.sharding import ALIGN_ELEMENTS, Range
 
 if TYPE_CHECKING:
-    from zeroshard.engine.engine import Engine
+    from zeroshard.engine import Engine
 
 
 @dataclass

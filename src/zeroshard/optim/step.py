@@ -28,16 +28,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat_grad import compute_norms
-from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine import Engine, FlatParam, compute_norms
 from zeroshard.optim.cpu.apply import GradScaleReadback
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.fused_adam.fused_adam import FusedAdam, kernel_for
 from zeroshard.optim.fused_adam.kernel_inputs import GradScale
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, is_elementwise, max_slice_numel
-from zeroshard.sharding.layout import ALIGN_ELEMENTS, round_up
-from zeroshard.sharding.precision import LossScale
+from zeroshard.sharding import ALIGN_ELEMENTS, LossScale, round_up
 
 # Their step() only touches parameters with a gradient, and keeps a step count for each parameter.
 ELEMENTWISE_OPTIMIZERS = (

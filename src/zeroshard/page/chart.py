@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from zeroshard.memory.report import format_bytes
+from zeroshard.utils.format import format_bytes
 
 JsonObject = dict[str, Any]  # a JSON object
 

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.activations.checkpoint import checkpoint_activations
-from zeroshard.comm.consistency import ConsistencyChecker
+from zeroshard.activations import checkpoint_activations
+from zeroshard.comm import ConsistencyChecker
 from zeroshard.config.offload import Offload, parse_bytes
-from zeroshard.engine.hooks import tensors_in
-from zeroshard.engine.rank_checks import open_consistency_checker
-from zeroshard.memory.report import format_bytes
-from zeroshard.optim.fused_adam.kernel_inputs import is_supported
-from zeroshard.optim.slices import state_bytes_per_element
+from zeroshard.engine import open_consistency_checker
+from zeroshard.optim import is_supported, state_bytes_per_element
 from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import Plan, Plans, plan
@@ -27,7 +24,9 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.checkpointing import strip_checkpointing
 from zeroshard.planner.tracing.inputs import Inputs, LossFn, compute_loss
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, UntraceableError
-from zeroshard.sharding.placement import Placement
+from zeroshard.sharding import Placement
+from zeroshard.utils.format import format_bytes
+from zeroshard.utils.tree import tensors_in
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)

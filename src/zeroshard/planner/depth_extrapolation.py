@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.optim.slices import max_slice_numel
+from zeroshard.optim import max_slice_numel
 from zeroshard.planner.state_sizes import StateSizes, UnitSizes
 from zeroshard.planner.tracing.checkpointing import meta_memo
 from zeroshard.planner.tracing.trace import EngineEvent, Op, Trace

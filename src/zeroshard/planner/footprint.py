@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroshard.engine.grad_memory import assign_segments
-from zeroshard.memory.report import format_bytes
+from zeroshard.engine import assign_segments
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import BucketSizes, StateSizes
 from zeroshard.planner.tracing.trace import Trace, TraceSpan, split_spans
+from zeroshard.utils.format import format_bytes
 
 RESERVED_RATIO = 1.09  # reserved / allocated memory of the allocator: 1.01 to 1.09 measured, docs/benchmarks.md
 DEVICE_KEPT_INPUTS = 2  # block inputs on the device if kept on the host: one in use, one in transfer

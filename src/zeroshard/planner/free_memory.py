@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroshard.config.offload import parse_bytes
-from zeroshard.memory.host_info import available_host_memory
+from zeroshard.memory import available_host_memory
 from zeroshard.planner.machines import cache
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.machines.presets import preset_of_gpu

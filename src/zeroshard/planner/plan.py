@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from zeroshard.config.offload import parse_bytes
-from zeroshard.memory.report import format_bytes
 from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.search import candidate_strategies
@@ -19,6 +18,7 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
+from zeroshard.utils.format import format_bytes
 
 SPEED_TOLERANCE = 0.01  # relative: plans that differ by less count as equally fast, and the smaller one wins
 OFFLOAD_SCORE_FACTOR = 0.95  # scales the speed of a plan that offloads: the host may have other work

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroshard.memory.report import format_bytes
 from zeroshard.planner.footprint import usage_fractions
 from zeroshard.planner.plan import Plan, Plans
 from zeroshard.planner.plan_json import best_per_strategy, collective_traffic, data_parallel_traffic, psi_bytes
 from zeroshard.planner.strategy import Strategy
+from zeroshard.utils.format import format_bytes
 
 CHECKPOINT_LABELS = {"none": "-", "recompute": "recompute", "host": "host"}
 ACTIVATION_KINDS = ("activations", "kept inputs")

@@ -12,7 +12,7 @@ from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
-from zeroshard.sharding.placement import Placement
+from zeroshard.sharding import Placement
 
 OFFLOAD_FRACTIONS = (0.5, 1.0)  # fractions of the optimizer states to try on the host
 MAX_MICRO_BATCH = 4096  # largest micro-batch to try

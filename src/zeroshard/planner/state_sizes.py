@@ -10,18 +10,23 @@ import torch
 from torch import nn
 
 from zeroshard.config.config import Config
-from zeroshard.memory.bucket_ring import buffer_lengths
-from zeroshard.memory.tier_allocator import staging_bytes
-from zeroshard.memory.tracker import MODEL_STATE_KINDS
-from zeroshard.optim.fused_adam.kernel_inputs import ADAM_STATE_KEYS as STATES_OF_ADAM
-from zeroshard.optim.fused_adam.kernel_inputs import SUPPORTED_DTYPES
-from zeroshard.optim.slices import max_slice_numel
-from zeroshard.sharding.layout import FlatLayout, ParamRange, Range, round_to_shared_sizes
-from zeroshard.sharding.placement import Placement
-from zeroshard.sharding.precision import Precision
-from zeroshard.sharding.tier_placement import FlatSizes, TierPlacement, assign_tiers
-from zeroshard.sharding.units import UnitSpec, plan_units
-from zeroshard.tensor_parallel.plans import local_numels
+from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths, staging_bytes
+from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
+from zeroshard.optim import SUPPORTED_DTYPES, max_slice_numel
+from zeroshard.sharding import (
+    FlatLayout,
+    FlatSizes,
+    ParamRange,
+    Placement,
+    Precision,
+    Range,
+    TierPlacement,
+    UnitSpec,
+    assign_tiers,
+    plan_units,
+    round_to_shared_sizes,
+)
+from zeroshard.tensor_parallel import local_numels
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace import Trace, split_spans
 from zeroshard.planner.tracing.trace_model import CheckpointMode, UntraceableError, trace_model
-from zeroshard.sharding.units import find_repeated_blocks, plan_units
-from zeroshard.tensor_parallel.plans import tensor_plan_for
+from zeroshard.sharding import find_repeated_blocks, plan_units
+from zeroshard.tensor_parallel import tensor_plan_for
 
 TRACE_TOLERANCE = 0.001  # relative error allowed for an extrapolated trace
 TRACED_DEPTHS = (2, 3)  # blocks of the truncated models that are traced instead of a deep one

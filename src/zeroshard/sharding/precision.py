@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -153,34 +151,3 @@ class LossScale:
     def clear_overflow(self) -> None:
         """Clear ``found_inf``."""
         self.found_inf.zero_()
-
-
-def tree_map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``change`` to every tensor in nested containers and dataclasses; return ``value`` itself if none changes.
-
-    >>> tree_map_tensors({"a": [torch.ones(1)], "b": 2}, lambda t: t + 1)
-    {'a': [tensor([2.])], 'b': 2}
-    """
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):  # also Hugging Face's ModelOutput, which is both a dict and a dataclass
-        changed = {key: tree_map_tensors(item, change) for key, item in value.items()}
-        if all(changed[key] is item for key, item in value.items()):
-            return value
-        return changed if type(value) is dict else type(value)(**changed)
-    if isinstance(value, (list, tuple)):
-        items = [tree_map_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = {f.name: tree_map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
-        if all(new[key] is getattr(value, key) for key in new):
-            return value
-        return dataclasses.replace(value, **new)
-    return value
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in nested containers."""
-    return tree_map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from zeroshard.models.gpt import GPT
+from zeroshard.models import GPT
 from zeroshard.tensor_parallel.styles import Conv1DRowwiseParallel, FusedColwiseParallel
 from zeroshard.tensor_parallel.tp_shard import TPShard
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from zeroshard.sharding.layout import Range
+from zeroshard.sharding import Range
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from zeroshard.config.offload import TIERS
-from zeroshard.memory.report import format_bytes
 from zeroshard.planner.plan import default_precision
 from zeroshard.planner.state_sizes import PredictedMemory, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
@@ -15,6 +14,7 @@ from zeroshard.train.option_checks import resolve_batching
 from zeroshard.train.options import ShardOptions, TrainOptions
 from zeroshard.train.summary import describe_sharding, describe_tensor_groups
 from zeroshard.train.training_setup import check_tensor_parallel, resolve_precision, sequence_length
+from zeroshard.utils.format import format_bytes
 
 STAGES = (0, 1, 2, 3)
 

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from zeroshard.comm.consistency import RanksDisagreeError
+from zeroshard.comm import RanksDisagreeError
 from zeroshard.train.errors import TrainingError
 
 ERROR_DIR_ENV = "ZEROSHARD_ACCOUNTS"  # environment variable: the directory for error reports of failed ranks

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.index import CheckpointIndex, is_checkpoint
-from zeroshard.checkpoint.retention import update_latest
+from zeroshard.checkpoint import CheckpointError, CheckpointIndex, is_checkpoint, update_latest
 
 DIVERGED_DIR = "diverged"  # subdirectory for checkpoints whose weights gave a loss that was not finite
 

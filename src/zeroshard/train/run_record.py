@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 import zeroshard
-from zeroshard.memory.profile import Profile
-from zeroshard.memory.report import Report
+from zeroshard.memory import Profile, Report
 from zeroshard.planner.state_sizes import predict_memory
-from zeroshard.sharding.placement import Placement
-from zeroshard.tensor_parallel.plans import local_numels
+from zeroshard.sharding import Placement
+from zeroshard.tensor_parallel import local_numels
 from zeroshard.train.batching import Batching
 from zeroshard.train.models.language_model import LanguageModel
 from zeroshard.train.options import TrainOptions

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from zeroshard.memory.report import format_bytes
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.run_record import max_state_bytes
 from zeroshard.train.training_setup import TrainingSetup
+from zeroshard.utils.format import format_bytes
 
 
 def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
-from zeroshard.memory.profile import Profile
+from zeroshard.memory import Profile
 from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.errors import AllRanksError, TrainingError
 from zeroshard.train.flops import count_matmul_params, flops_per_token, peak_flops

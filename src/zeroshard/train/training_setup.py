@@ -14,7 +14,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.presets import PRESETS
-from zeroshard.tensor_parallel.plans import tensor_plan_for
+from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.train.auto_options import resolve_auto
 from zeroshard.train.batching import Batching
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus

@@ -26,9 +26,8 @@ import torch
 from zeroshard.memory.buffers import mmap_buffer
 from zeroshard.memory.disk.file import DiskError, OffloadFile
 from zeroshard.memory.disk.io import IO_REQUEST_BYTES, IoRequest, IoThreads, Transfer
-from zeroshard.memory.report import format_bytes
-from zeroshard.sharding.layout import round_up
-from zeroshard.sharding.tier_placement import PAGE_BYTES
+from zeroshard.sharding import PAGE_BYTES, round_up
+from zeroshard.utils.format import format_bytes
 
 
 class FreeList:

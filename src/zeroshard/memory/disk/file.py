@@ -31,8 +31,8 @@ import tempfile
 import weakref
 from typing import Literal
 
-from zeroshard.memory.report import format_bytes
-from zeroshard.sharding.tier_placement import PAGE_BYTES
+from zeroshard.sharding import PAGE_BYTES
+from zeroshard.utils.format import format_bytes
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # flags of fallocate(2), from <linux/falloc.h>
 NO_TMPFILE_ERRNOS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # errors of systems without O_TMPFILE

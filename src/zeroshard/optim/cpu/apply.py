@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine.gradients import Gradients
-from zeroshard.memory.streams import record_blocking_event
-from zeroshard.memory.tier_allocator import TierAllocator
+from zeroshard.engine import Gradients
+from zeroshard.memory import TierAllocator, record_blocking_event
 from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
 from zeroshard.optim.cpu.kernels import (
     DTYPE_CODES,

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tiered_tensor import TierSegment
+from zeroshard.engine import FlatParam
+from zeroshard.memory import TierAllocator, TierSegment
 from zeroshard.optim.slices import OptimizerSlice, is_elementwise
-from zeroshard.sharding.layout import Range
+from zeroshard.sharding import Range
 
 MASTER_KEY = ""  # the key of the master weights, next to the optimizer's own state keys
 

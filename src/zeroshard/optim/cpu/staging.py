@@ -8,10 +8,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from zeroshard.engine.gradients import Gradients
-from zeroshard.memory.disk.disk import DiskError, Transfer, aligned_buffer
-from zeroshard.memory.streams import record_blocking_event
-from zeroshard.memory.tier_allocator import STAGING_SLOTS, TierAllocator
+from zeroshard.engine import Gradients
+from zeroshard.memory import STAGING_SLOTS, DiskError, TierAllocator, Transfer, aligned_buffer, record_blocking_event
 from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.slices import OptimizerSlice
 

@@ -22,12 +22,8 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory.disk.disk import DiskError
-from zeroshard.memory.host_info import available_host_memory, local_world_size
-from zeroshard.memory.tier_allocator import TierAllocator
-from zeroshard.memory.tiered_tensor import TierSegment
+from zeroshard.engine import Engine, FlatParam
+from zeroshard.memory import DiskError, TierAllocator, TierSegment, available_host_memory, local_world_size
 from zeroshard.optim.cpu.apply import (
     ChunkUpdate,
     ChunkUpdater,

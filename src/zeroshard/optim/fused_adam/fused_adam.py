@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from zeroshard.engine.engine import Engine
+from zeroshard.engine import Engine
 from zeroshard.optim.fused_adam.kernel_inputs import (
     ADAM_STATE_KEYS,
     SUPPORTED_DTYPES,

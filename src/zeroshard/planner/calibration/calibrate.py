@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.memory.allocator.cublas_workspace import allocate_cublas_workspace, clear_cublas_workspaces
-from zeroshard.memory.disk.disk import DiskError
+from zeroshard.memory import DiskError, allocate_cublas_workspace, clear_cublas_workspaces
 from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collectives import MeshAxis, all_gather_sync
+from zeroshard.comm import MeshAxis, all_gather_sync
 from zeroshard.planner.machines.machine import Link, Machine
 
 REPEATS = 5

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.memory.disk.disk import Disk, DiskError, aligned_buffer
-from zeroshard.memory.host_info import CGROUP_MEMORY_FILES, available_host_memory
-from zeroshard.optim.cpu.kernels import AdamHyperparams, load_kernels
-from zeroshard.optim.cpu.updates import default_threads
+from zeroshard.memory import CGROUP_MEMORY_FILES, Disk, DiskError, aligned_buffer, available_host_memory
+from zeroshard.optim import AdamHyperparams, default_threads, load_kernels
 from zeroshard.planner.calibration.timing import host_seconds
 
 UPDATE_NUMEL = 25_000_000  # parameters in the timed update: 28 bytes each, much more than the caches hold

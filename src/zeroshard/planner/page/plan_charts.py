@@ -7,8 +7,7 @@ from dataclasses import replace
 from html import escape
 
 from zeroshard.config.offload import Offload
-from zeroshard.memory.report import format_bytes
-from zeroshard.page.chart import (
+from zeroshard.page import (
     Chart,
     JsonObject,
     bar_trace,
@@ -26,6 +25,7 @@ from zeroshard.planner.plan_table import format_seconds, short_label
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
+from zeroshard.utils.format import format_bytes
 
 STAGES = (0, 1, 2, 3)
 OTHER_KIND, RUNTIME_KIND = "other", "runtime and allocator"

@@ -7,9 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroshard.memory.report import format_bytes
-from zeroshard.page.format import format_count
-from zeroshard.page.render import render_page
+from zeroshard.page import render_page
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.page import plan_charts
 from zeroshard.planner.plan import Plan, Plans
@@ -25,6 +23,7 @@ from zeroshard.planner.plan_table import (
     summary_rows,
     table_cells,
 )
+from zeroshard.utils.format import format_bytes, format_count
 
 
 class HeadlineFigure(NamedTuple):

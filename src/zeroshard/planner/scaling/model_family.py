@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.config import Config
-from zeroshard.models.gpt import GPT
+from zeroshard.models import GPT
 from zeroshard.planner.depth_extrapolation import extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.state_sizes import StateSizes
 from zeroshard.planner.strategy import Strategy
@@ -23,7 +23,7 @@ from zeroshard.planner.traced_model import TracedModel
 from zeroshard.planner.tracing.inputs import Inputs
 from zeroshard.planner.tracing.trace import Trace
 from zeroshard.planner.tracing.trace_model import CheckpointMode
-from zeroshard.sharding.units import blocks_per_group
+from zeroshard.sharding import blocks_per_group
 
 SHALLOW_LAYERS = 2  # blocks of the shallower traced model: a first and a last one; more are inserted between them
 

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroshard.models.gpt import GPT, GPTConfig
+from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.scaling.largest_model import find_deepest_member
@@ -51,7 +51,7 @@ from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 from zeroshard.presets import CONFIGURATIONS
-from zeroshard.sharding.placement import Placement
+from zeroshard.sharding import Placement
 
 PAPER_CURVE: Final = EfficiencyCurve(share=0.34, half=4e10)  # least mean error over Figures 2, 3 and 4 together
 NUM_GPUS, TENSOR_DEGREE, GPU_MEMORY = 400, 16, "32GB"  # of Figures 6 and 7

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroshard.memory.report import format_bytes
 from zeroshard.planner.scaling.largest_model import LargestModel
 from zeroshard.planner.scaling.paper import PaperResult, mean_error
 from zeroshard.planner.scaling.simulate import WAIT_KINDS, ScalingPoint, ScalingSimulation, StageScaling
+from zeroshard.utils.format import format_bytes
 
 TABLE_HEADERS = ("devices", "micro-batch", "memory", "samples/s", "TFLOPS", "compute", *WAIT_KINDS, "step", "")
 

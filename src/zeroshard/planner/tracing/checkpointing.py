@@ -13,11 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.activations.block_inputs import RecomputeContext
-from zeroshard.activations.blocks import select_blocks
-from zeroshard.activations.checkpoint import CheckpointedForward
+from zeroshard.activations import CheckpointedForward, RecomputeContext, select_blocks
 from zeroshard.planner.tracing.trace_model import CheckpointMode, UntraceableError
-from zeroshard.sharding.units import find_repeated_blocks
+from zeroshard.sharding import find_repeated_blocks
 
 
 def strip_checkpointing(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, CheckpointMode]:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.engine.hooks import tensors_in
-from zeroshard.models.gpt import GPT
-from zeroshard.sharding.precision import tree_map_tensors
+from zeroshard.models import GPT
+from zeroshard.utils.tree import tensors_in, tree_map_tensors
 
 DEFAULT_SEQUENCE_TOKENS = 1024  # tokens per sample by default, if the model allows it
 

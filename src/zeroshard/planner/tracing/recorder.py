@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.engine.hooks import tensors_in
 from zeroshard.planner.tracing.known_values import KnownValues
 from zeroshard.planner.tracing.op_cost import (
     DTYPE_NAMES,
@@ -24,7 +23,8 @@ from zeroshard.planner.tracing.op_cost import (
     op_scratch_bytes,
 )
 from zeroshard.planner.tracing.trace import EngineEvent, EngineEventKind, Op
-from zeroshard.sharding.units import UnitSpec
+from zeroshard.sharding import UnitSpec
+from zeroshard.utils.tree import tensors_in
 
 # Host time of torch's checkpointing per block, in operations: 1 ms where one operation took 48 µs, from the host-bound
 # measurements in docs/benchmarks.md.

@@ -15,8 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 from zeroshard.planner.tracing.recorder import OpRecorder
-from zeroshard.tensor_parallel.plans import TensorPlan, name_matches_pattern
-from zeroshard.tensor_parallel.styles import Conv1DRowwiseParallel, FusedColwiseParallel
+from zeroshard.tensor_parallel import Conv1DRowwiseParallel, FusedColwiseParallel, TensorPlan, name_matches_pattern
 
 
 class _CopyToTensorParallelRegion(torch.autograd.Function):

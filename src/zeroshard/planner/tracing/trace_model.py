@@ -13,8 +13,7 @@ from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.activations.blocks import select_blocks
-from zeroshard.activations.checkpoint import flatten_arguments
+from zeroshard.activations import flatten_arguments, select_blocks
 from zeroshard.config.config import Config
 from zeroshard.planner.tracing.attention import FusedAttentionMode
 from zeroshard.planner.tracing.inputs import Inputs, LossError, LossFn, compute_loss, model_arguments
@@ -22,9 +21,9 @@ from zeroshard.planner.tracing.known_values import KnownValues
 from zeroshard.planner.tracing.recorder import OpRecorder, ScheduleRecorder
 from zeroshard.planner.tracing.tp_collectives import hook_tp_collectives
 from zeroshard.planner.tracing.trace import Trace
-from zeroshard.sharding.precision import Precision, cast_floats, tree_map_tensors
-from zeroshard.sharding.units import find_repeated_blocks, plan_units
-from zeroshard.tensor_parallel.plans import tensor_plan_for
+from zeroshard.sharding import Precision, find_repeated_blocks, plan_units
+from zeroshard.tensor_parallel import tensor_plan_for
+from zeroshard.utils.tree import cast_floats, tree_map_tensors
 
 CheckpointMode = Literal["none", "recompute", "host"]
 CHECKPOINT_MODES: tuple[CheckpointMode, ...] = ("none", "recompute", "host")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.safetensors_files import (
+from zeroshard.checkpoint import (
     SAFETENSORS_FILE,
     SAFETENSORS_INDEX_FILE,
     SafetensorsWeights,

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.safetensors_files import SafetensorsWeights, TensorInfo, write_safetensors_directory
-from zeroshard.models import GPT, GPTConfig
-from zeroshard.models.gpt import Block
+from zeroshard.checkpoint import SafetensorsWeights, TensorInfo, write_safetensors_directory
+from zeroshard.models import GPT, Block, GPTConfig
 from zeroshard.presets import PRESETS
 from zeroshard.train.options import DataOptions, ModelOptions
 from zeroshard.train.run_directory import write_json

@@ -10,12 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from zeroshard.memory.report import format_bytes
-from zeroshard.page.format import format_count, format_duration
-from zeroshard.page.render import render_page
+from zeroshard.page import render_page
 from zeroshard.train.report import run_charts
 from zeroshard.train.report.series import JsonObject, extract_series, finite_or_none
 from zeroshard.utils.atomic_file import read_json
+from zeroshard.utils.format import format_bytes, format_count, format_duration
 
 
 class RunMetrics(NamedTuple):

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from zeroshard.memory.report import format_bytes
-from zeroshard.page.chart import (
+from zeroshard.page import (
     Chart,
     bar_trace,
     bytes_axis,
@@ -19,6 +18,7 @@ from zeroshard.page.chart import (
     stacked_bar_layout,
 )
 from zeroshard.train.report.series import JsonObject, downsample, extract_series, format_number, smooth
+from zeroshard.utils.format import format_bytes
 
 STATE_KINDS = ("parameters", "gradients", "optimizer states", "master weights")  # in stacking order
 BUFFER_KINDS = ("gathered", "autograd", "buckets", "step", "activations", "staging")

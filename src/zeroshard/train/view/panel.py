@@ -12,10 +12,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zeroshard.memory.report import format_bytes
 from zeroshard.train.metrics import StepMetrics
 from zeroshard.train.view.progress import RunProgress
-from zeroshard.utils.format import format_clock, format_compact_count, format_metric, format_percent, memory_rows
+from zeroshard.utils.format import (
+    format_bytes,
+    format_clock,
+    format_compact_count,
+    format_metric,
+    format_percent,
+    memory_rows,
+)
 
 WIDE_LAYOUT_COLUMNS = 116  # from this width on, memory is shown to the right of the metrics
 

@@ -14,12 +14,12 @@ from io import StringIO
 from types import TracebackType
 from typing import Self, TextIO
 
-from zeroshard.memory.report import format_bytes
 from zeroshard.train.metrics import StepMetrics
 from zeroshard.train.view.progress import RunProgress
 from zeroshard.utils.format import (
     align_labels,
     escape_control_chars,
+    format_bytes,
     format_clock,
     format_compact_count,
     format_metric,
