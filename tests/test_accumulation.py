@@ -431,6 +431,6 @@ def test_no_sync_ends_with_its_block_even_by_an_exception() -> None:
     assert optimizer is None
     with pytest.raises(KeyError), zeroshard.no_sync(model):
         raise KeyError
-    assert model._zeroshard.engine.needs_grad_sync
+    assert model._zeroshard.engine.executor.needs_grad_sync
     with pytest.raises(ValueError, match="not a sharded model"), zeroshard.no_sync(nn.Linear(1, 1)):
         pass

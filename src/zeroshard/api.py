@@ -24,16 +24,19 @@ from zeroshard.engine import (
     Engine,
     Gradients,
     OffloadedStates,
+    ShardContext,
     Unit,
     UnitBuilder,
     check_max_norm,
     check_model,
+    engine_of,
     full_tensors,
     install_hooks,
     local_data,
+    make_plain,
     open_consistency_checker,
     open_tiers,
-    param_info,
+    unit_of,
     verify_same_model,
     verify_same_tensor_plan,
 )
@@ -132,32 +135,29 @@ def shard(
     cast = config.needs_cast_on_gather and bool(trained)
     placement = Placement.from_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
     comm = Communicator(axes, device, placement.optimizer, control, tensor)
-    ledger, pool, order, precision = MemoryTracker(), Pool(device), CollectiveOrder(control), Precision(model, config)
-    tiers = TierAllocator(config.offload, device, ledger)
+    tracker, order = MemoryTracker(), CollectiveOrder(control)
+    tiers = TierAllocator(config.offload, device, tracker)
+    context = ShardContext(config, placement, Precision(model, config), comm, order, tracker, Pool(device), tiers)
     open_tiers(tiers, control)
     state_bytes = state_bytes_per_element(optimizer) if config.offload is not None else 0
     plans = plan_units(model, config.units, config.bucket_size)
     division = _parallelize(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
     try:
         verify_same_tensor_plan(division, control)
-        builder = UnitBuilder(
-            model, plans, trained, config, placement, precision, comm, ledger, pool, tiers, state_bytes, division
-        )
-        units = builder.build()
+        units = UnitBuilder(model, plans, trained, context, state_bytes, division).build()
     except BaseException:
         if division is not None:
             division.restore()
         raise
-    reduce_dtypes = {flat.dtype: precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
-    gradients = Gradients(units, placement, comm, order, ledger, pool, tiers, config, reduce_dtypes)
+    reduce_dtypes = {flat.dtype: context.precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
+    gradients = Gradients(units, placement, comm, order, tracker, context.pool, tiers, config, reduce_dtypes)
     buffers = BufferBroadcaster(model, comm, order, config.broadcast_buffers, config.bucket_size)
-    engine = Engine(units, gradients, buffers, placement, comm, order, ledger, pool, config, precision)
-    engine.state_guard.check_tiers = tiers.check_disk
+    engine = Engine(context, units, gradients, buffers)
     homes: dict[str, tuple[Unit, ...]] = {}
     for plan, unit in zip(plans, units, strict=True):
         for name in plan.modules:
             homes[name] = (*homes.get(name, ()), unit)
-    handles = install_hooks(model, engine, homes, precision.fp32_modules, config.compute_dtype, config.cast_inputs)
+    handles = install_hooks(model, engine, homes)
     model._zeroshard = ShardedModel(engine, handles, division, tiers, why)  # type: ignore[assignment]
     engine.state_guard.expose_reduced_grads()
     comm.counters.end_step()  # what building took is no step's
@@ -188,7 +188,7 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     engine.order.begin_pass("unwrap")
     for unit in engine.units:
         engine.order.check(unit.all_gather_label)
-        unit.to_plain()
+        make_plain(unit, engine.comm)
     if sharded.tp_state is not None:
         _restore_original_params(engine, sharded.tp_state)
     for handle in sharded.hook_handles:
@@ -247,39 +247,10 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
             f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.data_parallel_size - 1}, "
             f"got {write_rank}"
         )
-    engine.state_guard.check_states_reloaded()
-    if write_rank is not None and engine.is_running:
-        raise RuntimeError(
-            "gathered(write_rank=…) inside a forward or backward would change parameters that it is computing with: "
-            "write between steps"
-        )
-    if not engine.is_running:
-        engine.order.begin_pass("gathered")
-        engine.state_guard.wait_updates()
-    copied: list[Unit] = []
-    written = False
-    try:
-        for unit in units:
-            if unit.has_gathered_copy:  # an outer block has it
-                continue
-            if unit.is_partitioned:
-                engine.order.check(unit.gather_copy_label)
-            else:  # inside a forward its update may still be under way
-                engine.state_guard.gather_updated_unit(unit)
-                unit.wait_for_unshard()
-            unit.gather_copy()
-            copied.append(unit)
+    with full_tensors.gathered_copies(engine, units, write_rank):
         yield
         if write_rank is not None:
-            _find_units(module)  # raises where a parameter was replaced
-            written = True  # some of it, should it raise
-            written = engine.write_back(units, write_rank)
-    finally:
-        for unit in copied:
-            unit.drop_copy()
-            engine.state_guard.record_versions(unit)
-        if written:
-            engine.release_retained()
+            _find_units(module)  # raises if a parameter was replaced
 
 
 def offload_states(model: nn.Module) -> None:
@@ -328,11 +299,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ...     model(torch.ones(1, 2)).sum().backward()
     """
     engine = _sharded_model(model).engine
-    before, engine.needs_grad_sync = engine.needs_grad_sync, False
+    before, engine.executor.needs_grad_sync = engine.executor.needs_grad_sync, False
     try:
         yield
     finally:
-        engine.needs_grad_sync = before
+        engine.executor.needs_grad_sync = before
 
 
 def report(model: nn.Module) -> Report:
@@ -494,14 +465,13 @@ def _find_units(module: nn.Module) -> tuple[Engine, list[Unit]]:
     units: dict[Unit, None] = {}
     engine = None
     for name, parameter in module.named_parameters():
-        card = param_info(parameter)
-        unit = card.unit() if card is not None else None
-        if card is None or unit is None:
+        unit = unit_of(parameter)
+        if unit is None:
             raise ValueError(
                 f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules, and a "
                 "parameter must not be replaced after zeroshard.shard() (by load_state_dict(assign=True), setattr)"
             )
-        engine = card.engine
+        engine = engine_of(parameter)
         units[unit] = None
     if engine is None:
         raise ValueError(f"this {type(module).__name__} has no sharded parameters")

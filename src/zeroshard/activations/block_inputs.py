@@ -36,7 +36,7 @@ from zeroshard.activations.replica_check import check_replicated
 from zeroshard.activations.store import ActivationStore, SavedActivation
 from zeroshard.activations.tensor_layout import TensorLayout
 from zeroshard.comm import Communicator, MeshAxis, all_gather_sync
-from zeroshard.engine import param_info
+from zeroshard.engine import engine_of
 from zeroshard.memory import MemoryTracker
 
 
@@ -238,8 +238,7 @@ class RecomputeContext:
     def find_comm_and_axis(self, block: nn.Module) -> tuple[Communicator | None, MeshAxis]:
         """Return the communicator of the block's model, and the axis over which the inputs are partitioned."""
         parameter = self._first_param(block)
-        info = param_info(parameter) if parameter is not None else None
-        engine = info.engine if info is not None else None
+        engine = engine_of(parameter) if parameter is not None else None
         tracker = engine.tracker if engine is not None else None
         if tracker is not self.tracker:
             self.tracker = tracker

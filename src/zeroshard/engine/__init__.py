@@ -1,7 +1,8 @@
 """The engine: module and autograd events (hooks) → order of collectives → the life of a unit."""
 
 from zeroshard.engine.build import UnitBuilder, check_model
-from zeroshard.engine.engine import Engine
+from zeroshard.engine.context import ShardContext
+from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.full_tensors import assemble_full_tensor, find_parameter
@@ -18,7 +19,9 @@ from zeroshard.engine.rank_checks import (
     verify_same_model,
     verify_same_tensor_plan,
 )
-from zeroshard.engine.unit import Unit
+from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
+from zeroshard.engine.unit import Unit, unit_of
+from zeroshard.engine.unit_values import make_plain
 from zeroshard.engine.unsupported_calls import raise_on_join
 
 __all__ = [
@@ -27,8 +30,12 @@ __all__ = [
     "Engine",
     "FlatGrad",
     "FlatParam",
+    "ForwardRecord",
     "Gradients",
+    "ModuleCall",
     "OffloadedStates",
+    "Schedule",
+    "ShardContext",
     "Unit",
     "UnitBuilder",
     "assemble_full_tensor",
@@ -36,14 +43,17 @@ __all__ = [
     "check_max_norm",
     "check_model",
     "compute_norms",
+    "engine_of",
     "find_parameter",
     "install_hooks",
     "local_data",
+    "make_plain",
     "open_consistency_checker",
     "open_tiers",
     "param_info",
     "param_versions",
     "raise_on_join",
+    "unit_of",
     "verify_same_model",
     "verify_same_tensor_plan",
 ]

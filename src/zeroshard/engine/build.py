@@ -9,18 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroshard.comm import Communicator
-from zeroshard.config.config import Config
+from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam, round_alloc_bytes
 from zeroshard.engine.model_checks import check_modules, check_parameters
-from zeroshard.engine.unit import Unit, set_data_and_dtype
-from zeroshard.memory import Arena, MemoryTracker, Pool, SideStream, TierAllocator, TieredTensor, TierSegment
+from zeroshard.engine.unit import Unit
+from zeroshard.engine.unit_values import set_data_and_dtype
+from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
 from zeroshard.sharding import (
     MAX_CHUNK_ELEMENTS,
     FlatLayout,
     FlatSizes,
-    Placement,
-    Precision,
     Range,
     UnitSpec,
     assign_tiers,
@@ -60,34 +58,26 @@ class UnitBuilder:
         model: nn.Module,
         unit_specs: list[UnitSpec],
         optimized_ids: set[int],
-        config: Config,
-        placement: Placement,
-        precision: Precision,
-        comm: Communicator,
-        tracker: MemoryTracker,
-        pool: Pool,
-        tiers: TierAllocator,
+        context: ShardContext,
         state_bytes_per_element: int,
         tp_state: TensorParallelState | None = None,
     ) -> None:
-        self._model, self._config = model, config
-        self._tiers = tiers
+        self._model, self._config = model, context.config
+        self._tiers = context.tiers
         self._state_bytes_per_element = state_bytes_per_element  # optimizer states of an fp32 element, without master
-        self._has_partitioned_grads = placement.gradients
+        self._has_partitioned_grads = context.placement.gradients
         self._tp_state = tp_state
         self._tp_params = tp_state.tp_params if tp_state is not None else {}
-        self._comm, self._tracker, self._precision, self._pool = comm, tracker, precision, pool
-        self._has_partitioned_params = placement.parameters
+        self._comm, self._tracker, self._precision = context.comm, context.tracker, context.precision
+        self._pool = context.pool
+        self._has_partitioned_params = context.placement.parameters
         self._parameters = dict(model.named_parameters())
         self._original_classes = {id(p): type(p) for p in self._parameters.values()}
         self._meta_param_names = {name for name, p in self._parameters.items() if p.is_meta}
         self._optimized_ids = optimized_ids  # ids of the parameters that an optimizer updates
         self._unit_specs = unit_specs
-        all_gather_stream = SideStream(comm.device, comm.wait_timer)
-        self.units = [
-            Unit(p.name, self._make_flats(p), comm, tracker, all_gather_stream, self._has_partitioned_params)
-            for p in unit_specs
-        ]
+        all_gather_stream = SideStream(self._comm.device, self._comm.wait_timer)
+        self.units = [Unit(spec.name, self._make_flats(spec), context, all_gather_stream) for spec in unit_specs]
         round_alloc_bytes([flat for unit in self.units for flat in unit.flats])
 
     def build(self) -> list[Unit]:
@@ -240,8 +230,6 @@ class UnitBuilder:
         unit.bind(self._original_classes)
         for values, full_tensors in staged:
             self._tracker.add("staging", -values.nbytes - sum(full.nbytes for full in full_tensors.values()))
-        if self._has_partitioned_params:
-            unit.init_sharded()
 
     def _stage_values(self, flat: FlatParam) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Copy the parameters' values into a buffer with the flat's layout, or reserve space for meta parameters.

@@ -1,8 +1,10 @@
-"""Assemble full parameters and gradients from the shards of all ranks. All ranks call these together."""
+"""Read and write full parameters and gradients between steps. All ranks call these functions together."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -13,6 +15,7 @@ from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.parameter import get_autograd_grad
 from zeroshard.engine.unit import Unit
+from zeroshard.engine.unit_values import check_param_data, drop_copy, gather_copy, write_back
 
 
 def find_parameter(units: list[Unit], name: str) -> tuple[FlatParam, int]:
@@ -99,3 +102,64 @@ def assemble_full_grad(comm: Communicator, gradients: Gradients, gradient: FlatG
         if factor is not None:
             flat_values *= factor
     return assemble_full_tensor(comm, flat_values, flat, index)
+
+
+@contextmanager
+def gathered_copies(engine: Engine, units: list[Unit], write_rank: int | None) -> Iterator[None]:
+    """Give the units' parameters full values in separate memory inside the block; see :func:`zeroshard.gathered`."""
+    guard = engine.state_guard
+    guard.check_states_reloaded()
+    if write_rank is not None and engine.is_running:
+        raise RuntimeError(
+            "gathered(write_rank=…) inside a forward or backward would change parameters that it is computing with: "
+            "write between steps"
+        )
+    if not engine.is_running:
+        engine.order.begin_pass("gathered")
+        guard.wait_updates()
+    copied: list[Unit] = []
+    written = False
+    try:
+        for unit in units:
+            if unit.has_gathered_copy:  # an outer block has it
+                continue
+            if unit.is_partitioned:
+                engine.order.check(unit.gather_copy_label)
+            else:  # inside a forward its update may still be pending
+                guard.gather_updated_unit(unit)
+                unit.wait_for_unshard()
+            gather_copy(unit, engine.comm)
+            copied.append(unit)
+        yield
+        if write_rank is not None:
+            written = True  # some of it, if it raises
+            written = _write_back_units(engine, units, write_rank)
+    finally:
+        for unit in copied:
+            drop_copy(unit)
+            if not unit.is_partitioned:
+                unit.replicated_edits.record_versions()
+        if written:
+            engine.release_retained()
+
+
+def _write_back_units(engine: Engine, units: list[Unit], src_rank: int) -> bool:
+    """Write the parameters, as rank ``src_rank`` of the mesh has them, into all shards; return whether any changed."""
+    for unit in units:
+        check_param_data(unit)
+    engine.state_guard.wait_readers()
+    engine.state_guard.invalidate_speculation()
+    engine.order.begin_pass("write")
+    comm = engine.comm
+    changed = torch.zeros(len(units), device=comm.device)
+    for index, unit in enumerate(units):
+        engine.order.check(f"write unit {unit.name!r}")
+        changed[index] = write_back(unit, comm, src_rank)
+    what = "agree on what was written"
+    engine.order.check(what)
+    comm.all_reduce_over_mesh(changed, what)
+    is_known = comm.data_parallel_size * comm.tensor_axis.size == 1 or comm.consistency.is_distributed
+    flags = comm.read_to_host(changed, what) if is_known else [1.0] * len(units)
+    written = [unit for unit, flag in zip(units, flags, strict=True) if flag]
+    engine.state_guard.on_values_changed(parameter for unit in written for parameter in unit.parameters)
+    return bool(written)

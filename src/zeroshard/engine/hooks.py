@@ -2,6 +2,12 @@
 
 The hooks are hidden from torch.compile: a compiled block is unsharded before and resharded after its compiled code,
 which sees plain parameters.
+
+[Note: losses stored as attributes]
+A loss may depend only on a tensor inside a module: a router's penalty, stored as an attribute. No gradient then arrives
+at the module's outputs. So graph tensors that the module or one of its submodules stores, as an attribute or in a list,
+tuple or dictionary that is an attribute, get the same hooks as its outputs. (Tensors stored elsewhere are not found:
+return them as outputs.)
 """
 
 from __future__ import annotations
@@ -15,18 +21,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch._compile
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.engine.engine import Engine, is_in_backward
+from zeroshard.engine.autograd_hooks import has_pre_backward_hook, is_in_backward, outside_functorch
+from zeroshard.engine.engine import Engine
 from zeroshard.engine.parameter import is_guarded, param_info
-from zeroshard.engine.schedule import has_pre_backward_hook, outside_functorch
-from zeroshard.engine.unit import Unit
-from zeroshard.engine.unsupported_calls import (
-    AttributeOverride,
-    ReplacedParamDetector,
-    block_unsupported_calls,
-    check_not_wrapped,
-)
+from zeroshard.engine.unit import Unit, unit_of
+from zeroshard.engine.unsupported_calls import SECOND_REDUCTION_ERROR, AttributeOverride, block_unsupported_calls
+from zeroshard.engine.user_edits import ReplacedParamDetector
 from zeroshard.utils.tree import cast_floats, tensors_in
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -51,13 +55,9 @@ class GraphTensorScanner:
         attributes = vars(module) if module is not None else {}
         if len(attributes) != self._attribute_count or not attributes.keys() >= self._candidate_names:
             self._candidate_names, self._attribute_count = frozenset(attributes) - self._ignored_names, len(attributes)
-        names = (
-            [name for name in self._candidate_names if type(attributes[name]) in _SCANNED_TYPES]
-            if self._candidate_names
-            else []
-        )
-        if not names:
+        if not self._candidate_names:
             return []
+        names = [name for name in self._candidate_names if type(attributes[name]) in _SCANNED_TYPES]
         tensors = [tensor for name in names for tensor in _tensors_in_containers(attributes[name])]
         return [tensor for tensor in tensors if tensor.grad_fn is not None and not has_pre_backward_hook(tensor)]
 
@@ -100,6 +100,20 @@ def _is_reentrant_call(module: nn.Module) -> bool:
     return depth > 1
 
 
+def _check_not_wrapped(model: nn.Module) -> None:
+    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
+        raise RuntimeError(f"DistributedDataParallel {SECOND_REDUCTION_ERROR}")
+    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
+        raise RuntimeError(f"torch.distributed's replicate() {SECOND_REDUCTION_ERROR}")
+    if "_is_replica" in vars(model):
+        raise RuntimeError(
+            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
+            "one process a GPU (torchrun), and use the model without DataParallel"
+        )
+
+
 class _PreForwardHook:
     """Runs before a hooked module's forward."""
 
@@ -126,7 +140,7 @@ class _PreForwardHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = tensors_in((args, kwargs))
         if self._replaced_param_detector is not None:
-            check_not_wrapped(module)
+            _check_not_wrapped(module)
             self._replaced_param_detector.check(module)
             self._engine.pre_model_forward(inputs)
         with outside_functorch():
@@ -147,8 +161,7 @@ def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) ->
     found: list[Unit] = []
     for tensor in inputs:
         base = tensor._base if type(tensor) is torch.Tensor and tensor._is_view() else None
-        info = param_info(base) if isinstance(base, nn.Parameter) else None
-        unit = info.unit() if info is not None else None
+        unit = unit_of(base) if isinstance(base, nn.Parameter) else None
         if unit is not None and unit.is_partitioned and unit not in known_units and unit not in found:
             found.append(unit)
     return found
@@ -159,6 +172,7 @@ class _PostForwardHook:
 
     def __init__(self, engine: Engine, scanners: list[GraphTensorScanner]) -> None:
         self._engine, self._scanners = engine, scanners
+        self._owns_storage_of = engine.out_of_module_use.owns_storage_of
 
     @_disable_compile
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -173,7 +187,7 @@ class _PostForwardHook:
             base = tensor._base if tensor._is_view() else tensor
             returns_views = returns_views or (isinstance(base, nn.Parameter) and param_info(base) is not None)
             # a detached tensor is not a view for autograd
-            returns_views = returns_views or (tensor.grad_fn is None and self._engine.owns_storage_of(tensor))
+            returns_views = returns_views or (tensor.grad_fn is None and self._owns_storage_of(tensor))
         detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
         has_graph = bool(outputs) and torch.is_grad_enabled() and not is_in_backward()
         stored_tensors = [tensor for scanner in self._scanners for tensor in scanner.find()] if has_graph else []
@@ -255,8 +269,7 @@ class _PreLoadStateDictHook:
                 "others, which nobody would train: leave assign out, or load before zeroshard.shard()"
             )
         for parameter in module.parameters():
-            info = param_info(parameter)
-            unit = info.unit() if info is not None else None
+            info, unit = param_info(parameter), unit_of(parameter)
             if info is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
                 raise RuntimeError(
                     f"load_state_dict() cannot write into {info.name!r}, whose values are not there: load inside `with "
@@ -276,17 +289,13 @@ class _PostLoadStateDictHook:
 
 
 def install_hooks(
-    model: nn.Module,
-    engine: Engine,
-    units_by_module: dict[str, tuple[Unit, ...]],
-    fp32_modules: list[str],
-    compute_dtype: torch.dtype | None,
-    cast_inputs: bool,
+    model: nn.Module, engine: Engine, units_by_module: dict[str, tuple[Unit, ...]]
 ) -> list[RemovableHandle | AttributeOverride]:
     """Hook the model and the modules of its units; return the handles that remove the hooks."""
     handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
     detector = ReplacedParamDetector(model)
-    for name in fp32_modules:  # casts are registered first: the unit's hook below is prepended
+    compute_dtype, cast_inputs = engine.config.compute_dtype, engine.config.cast_inputs
+    for name in engine.precision.fp32_modules:  # casts are registered first: the unit's hook below is prepended
         module = model.get_submodule(name)
         if compute_dtype is not None:
             handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))

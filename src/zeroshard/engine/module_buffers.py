@@ -38,6 +38,11 @@ class BufferBroadcaster:
         self._synced_versions: list[tuple[int, int]] = []  # (id, version) of each buffer after the last broadcast
         self._has_trained_since_sync = True  # whether a forward in training mode followed it
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is anything to broadcast."""
+        return bool(self._modules)
+
     def sync_buffers(self) -> None:
         """Broadcast all buffers if one may have changed."""
         modules = [module for reference in self._modules if (module := reference()) is not None]

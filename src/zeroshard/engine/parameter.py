@@ -33,17 +33,14 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from zeroshard.engine.engine import Engine
-    from zeroshard.engine.flat_param import FlatParam
-    from zeroshard.engine.unit import Unit
+from zeroshard.engine.flat_param import FlatParam
 
 PICKLE_ERROR = (
     "a sharded model, its parameters and its optimizer cannot be pickled, by torch.save or otherwise: this rank holds "
@@ -52,20 +49,46 @@ PICKLE_ERROR = (
 )
 
 
+class ParamUnit(Protocol):
+    """The unit of a parameter, as the parameter uses it."""
+
+    @property
+    def gathered_block(self) -> GatheredBlock | None:
+        """The open ``gathered()`` block that the unit is in."""
+
+    def record_data_alias(self, values: torch.Tensor) -> None:
+        """Remember that the user has ``parameter.data``, and may write to it."""
+
+
+class ParamOwner(Protocol):
+    """The engine of a parameter's model, as the parameter uses it."""
+
+    def acquire_for_op(self, unit: Any) -> bool:
+        """Unshard a unit for an operation; return whether that is possible now."""
+
+    def release_after_op(self, unit: Any, result: object) -> None:
+        """Release a unit after an operation, whose result may be a view."""
+
+    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
+        """Return the value of ``parameter.grad`` between backward and the next forward."""
+
+    def clear_grad(self, info: ParamInfo) -> None:
+        """Clear the gradient of one parameter."""
+
+
+def _no_owner() -> None:
+    """Return the owner of a parameter whose engine does not exist yet."""
+
+
 class ParamInfo:
     """Name, unit and flat of a managed parameter. All references are weak: parameter → info → unit would be a cycle."""
 
-    def __init__(self, name: str, unit: Unit, flat: FlatParam, index: int) -> None:
+    def __init__(self, name: str, unit: ParamUnit, flat: FlatParam, index: int) -> None:
         self.name = name
         self.index = index  # in the flat
         self.unit = weakref.ref(unit)
         self.flat = weakref.ref(flat)
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine of the parameter's model."""
-        unit = self.unit()
-        return unit.engine() if unit is not None else None
+        self.owner: Callable[[], ParamOwner | None] = _no_owner  # the engine
 
     def __reduce__(self) -> NoReturn:
         """Raise: see :data:`PICKLE_ERROR`."""
@@ -73,14 +96,14 @@ class ParamInfo:
 
     def acquire_for_op(self) -> bool:
         """Unshard the values for an operation; return whether that is possible now."""
-        unit, engine = self.unit(), self.engine
-        return unit is not None and engine is not None and engine.acquire_for_op(unit)
+        unit, owner = self.unit(), self.owner()
+        return unit is not None and owner is not None and owner.acquire_for_op(unit)
 
     def release_after_op(self, result: object) -> None:
         """Release the values after an operation, whose result may be a view. Call it after each acquire_for_op()."""
-        unit, engine = self.unit(), self.engine
-        if unit is not None and engine is not None:
-            engine.release_after_op(unit, result)
+        unit, owner = self.unit(), self.owner()
+        if unit is not None and owner is not None:
+            owner.release_after_op(unit, result)
 
 
 def param_info(parameter: torch.Tensor) -> ParamInfo | None:
@@ -231,20 +254,20 @@ class _ReducedGradMixin:
     def grad(self: Any) -> torch.Tensor | None:
         info = param_info(self)
         _check_not_new_optimizer(self, sys._getframe(1))
-        engine = info.engine if info is not None else None
-        return engine.state_guard.reduced_grad(info) if engine is not None and info is not None else None
+        owner = info.owner() if info is not None else None
+        return owner.reduced_grad(info) if owner is not None and info is not None else None
 
     @grad.setter
     def grad(self: Any, value: torch.Tensor | None) -> None:
         info = param_info(self)
-        engine = info.engine if info is not None else None
-        if engine is None or info is None:
+        owner = info.owner() if info is not None else None
+        if owner is None or info is None:
             return
         if value is not None:
             raise RuntimeError(
                 f"the gradient of {info.name!r} is kept by zeroshard and cannot be replaced; None clears it"
             )
-        engine.state_guard.clear_grad(info)
+        owner.clear_grad(info)
 
 
 # Functions that need no values: the tensor's metadata is enough.
@@ -307,10 +330,12 @@ class _GuardedMixin(_ReducedGradMixin):
 
 
 class GatheredBlock:
-    """Whether one ``with gathered():`` block of a unit is still open."""
+    """One ``with gathered():`` block of a unit."""
 
     def __init__(self) -> None:
         self.is_open = True
+        # version counters and addresses of each flat's parameters at entry
+        self.snapshot: list[tuple[list[int], list[int]]] = []
 
 
 class _GatheredMixin(_ReducedGradMixin):

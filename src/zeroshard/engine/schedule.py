@@ -1,169 +1,175 @@
-"""Schedule: the module calls that backward visits: see [Note: when a unit is done in backward] in engine.py.
+"""Schedule: which units a forward and its backward need, and until when. It decides; an executor performs.
 
-Units retained for a forward are released by the backward that visits this forward, and by no other: several forwards
-may be waiting for their backward.
+The schedule holds no tensors. The engine's executor (engine.py) all-gathers and reshards; the planner's writes down
+what it is asked to do.
+
+[Note: when a unit is done in backward]
+Autograd runs the nodes of a graph in the reverse of their creation order. A node that is not ready waits for a consumer
+of its output, and that consumer was created later; so among the later nodes one is always ready, and it has priority.
+The schedule counts ticks: each start and each end of a module call in forward gets a number (``ModuleCall``). When the
+gradient of a module's output arrives, every node created after the end of that call has run. So a unit whose module
+calls all started after that tick is done: its gradients are complete and its parameters are not needed any more. This
+needs no hook per parameter and no counting of gradients, and unused parameters, auxiliary losses, shared modules and
+branches are not special cases.
+
+[Note: all ranks visit all module calls]
+A loss may depend on a module on one rank and not on another. All ranks must take part in every all-gather, so on every
+rank a backward visits every module call of its forward, in reverse order: when a gradient arrives, the calls in between
+that received none are visited first.
+
+[Note: backward inside backward]
+A tensor hook, or a function's backward, may call ``torch.autograd.grad`` on a graph of the same forward, as implicit
+layers (DEQ) do. Such a nested backward visits module calls in its own order, so it does not show which units are done:
+it unshards the units that it visits, and they stay unsharded until they are done in the outer backward. The engine's
+hook on a tensor runs before all other hooks, so that the tensor's unit is unsharded if another hook starts a backward.
+
+[Note: recomputation]
+Activation checkpointing runs a module's forward again inside backward. Recomputation records no module call and
+reshards nothing: it only makes sure that the unit is unsharded. A reentrant checkpoint hides the unit's output from the
+first forward; there the recomputation itself is the sign that backward has reached the unit.
+
+[Note: holds]
+A unit may be resharded when nothing holds it. Within a pass, it is held by running module calls, by running operations
+that use it outside its module, and by the graph that a backward creates (:class:`Hold`). Between passes, it is held by
+forwards whose backward may use it without a hook (:class:`RetainedUnits`). A unit without a hold is guarded: its next
+use belongs to another module call.
 """
 
 from __future__ import annotations
 
+import enum
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Generic, Protocol, TypeVar
 
-import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-from zeroshard.engine.unit import Unit
-
-if TYPE_CHECKING:
-    from zeroshard.engine.engine import Engine
+UnitT = TypeVar("UnitT", bound=Hashable)
 
 
-def outside_functorch() -> AbstractContextManager[Any]:
-    """Return a context outside all torch.func transforms: an active one would wrap every tensor created in it."""
-    is_inactive = torch._C._functorch.peek_interpreter_stack() is None
-    return _NULL_CONTEXT if is_inactive else temporarily_clear_interpreter_stack()
+class UnitExecutor(Protocol[UnitT]):
+    """Performs what a :class:`Schedule` decides."""
+
+    @property
+    def unsharded(self) -> Collection[UnitT]:
+        """Partitioned units that are unsharded, or being unsharded."""
+
+    @property
+    def unsharded_this_pass(self) -> set[UnitT]:
+        """Units that this forward or backward has unsharded and not resharded since."""
+
+    def unshard(self, unit: UnitT, module: str | None = None) -> None:
+        """Make the parameters of a unit usable, by one module or by all."""
+
+    def reshard(self, unit: UnitT) -> None:
+        """Free the full parameters of a unit."""
+
+    def guard(self, unit: UnitT) -> None:
+        """Intercept the next use of an unsharded unit."""
+
+    def on_grads_ready(self, unit: UnitT) -> None:
+        """Take the gradients of a unit, which are complete."""
+
+    def is_trainable(self, unit: UnitT) -> bool:
+        """Return whether any parameter of the unit requires a gradient."""
 
 
-_NULL_CONTEXT = nullcontext()
+class Hold(enum.Enum):
+    """Why a unit must not be resharded in this pass: see [Note: holds]."""
 
-
-class ForwardRecord:
-    """The module calls of one forward. The autograd graph owns it, through the hooks, and frees it with itself."""
-
-    def __init__(self) -> None:
-        self.calls: list[ModuleCall] = []  # in the order of their end
-        self.calls_by_unit: dict[Unit, list[ModuleCall]] = {}
-        self.retained_units: list[Unit] = []  # used by its backward, perhaps without a hook: see RetainedUnits
+    CALL = enum.auto()  # a running module call uses it, or has received a view of its storage
+    OPERATION = enum.auto()  # a running operation uses it outside its module
+    NEW_GRAPH = enum.auto()  # the graph that this backward creates uses it (create_graph=True)
 
 
 @dataclass(eq=False)
-class ModuleCall:
+class ModuleCall(Generic[UnitT]):
     """One forward of a unit's module, or one use of a parameter outside its module.
 
     See [Note: when a unit is done in backward].
     """
 
-    units: list[Unit]
+    units: list[UnitT]
     start_tick: int
     end_tick: int = -1
     has_pre_backward_hook: bool = False  # on its outputs
     # earlier uses without a hook: see [Note: parameters used outside their module]
-    untracked_uses: list[ModuleCall] = field(default_factory=list)
+    untracked_uses: list[ModuleCall[UnitT]] = field(default_factory=list)
     # uses that returned views to the module, by the unit that owns the storage
-    view_uses: dict[Unit, ModuleCall] = field(default_factory=dict)
+    view_uses: dict[UnitT, ModuleCall[UnitT]] = field(default_factory=dict)
     last_backward_id: int = -1  # the last backward that visited it
 
 
-class BackwardEndCallback:
-    """Callback that autograd runs at the end of a backward, and drops without a call if the backward raises.
-
-    In the second case the finalizer ends the backward. Without it, parameters would stay as autograd knows them: code
-    that clears or reads gradients after the exception would miss those of earlier backwards.
-    """
-
-    def __init__(self, engine: Engine, backward_id: int) -> None:
-        self._engine, self._backward_id = weakref.ref(engine), backward_id
-
-    def __call__(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.finalize_backward()
-
-    def __del__(self) -> None:
-        """Notify the engine that autograd has dropped the backward, finished or not."""
-        engine = self._engine()
-        if engine is not None:
-            try:
-                engine.on_backward_dropped(self._backward_id)
-            except RuntimeError as error:  # a finalizer cannot raise: the next forward raises it
-                engine.deferred_error = error.with_traceback(None)
-
-
-def has_pre_backward_hook(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a :class:`PreBackwardHook`."""
-    return any(type(hook) is PreBackwardHook for hook in (tensor._backward_hooks or {}).values())
-
-
-class PreBackwardHook:
-    """Hook on a unit's output: it runs when backward reaches the output."""
-
-    __slots__ = ("_call", "_engine", "_record")
-
-    def __init__(self, engine: Engine, call: ModuleCall, record: ForwardRecord) -> None:
-        self._engine, self._call, self._record = engine, call, record
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._engine.is_creating_graph = torch.is_grad_enabled()
-        with outside_functorch():
-            self._engine.pre_backward(self._call, self._record)
-
-
-def prepend_hook(tensor: torch.Tensor, hook: PreBackwardHook) -> None:
-    """Register a hook on a tensor before its other hooks: they may run a backward that needs the unit's parameters."""
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks = tensor._backward_hooks
-    if hooks is not None and len(hooks) > 1:
-        *others, own = hooks.items()
-        hooks.clear()
-        hooks.update([own, *others])
-
-
-class RetainedUnits:
-    """The units that must stay unsharded, and the forwards whose backward needs them."""
+class ForwardRecord(Generic[UnitT]):
+    """The module calls of one forward. The autograd graph owns it, through the hooks, and frees it with itself."""
 
     def __init__(self) -> None:
-        self._units_by_record: dict[weakref.ref[ForwardRecord], list[Unit]] = {}  # weak: the graph owns a record
-        self._returned_views: dict[weakref.ref[ForwardRecord], list[Unit]] = {}
-        self._orphans: set[Unit] = set()  # of forwards whose hooks are freed, though perhaps not all their graphs
+        self.calls: list[ModuleCall[UnitT]] = []  # in the order of their end
+        self.calls_by_unit: dict[UnitT, list[ModuleCall[UnitT]]] = {}
+        self.retained_units: list[UnitT] = []  # used by its backward, perhaps without a hook: see RetainedUnits
 
-    def __contains__(self, unit: Unit) -> bool:
+    def add(self, call: ModuleCall[UnitT]) -> None:
+        """Add a call that has ended."""
+        self.calls.append(call)
+        for unit in call.units:
+            self.calls_by_unit.setdefault(unit, []).append(call)
+
+
+class RetainedUnits(Generic[UnitT]):
+    """The units that stay unsharded between passes, and the forwards whose backward may use them without a hook.
+
+    Only the backward that visits a forward releases its units: several forwards may wait for their backward.
+    """
+
+    def __init__(self) -> None:
+        # weak: the graph owns a record
+        self._units_by_record: dict[weakref.ref[ForwardRecord[UnitT]], list[UnitT]] = {}
+        self._returned_views: dict[weakref.ref[ForwardRecord[UnitT]], list[UnitT]] = {}
+        self._orphans: set[UnitT] = set()  # of forwards whose hooks are freed, though perhaps not all their graphs
+
+    def __contains__(self, unit: UnitT) -> bool:
         """Return whether any forward retains the unit."""
         return unit in self._orphans or any(unit in units for units in self._units_by_record.values())
 
-    def is_retained_for(self, record: ForwardRecord, unit: Unit) -> bool:
+    def is_retained_for(self, record: ForwardRecord[UnitT], unit: UnitT) -> bool:
         """Return whether this forward retains the unit."""
         return unit in self._units_by_record.get(weakref.ref(record), ())
 
-    def record_returned_views(self, record: ForwardRecord, units: Iterable[Unit]) -> None:
-        """Record that a forward has returned parameters of these units, or tensors that share their storage."""
-        self._returned_views[weakref.ref(record)] = list(units)
+    def record_returned_views(self, record: ForwardRecord[UnitT]) -> None:
+        """Record that a forward has returned parameters of its retained units, or tensors that share their storage."""
+        self._returned_views[weakref.ref(record)] = list(record.retained_units)
 
-    def has_returned_views(self, unit: Unit) -> bool:
+    def has_returned_views(self, unit: UnitT) -> bool:
         """Return whether a forward has returned parameters of the unit and its backward has not run yet."""
         return any(unit in units for units in self._returned_views.values())
 
-    def retain(self, record: ForwardRecord, units: Iterable[Unit]) -> None:
+    def retain(self, record: ForwardRecord[UnitT], units: Iterable[UnitT]) -> None:
         """Add units to those retained for a forward."""
         record.retained_units += [unit for unit in dict.fromkeys(units) if unit not in record.retained_units]
         if record.retained_units:
             self._units_by_record[weakref.ref(record)] = record.retained_units
 
-    def release(self, record: ForwardRecord) -> None:
+    def release(self, record: ForwardRecord[UnitT]) -> None:
         """Release all units retained for a forward."""
         self._units_by_record.pop(weakref.ref(record), None)
         self._returned_views.pop(weakref.ref(record), None)
 
-    def restore(self, record: ForwardRecord) -> list[Unit]:
+    def restore(self, record: ForwardRecord[UnitT]) -> list[UnitT]:
         """Retain again what an earlier backward of this forward released; return the units to unshard."""
         if not record.retained_units or weakref.ref(record) in self._units_by_record:
             return []
         self.retain(record, ())
         return record.retained_units
 
-    def finish(self, records: Iterable[ForwardRecord], held_by_grad_graph: Iterable[Unit]) -> None:
-        """End a backward through these forwards. ``held_by_grad_graph``: units used by the graph that it created."""
-        held_by_grad_graph = list(held_by_grad_graph)
+    def finish(self, records: Iterable[ForwardRecord[UnitT]], new_graph_units: Collection[UnitT]) -> None:
+        """End a backward through these forwards. ``new_graph_units``: units used by the graph that it created."""
         self._orphans.clear()
         self._returned_views = {
             reference: units for reference, units in self._returned_views.items() if reference() is not None
         }
         for record in records:
             self.release(record)
-            if held_by_grad_graph:  # the backward of that graph visits these forwards again
-                self.retain(record, held_by_grad_graph)
+            if new_graph_units:  # the backward of that graph visits these forwards again
+                self.retain(record, new_graph_units)
 
     def adopt_orphans(self) -> None:
         """Merge the units of all forwards whose hooks are freed into one set: there may be many such forwards."""
@@ -175,3 +181,312 @@ class RetainedUnits:
         self._units_by_record.clear()
         self._returned_views.clear()
         self._orphans.clear()
+
+
+class Schedule(Generic[UnitT]):
+    """The progress of one forward or backward, as module calls; tells the executor what to unshard and reshard.
+
+    Forward: :meth:`begin_forward`, then for each module call :meth:`begin_call`, :meth:`enter_call`, :meth:`end_call`
+    and :meth:`leave_call`, then :meth:`end_forward`. Backward: :meth:`begin_backward`, :meth:`advance_to` each call
+    that a gradient arrives at, :meth:`visit_remaining`, :meth:`end_backward`.
+    """
+
+    def __init__(self, executor: UnitExecutor[UnitT]) -> None:
+        self.running_calls: list[ModuleCall[UnitT]] = []  # outermost first
+        self.record: ForwardRecord[UnitT] = ForwardRecord()  # of the current forward
+        self.retained: RetainedUnits[UnitT] = RetainedUnits()
+        self.backward_id = 0  # of the last backward that started
+        self.is_in_backward = False
+        self.is_creating_graph = False  # this backward runs with create_graph=True
+        self._executor = executor
+        self._holds: dict[UnitT, list[Hold]] = {}  # see [Note: holds]
+        self._tick = 0
+        # of forwards that a backward may visit
+        self._records: weakref.WeakSet[ForwardRecord[UnitT]] = weakref.WeakSet()
+        # since the last call started: see [Note: parameters used outside their module]
+        self._untracked_uses: list[ModuleCall[UnitT]] = []
+        self._units_in_backward: dict[UnitT, int] = {}  # unit → start tick of the visited call
+        self._backward_records: list[ForwardRecord[UnitT]] = []  # of the forwards that this backward has visited
+        self._pending_calls: list[ModuleCall[UnitT]] = []  # not yet visited by this backward; the next one is last
+
+    # -- holds --------------------------------------------------------------------------------------------------
+
+    def hold(self, unit: UnitT, reason: Hold) -> None:
+        """Keep a unit unsharded until :meth:`drop`. One reason may hold a unit several times."""
+        self._holds.setdefault(unit, []).append(reason)
+
+    def drop(self, unit: UnitT, reason: Hold) -> None:
+        """Release one hold."""
+        reasons = self._holds[unit]
+        reasons.remove(reason)
+        if not reasons:
+            del self._holds[unit]
+
+    def has_hold(self, unit: UnitT, reason: Hold) -> bool:
+        """Return whether a unit is held for this reason."""
+        return reason in self._holds.get(unit, ())
+
+    def reshard_idle(self, except_unit: UnitT | None = None) -> None:
+        """Reshard the units that are neither held nor retained."""
+        for unit in tuple(self._executor.unsharded):
+            if unit not in self._holds and unit is not except_unit:
+                self.reshard_unless_retained(unit)
+
+    def reshard_unless_retained(self, unit: UnitT) -> None:
+        """Reshard a unit that is not in use, unless it is retained.
+
+        A unit retained for another pass stays in memory. But this rank may be the only one that retains it: the forward
+        failed on the others, or they have dropped its graph. So its next use all-gathers it again, as on those ranks.
+        """
+        if unit not in self.retained:
+            self._executor.reshard(unit)
+        elif not any(self.retained.is_retained_for(record, unit) for record in (self.record, *self._backward_records)):
+            self._executor.unsharded_this_pass.discard(unit)
+
+    def guard_idle(self, units: Iterable[UnitT]) -> None:
+        """Guard the units without a hold.
+
+        Units retained for this forward are not guarded: code that has received their parameters may use them directly.
+        """
+        for unit in units:
+            if unit not in self._holds and not self.retained.is_retained_for(self.record, unit):
+                self._executor.guard(unit)
+
+    def guard_retained(self) -> None:
+        """Guard retained units between passes, unless a forward has returned their parameters.
+
+        Perhaps only some ranks retain them, and writes to the unsharded values would be lost.
+        """
+        for unit in self._executor.unsharded:
+            if unit not in self._holds and not self.retained.has_returned_views(unit):
+                self._executor.guard(unit)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def begin_call(self, units: Iterable[UnitT]) -> ModuleCall[UnitT]:
+        """Add a module call to the running ones. Follow it by :meth:`enter_call`."""
+        self._tick += 1
+        call = ModuleCall(list(units), self._tick)
+        self.running_calls.append(call)
+        for unit in call.units:
+            self.hold(unit, Hold.CALL)
+        return call
+
+    def begin_forward(self) -> None:
+        """Start the record of a forward whose outermost call has begun."""
+        self._executor.unsharded_this_pass.clear()
+        self.retained.adopt_orphans()
+        self.record = ForwardRecord()
+        self.guard_idle(self._executor.unsharded)  # those retained for other forwards
+        self._records.add(self.record)
+
+    def enter_call(self, call: ModuleCall[UnitT], module: str | None = None) -> None:
+        """Unshard the units of a call that begins, and reshard those that are not needed any more."""
+        call.untracked_uses, self._untracked_uses = self._untracked_uses, []
+        if self._executor.unsharded_this_pass.issuperset(call.units):
+            self.guard_idle(self._executor.unsharded)
+        else:  # execution reaches another unit
+            self.reshard_idle()
+        for unit in call.units:
+            self._executor.unshard(unit, module)
+
+    def end_call(self, has_graph: bool) -> ModuleCall[UnitT]:
+        """Record the call that ends, and return it. ``has_graph``: it returned differentiable outputs.
+
+        If ``has_pre_backward_hook`` is set, the caller hooks its outputs, so that backward visits it.
+        """
+        call = self._pop_call()
+        for use in call.view_uses.values():
+            use.end_tick = call.end_tick
+            call.untracked_uses.append(use)
+        if not self.running_calls:
+            call.untracked_uses += self._untracked_uses
+            self._untracked_uses = []
+        call.has_pre_backward_hook = has_graph and bool(call.units or call.untracked_uses or not self.running_calls)
+        if not call.has_pre_backward_hook:
+            self._untracked_uses = call.untracked_uses + self._untracked_uses
+        self.record.add(call)
+        return call
+
+    def leave_call(
+        self, call: ModuleCall[UnitT], is_training: bool, has_outputs: bool, returns_views: bool, detaches_graph: bool
+    ) -> None:
+        """Retain what backward may use without a hook, and guard the other units of a call that has ended.
+
+        It may be unknown what will use the values, and when. What the root module used itself, also as views, may be
+        in graphs that its outputs do not show: a loss stored as an attribute, an output that tensors_in() cannot
+        inspect. A frozen module without differentiable inputs is in no graph: it is resharded as usual.
+        """
+        if returns_views or (is_training and not self.running_calls):
+            self.retained.retain(self.record, (unit for use in (call, *call.untracked_uses) for unit in use.units))
+        elif is_training and not has_outputs:
+            is_trainable = self._executor.is_trainable
+            self.retained.retain(self.record, (unit for unit in call.units if detaches_graph or is_trainable(unit)))
+        self.guard_idle((*call.units, *call.view_uses))
+
+    def fail_call(self) -> bool:
+        """Handle an exception in the innermost call; return whether a call around it goes on.
+
+        The caller may catch the exception and continue with earlier results, which no hook covers.
+        """
+        call = self._pop_call()
+        if not self.running_calls:
+            return False
+        self.record.add(call)
+        self._untracked_uses = [*call.untracked_uses, call, *call.view_uses.values(), *self._untracked_uses]
+        self.guard_idle((*call.units, *call.view_uses))
+        return True
+
+    def _pop_call(self) -> ModuleCall[UnitT]:
+        call = self.running_calls.pop()
+        for unit in (*call.units, *call.view_uses):
+            self.drop(unit, Hold.CALL)
+        self._tick += 1
+        call.end_tick = self._tick
+        return call
+
+    def end_forward(self, is_training: bool) -> None:
+        """End the forward. The hooks on its outputs keep its record alive."""
+        if not is_training:
+            self.retained.release(self.record)
+        self.record = ForwardRecord()
+
+    def abort_forward(self) -> None:
+        """Forget a forward that has raised."""
+        while self.running_calls:
+            self._pop_call()
+        self._untracked_uses = []
+        self._records.discard(self.record)
+        self.retained.release(self.record)
+        self.record = ForwardRecord()
+
+    # -- uses outside modules: see [Note: parameters used outside their module] ---------------------------------
+
+    def add_untracked_use(self, unit: UnitT) -> None:
+        """Record that an operation of this forward uses a unit outside its module."""
+        self._tick += 1
+        use = ModuleCall([unit], self._tick, end_tick=self._tick)
+        self.record.add(use)
+        self._untracked_uses.append(use)
+
+    def last_use(self, unit: UnitT) -> ModuleCall[UnitT]:
+        """Return the last use of a unit in this forward."""
+        return self.record.calls_by_unit[unit][-1]
+
+    def add_view_use(self, unit: UnitT, use: ModuleCall[UnitT]) -> None:
+        """Record that the innermost running call has received a view of the unit's storage: it holds the unit."""
+        call = self.running_calls[-1]
+        if unit not in call.view_uses:
+            call.view_uses[unit] = use
+            self.hold(unit, Hold.CALL)
+
+    def mark_hooked(self, use: ModuleCall[UnitT]) -> None:
+        """Record that the results of a use outside a module have a pre-backward hook."""
+        use.has_pre_backward_hook = True
+        self._untracked_uses = [other for other in self._untracked_uses if other is not use]
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Start a backward."""
+        self.backward_id += 1
+        self.is_in_backward = True
+        self._executor.unsharded_this_pass.clear()
+
+    def advance_to(self, call: ModuleCall[UnitT], record: ForwardRecord[UnitT]) -> None:
+        """Visit the pending calls up to this one, then this one: see [Note: all ranks visit all module calls]."""
+        if record not in self._backward_records:
+            self._backward_records.append(record)
+            self._records.add(record)
+            for unit in self.retained.restore(record):
+                self._executor.unshard(unit)
+            self._pending_calls += [other for other in record.calls if other.has_pre_backward_hook]
+            self._pending_calls.sort(key=lambda other: other.end_tick)
+        while self._pending_calls and self._pending_calls[-1].end_tick > call.end_tick:
+            self._visit(self._pending_calls.pop())
+        self._visit(call)
+
+    def _visit(self, call: ModuleCall[UnitT]) -> None:
+        """Finish the done units and unshard those of this call: see [Note: when a unit is done in backward]."""
+        if call.last_backward_id == self.backward_id:
+            return
+        call.last_backward_id = self.backward_id
+        uses = [call, *call.untracked_uses]
+        needed = [unit for use in uses for unit in use.units]
+        for unit, start_tick in tuple(self._units_in_backward.items()):
+            if start_tick > call.end_tick:
+                if all(use.start_tick > call.end_tick for use in self._calls_using(unit)):
+                    del self._units_in_backward[unit]
+                    self._executor.on_grads_ready(unit)
+                if unit not in needed and unit not in self._holds:
+                    self.reshard_unless_retained(unit)
+        for use in uses:
+            use.last_backward_id = self.backward_id
+            for unit in use.units:
+                self._units_in_backward[unit] = use.start_tick
+                self._unshard_in_backward(unit)
+
+    def _unshard_in_backward(self, unit: UnitT) -> None:
+        if self.is_creating_graph and not self.has_hold(unit, Hold.NEW_GRAPH):
+            # the new nodes save parameters, and no hook covers them
+            self.hold(unit, Hold.NEW_GRAPH)
+        self._executor.unshard(unit)
+
+    def visit_nested(self, call: ModuleCall[UnitT], record: ForwardRecord[UnitT]) -> None:
+        """Unshard the units of a call that a nested backward visits: see [Note: backward inside backward]."""
+        if record not in self._backward_records:
+            self._backward_records.append(record)
+            for unit in self.retained.restore(record):
+                self._executor.unshard(unit)
+        for use in (call, *call.untracked_uses):
+            for unit in use.units:
+                self._units_in_backward.setdefault(unit, use.start_tick)
+                self._unshard_in_backward(unit)
+
+    def find_unhooked_call(self, unit: UnitT) -> tuple[ModuleCall[UnitT], ForwardRecord[UnitT]] | None:
+        """Return the call whose recomputation shows that backward has reached it: see [Note: recomputation]."""
+        if unit in self._units_in_backward:
+            return None
+        backward_id = self.backward_id if self.is_in_backward else self.backward_id + 1
+        unhooked = [
+            (call, record)
+            for record in self._records
+            for call in record.calls_by_unit.get(unit, ())
+            if call.last_backward_id != backward_id and not call.has_pre_backward_hook
+        ]
+        return max(unhooked, key=lambda pair: pair[0].end_tick, default=None)
+
+    def visit_remaining(self) -> None:
+        """Visit all pending calls and finish all units: autograd has run all nodes."""
+        while self._pending_calls:
+            self._visit(self._pending_calls.pop())
+        for unit in tuple(self._units_in_backward):
+            self._executor.on_grads_ready(unit)
+
+    def end_backward(self) -> None:
+        """End the backward, finished or not, and release what it has held."""
+        self.is_in_backward = False
+        self._units_in_backward.clear()
+        self._pending_calls.clear()
+        self._records -= set(self._backward_records)
+        new_graph_units = [unit for unit, reasons in self._holds.items() if Hold.NEW_GRAPH in reasons]
+        self.retained.finish(self._backward_records, new_graph_units)
+        self._backward_records.clear()
+        self._drop_all(Hold.NEW_GRAPH)
+
+    def clear(self) -> None:
+        """Drop all retained units: the parameters have changed, and no backward may use the old values."""
+        self.retained.clear()
+        self._drop_all(Hold.NEW_GRAPH)
+
+    def _drop_all(self, reason: Hold) -> None:
+        for unit, reasons in tuple(self._holds.items()):
+            for _ in range(reasons.count(reason)):
+                self.drop(unit, reason)
+
+    def first_use_tick(self, unit: UnitT) -> int | None:
+        """Return the start tick of a unit's first use in the forwards that a backward may visit."""
+        return min((call.start_tick for call in self._calls_using(unit)), default=None)
+
+    def _calls_using(self, unit: UnitT) -> Iterator[ModuleCall[UnitT]]:
+        return (call for record in self._records for call in record.calls_by_unit.get(unit, ()))

@@ -8,19 +8,18 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zeroshard.comm import CollectiveOrder, Communicator
+from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.parameter import (
     ParamInfo,
-    data_ptrs,
     get_autograd_grad,
     param_info,
-    param_versions,
     pop_autograd_grads,
 )
 from zeroshard.engine.sharded_gradient import ParamGradHandle, ShardedGradient
-from zeroshard.engine.unit import Unit
+from zeroshard.engine.unit import Unit, UnitState
+from zeroshard.engine.unit_values import accept_edits, edited_params, write_back
 from zeroshard.sharding import LossScale
 
 
@@ -46,21 +45,39 @@ class StateGuard:
     (:meth:`invalidate_speculation`).
     """
 
-    def __init__(self, units: list[Unit], gradients: Gradients, comm: Communicator, order: CollectiveOrder) -> None:
-        self._units, self._gradients, self._comm, self._order = units, gradients, comm, order
+    def __init__(self, context: ShardContext, units: list[Unit], gradients: Gradients) -> None:
+        self._units, self._gradients, self._comm, self._order = units, gradients, context.comm, context.order
         self.replicated_units = [unit for unit in units if not unit.is_partitioned]
         self.invalid_states: dict[str, str] = {}  # states that are invalid → error text
         self.pending_reads: list[Callable[[], None]] = []  # waits, to be called before the states change
         # set by the optimizer, weak: the updates of offloaded states, and the states on the device
         self.backward_listener: Callable[[], BackwardListener | None] = lambda: None
         self.device_states: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
-        self.check_tiers: Callable[[], None] = lambda: None  # raises if offloaded states cannot be read
+        self.check_tiers = context.tiers.check_disk  # raises if offloaded states cannot be read
         self.offloaded_states: object | None = None  # set while offload_states() holds all states
         self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.is_trainable]
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
     # -- whether they may be used -------------------------------------------------------------------------------
+
+    @property
+    def has_valid_states(self) -> bool:
+        """Whether the states are valid, and where the model uses them."""
+        return not self.invalid_states and self.offloaded_states is None
+
+    def check_before_forward(self) -> None:
+        """Raise if a forward would compute with other values than the user expects; take over the user's edits."""
+        self.check_valid(*self.invalid_states)
+        self.check_states_reloaded()
+        self.check_frozen()
+        self.sync_user_edits()
+
+    def detect_forward_edits(self) -> None:
+        """Check whether a forward has changed replicated parameters through ``parameter.data``."""
+        for unit in self.replicated_units:
+            if unit.state is UnitState.UNSHARDED:
+                unit.replicated_edits.check_forward()
 
     def check_states_reloaded(self) -> None:
         """Raise while the states are offloaded by offload_states()."""
@@ -102,10 +119,7 @@ class StateGuard:
     def check_no_pending_edits(self) -> None:
         """Raise if a parameter was edited inside gathered(): the states about to be read do not have the edit yet."""
         infos = [
-            param_info(parameter)
-            for unit in self._units
-            if unit.has_gathered_copy
-            for parameter in unit.edited_params()
+            param_info(parameter) for unit in self._units if unit.has_gathered_copy for parameter in edited_params(unit)
         ]
         if infos and infos[0] is not None:
             raise RuntimeError(
@@ -116,32 +130,12 @@ class StateGuard:
     # -- edits by the user ------------------------------------------------------------------------------------------
 
     def sync_user_edits(self) -> None:
-        """Copy the user's edits of replicated parameters to their masters; raise if a parameter's data was replaced.
-
-        [Note: edits of parameters]
-        Without a master, the optimizer updates the replicated parameter itself, and an in-place edit (an
-        initialisation, ``clamp_``, an EMA copied in) needs nothing. With a master, the edit must be copied to it.
-        Autograd's version counter counts each in-place change, so a counter that has grown since the last check
-        identifies the edited parameters. It does not count changes through ``parameter.data``
-        (``p.data.clamp_(…)``): reading ``data`` is taken as an edit. As in data parallelism, all ranks are expected to
-        make the same edit. ``parameter.data = …`` is different: the parameter is no longer a view of the flat, and
-        neither the optimizer nor an all-gather would see it again, so it raises.
-        """
-        edited: list[Unit] = []
-        for unit in self.replicated_units:
-            if unit.has_gathered_copy:
-                continue
-            changed = unit.needs_master_sync and unit.may_be_edited()
-            for flat in unit.flats:
-                if flat.known_data_ptrs is None:
-                    flat.known_data_ptrs = [view.data_ptr() for view in flat.views]
-                if data_ptrs(flat.parameters, flat.has_dtensors) != flat.known_data_ptrs:
-                    self._raise_data_replaced(flat, flat.known_data_ptrs)
-                changed = changed or (
-                    flat.master is not None and param_versions(flat.parameters) != flat.known_versions
-                )
-            if changed:
-                edited.append(unit)
+        """Copy the user's edits of replicated parameters to their masters: see [Note: edits of parameters]."""
+        edited = [
+            unit
+            for unit in self.replicated_units
+            if not unit.has_gathered_copy and unit.replicated_edits.is_edited(unit.state is UnitState.UNSHARDED)
+        ]
         if edited:
             self.wait_readers()
             self.invalidate_speculation()
@@ -152,31 +146,17 @@ class StateGuard:
                 self.gather_updated_unit(unit)
                 unit.wait_for_unshard()
         for unit in edited:
-            unit.write_back(None)
-            self.record_versions(unit)
-
-    def _raise_data_replaced(self, flat: FlatParam, known: list[int]) -> None:
-        now = data_ptrs(flat.parameters, flat.has_dtensors)
-        name = next(name for name, old, new in zip(flat.names, known, now, strict=True) if old != new)
-        raise RuntimeError(
-            f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
-            "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
-            "Change values in place (`parameter.copy_(…)` under torch.no_grad()) or inside "
-            "`with zeroshard.gathered(model, write_rank=0):`; change dtype, device or memory format before shard()"
-        )
-
-    def record_versions(self, unit: Unit) -> None:
-        """Record that the masters match the current values of a replicated unit's parameters."""
-        for flat in unit.flats if not unit.is_partitioned else ():
-            if flat.master is not None:
-                flat.known_versions = param_versions(flat.parameters)
+            write_back(unit, self._comm, None)
+            unit.replicated_edits.record_versions()
 
     def on_values_changed(self, parameters: Iterable[nn.Parameter]) -> None:
         """Increment the version of changed parameters: backward over an older graph then raises, as in plain torch."""
         torch.autograd.graph.increment_version(list(parameters))
         for unit in self._units:
-            unit.accept_edits()
-            self.record_versions(unit)
+            if unit.is_partitioned:
+                accept_edits(unit)
+            else:
+                unit.replicated_edits.record_versions()
 
     # -- pending work -------------------------------------------------------------------------------------------
 
@@ -213,10 +193,10 @@ class StateGuard:
         All ranks use the same order, so stale units earlier in that order are gathered first, even if this rank does
         not need them.
         """
-        if self._comm.shard_axis.size == 1 and unit.is_stale:
+        if self._comm.shard_axis.size == 1 and unit.state is UnitState.STALE:
             unit.start_unshard()
-        while unit.is_stale:
-            first = next(other for other in self._gather_order() if other.is_stale)
+        while unit.state is UnitState.STALE:
+            first = next(other for other in self._gather_order() if other.state is UnitState.STALE)
             self._order.check(first.all_gather_label)
             first.start_unshard()
 
@@ -264,7 +244,7 @@ class StateGuard:
             unit.start_unshard(include_frozen=True)
         self._wait_updates()
         for unit in self.replicated_units:
-            self.record_versions(unit)
+            unit.replicated_edits.record_versions()
 
     def write_back_params(self) -> None:
         """Write values of replicated parameters, the same on all ranks, back to shards and masters."""
@@ -273,8 +253,8 @@ class StateGuard:
         self.invalidate_speculation()
         for unit in self.replicated_units:
             if not unit.has_gathered_copy:  # else gathered() decides about the edit
-                unit.write_back(None)
-                self.record_versions(unit)
+                write_back(unit, self._comm, None)
+                unit.replicated_edits.record_versions()
 
     # -- gradients, as parameters expose them -------------------------------------------------------------------
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
-from operator import is_not
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import stateless
 
 from zeroshard.engine.model_checks import POST_HOOK_ERROR
 from zeroshard.engine.parameter import param_info
 
-_SECOND_REDUCTION_ERROR = (
+SECOND_REDUCTION_ERROR = (
     "would reduce the gradients of a model that zeroshard has sharded a second time: use the model as it is "
     "(stage 0 is plain data parallelism). Accelerator.prepare, Trainer and Lightning wrap the model by themselves: run "
     "them without a distributed strategy of their own"
@@ -59,7 +53,7 @@ class _DDPBlocker:
     """Replaces the list of ignored parameters, which DistributedDataParallel's constructor reads first."""
 
     def __iter__(self) -> Iterator[str]:
-        raise RuntimeError(f"DistributedDataParallel {_SECOND_REDUCTION_ERROR}")
+        raise RuntimeError(f"DistributedDataParallel {SECOND_REDUCTION_ERROR}")
 
 
 def raise_on_join(**_: object) -> NoReturn:
@@ -156,66 +150,3 @@ def _small_like(parameter: nn.Parameter) -> torch.Tensor:
 def _describe(tensor: torch.Tensor) -> str:
     text = f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
     return text if tensor.is_contiguous() else f"{text} with strides {tensor.stride()}"
-
-
-class ReplacedParamDetector:
-    """Detects that a model's parameters are not those it was sharded with.
-
-    A check costs about 0.2 µs per module, so it runs once a forward.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._param_ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._record(model)
-
-    def _record(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._module_dicts: list[dict[str, Any]] = [m._parameters for m in modules] + [m._modules for m in modules]
-        self._nonempty_dicts = [entries for entries in self._module_dicts if entries]
-        self._recorded_values = list(chain.from_iterable(map(dict.values, self._nonempty_dicts)))
-
-    def check(self, model: nn.Module) -> None:
-        """Raise if a parameter was replaced, or if one was added that is not trained."""
-        values = chain.from_iterable(map(dict.values, self._nonempty_dicts))
-        if sum(map(len, self._module_dicts)) != len(self._recorded_values) or any(
-            map(is_not, values, self._recorded_values)
-        ):
-            self._check_each_param(model)
-
-    def _check_each_param(self, model: nn.Module) -> None:
-        if _is_functional_call():  # the caller's tensors replace the parameters for one call
-            return
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            is_replaced = self._param_ids.get(name, id(parameter)) != id(parameter)
-            if not is_replaced and (param_info(parameter) is not None or not parameter.requires_grad):
-                continue
-            raise RuntimeError(
-                f"{name!r} is another nn.Parameter than the one that was sharded, so nobody would train it: something "
-                "replaced or added it after zeroshard.shard() (an assignment, load_state_dict(assign=True), "
-                "resize_token_embeddings, an adapter, FSDP). Do it before shard(), or call zeroshard.unwrap() first "
-                "and shard the changed model; to change values only, write into the parameter inside "
-                "`with zeroshard.gathered(model, write_rank=0):`"
-            )
-        self._record(model)
-
-
-def _is_functional_call() -> bool:
-    """Return whether torch.func.functional_call is running: it replaces the parameters for one call."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
-def check_not_wrapped(model: nn.Module) -> None:
-    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
-    wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
-        raise RuntimeError(f"DistributedDataParallel {_SECOND_REDUCTION_ERROR}")
-    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
-        raise RuntimeError(f"torch.distributed's replicate() {_SECOND_REDUCTION_ERROR}")
-    if "_is_replica" in vars(model):
-        raise RuntimeError(
-            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
-            "one process a GPU (torchrun), and use the model without DataParallel"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.engine import ForwardRecord, ModuleCall, Schedule
 from zeroshard.planner.tracing.known_values import KnownValues
 from zeroshard.planner.tracing.op_cost import (
     DTYPE_NAMES,
@@ -118,137 +118,39 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@dataclass(eq=False)
-class _TracedModuleCall:
-    """One call of a module, with the units that belong to it."""
-
-    units: tuple[int, ...]
-    enter_index: int
-    exit_index: int = -1
-    has_hook: bool = False
-    is_reached: bool = False
-
-
-class ScheduleRecorder:
-    """Records the engine events of forward and backward, as in ``engine/engine.py``.
-
-    See [Note: when a unit is done in backward] there. A unit is resharded when another module begins, and unsharded
-    again in backward; its gradients are ready when backward has left all modules that use it.
-    """
+class RecordingExecutor:
+    """Records what the engine's schedule decides; units are indices."""
 
     def __init__(self, model: nn.Module, unit_specs: Sequence[UnitSpec], recorder: OpRecorder) -> None:
+        self.unsharded: list[int] = []
+        self.unsharded_this_pass: set[int] = set()
         self._recorder, self._unit_names = recorder, [spec.name for spec in unit_specs]
-        self._running_calls: list[_TracedModuleCall] = []  # outermost first
-        self._finished_calls: list[_TracedModuleCall] = []
-        self._unsharded: list[int] = []
-        self._in_backward: dict[int, int] = {}  # units in backward → enter index of the last visited call
-        self._call_index = 0
-        self._is_backward = False
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._parameters = [[parameters[name] for name in spec.parameters] for spec in unit_specs]
-        units_by_module: dict[str, tuple[int, ...]] = {"": ()}
-        for index, spec in enumerate(unit_specs):
-            for name in spec.modules:
-                units_by_module[name] = (*units_by_module.get(name, ()), index)
-        self._handles = []
-        for name, units in units_by_module.items():
-            module = model.get_submodule(name)
-            self._handles.append(module.register_forward_pre_hook(self._pre_forward_hook(units), prepend=True))
-            self._handles.append(module.register_forward_hook(self._post_forward_hook))
 
-    def remove_hooks(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _pre_forward_hook(self, units: tuple[int, ...]) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            if self._is_backward:
-                self._recorder.record_recompute()
-                return
-            self._call_index += 1
-            self._running_calls.append(_TracedModuleCall(units, self._call_index))
-            if any(unit not in self._unsharded for unit in units):
-                self._reshard_idle()
-            for unit in units:
-                self._unshard(unit)
-
-        return enter
-
-    def _post_forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_backward or not self._running_calls:
-            return
-        call = self._running_calls.pop()
-        self._call_index += 1
-        call.exit_index = self._call_index
-        outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        call.has_hook = bool(outputs) and bool(call.units or not self._running_calls)
-        for tensor in outputs if call.has_hook else ():
-            tensor.register_hook(partial(self._pre_backward_hook, call))  # type: ignore[no-untyped-call]
-        self._finished_calls.append(call)
-
-    def end_forward(self) -> None:
-        """Record the end of forward: the loss is computed."""
-        self._reshard_idle()
-        self._recorder.flush_frees()
-        self._recorder.record_engine_event("end forward")
-        self._is_backward = self._recorder.is_backward = True
-
-    def end_backward(self) -> None:
-        """Record the end of backward: all remaining gradients are ready."""
-        for unit in tuple(self._in_backward):
-            self._post_backward(unit)
-        for index, parameters in enumerate(self._parameters):
-            if any(parameter.grad is not None for parameter in parameters):
-                self._post_backward(index)
-        self._reshard_idle()
-        self._recorder.record_engine_event("end backward")
-
-    def _unshard(self, unit: int) -> None:
+    def unshard(self, unit: int, module: str | None = None) -> None:
+        """Record that a unit is all-gathered, unless it is unsharded."""
         self._recorder.module_name = self._unit_names[unit]
-        if unit not in self._unsharded:
-            self._unsharded.append(unit)
+        self.unsharded_this_pass.add(unit)
+        if unit not in self.unsharded:
+            self.unsharded.append(unit)
             self._recorder.record_engine_event("bring", unit)
 
-    def _reshard(self, unit: int) -> None:
-        if unit in self._unsharded:
-            self._unsharded.remove(unit)
+    def reshard(self, unit: int) -> None:
+        """Record that a unit's full parameters are freed."""
+        self.unsharded_this_pass.discard(unit)
+        if unit in self.unsharded:
+            self.unsharded.remove(unit)
             self._recorder.record_engine_event("release", unit)
 
-    def _reshard_idle(self) -> None:
-        for unit in tuple(self._unsharded):
-            if not any(unit in call.units for call in self._running_calls):
-                self._reshard(unit)
+    def guard(self, unit: int) -> None:
+        """Do nothing: the traced model's parameters are plain."""
 
-    def _pre_backward_hook(self, frame: _TracedModuleCall, gradient: torch.Tensor) -> None:
-        self._pre_backward(frame)
+    def is_trainable(self, unit: int) -> bool:
+        """Return whether any parameter of the unit requires a gradient."""
+        return any(parameter.requires_grad for parameter in self._parameters[unit])
 
-    def _pre_backward(self, frame: _TracedModuleCall) -> None:
-        pending = [
-            other
-            for other in self._finished_calls
-            if other.has_hook and not other.is_reached and other.exit_index > frame.exit_index
-        ]
-        for other in sorted(pending, key=lambda other: -other.exit_index):
-            self._advance_backward_to(other)
-        self._advance_backward_to(frame)
-
-    def _advance_backward_to(self, frame: _TracedModuleCall) -> None:
-        if frame.is_reached:
-            return
-        frame.is_reached = True
-        for unit, enter_index in tuple(self._in_backward.items()):
-            if enter_index > frame.exit_index:
-                if all(call.enter_index > frame.exit_index for call in self._finished_calls if unit in call.units):
-                    del self._in_backward[unit]
-                    self._post_backward(unit)
-                if unit not in frame.units:
-                    self._reshard(unit)
-        for unit in frame.units:
-            self._in_backward[unit] = frame.enter_index
-            self._unshard(unit)
-
-    def _post_backward(self, unit: int) -> None:
+    def on_grads_ready(self, unit: int) -> None:
         """Take a unit's gradients from autograd: from here on the engine owns them."""
         self._recorder.flush_frees()
         nbytes = 0.0
@@ -258,3 +160,75 @@ class ScheduleRecorder:
                 parameter.grad = None
         self._recorder.flush_frees()
         self._recorder.record_engine_event("finish", unit, nbytes)
+
+    def finish_remaining_grads(self) -> None:
+        """Take the gradients that arrived after their unit was done."""
+        for unit, parameters in enumerate(self._parameters):
+            if any(parameter.grad is not None for parameter in parameters):
+                self.on_grads_ready(unit)
+
+
+class ScheduleRecorder:
+    """Runs the engine's schedule over one forward and backward of a traced model, and records what it decides."""
+
+    def __init__(self, model: nn.Module, unit_specs: Sequence[UnitSpec], recorder: OpRecorder) -> None:
+        self._recorder = recorder
+        self._executor = RecordingExecutor(model, unit_specs, recorder)
+        self._schedule: Schedule[int] = Schedule(self._executor)
+        units_by_module: dict[str, tuple[int, ...]] = {"": ()}
+        for index, spec in enumerate(unit_specs):
+            for name in spec.modules:
+                units_by_module[name] = (*units_by_module.get(name, ()), index)
+        self._handles = []
+        for name, units in units_by_module.items():
+            module = model.get_submodule(name)
+            self._handles.append(module.register_forward_pre_hook(partial(self._pre_forward, units), prepend=True))
+            self._handles.append(module.register_forward_hook(self._post_forward))
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _pre_forward(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
+        if self._schedule.is_in_backward:
+            self._recorder.record_recompute()
+            for unit in units:
+                self._executor.unshard(unit)
+            return
+        call = self._schedule.begin_call(units)
+        if len(self._schedule.running_calls) == 1:
+            self._schedule.begin_forward()
+        self._schedule.enter_call(call)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        schedule = self._schedule
+        if schedule.is_in_backward or not schedule.running_calls:
+            return
+        outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        call = schedule.end_call(has_graph=bool(outputs))
+        for tensor in outputs if call.has_pre_backward_hook else ():
+            tensor.register_hook(partial(self._pre_backward, call, schedule.record))  # type: ignore[no-untyped-call]
+        detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
+        schedule.leave_call(call, True, bool(outputs), returns_views=False, detaches_graph=detaches_graph)
+        if not schedule.running_calls:
+            schedule.end_forward(is_training=True)
+            schedule.reshard_idle()
+
+    def _pre_backward(self, call: ModuleCall[int], record: ForwardRecord[int], gradient: torch.Tensor) -> None:
+        self._schedule.advance_to(call, record)
+
+    def begin_backward(self) -> None:
+        """Record that the loss is computed."""
+        self._recorder.flush_frees()
+        self._recorder.record_engine_event("end forward")
+        self._recorder.is_backward = True
+        self._schedule.begin_backward()
+
+    def end_backward(self) -> None:
+        """Record the end of backward: all remaining gradients are ready."""
+        self._schedule.visit_remaining()
+        self._executor.finish_remaining_grads()
+        self._schedule.end_backward()
+        self._schedule.reshard_idle()
+        self._recorder.record_engine_event("end backward")

@@ -82,7 +82,7 @@ def trace_model(
     try:
         with FusedAttentionMode(device_kind), recorder:
             value = compute_loss(meta_model(*args, **kwargs), loss)
-            schedule.end_forward()
+            schedule.begin_backward()
             _run_backward(value)
             del value
             schedule.end_backward()

@@ -1,0 +1,185 @@
+"""Full values of a unit between steps: copy them for ``gathered()``, write them back, make the parameters plain.
+
+All ranks call these functions together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zeroshard.comm import Communicator
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.parameter import GatheredBlock, data_ptrs, local_data, param_versions, set_data
+from zeroshard.engine.unit import Unit, UnitState
+from zeroshard.sharding import Range
+from zeroshard.tensor_parallel import TPParam
+
+
+@torch.no_grad()
+def gather_copy(unit: Unit, comm: Communicator) -> None:
+    """Point the parameters at full values in new memory, which stays valid as long as a reference to it exists.
+
+    They point there until :func:`drop_copy`.
+    """
+    if unit.is_partitioned and unit.state is not UnitState.SHARDED:
+        error = unit.gathered_edits.find_edit(keep_record=True)
+        if error is not None:
+            raise error
+    copies = []
+    for flat in unit.flats:
+        if not unit.is_partitioned:
+            copies.append(flat.full.clone())
+            continue
+        full = torch.empty(flat.layout.numel, dtype=flat.dtype, device=flat.device)
+        flat.wait_for_update()
+        for index, bucket in enumerate(flat.layout.buckets):
+            _all_gather_bucket(comm, full[bucket.slice], flat.local_shard(index), unit.gather_copy_label)
+        copies.append(full)
+    block = GatheredBlock()
+    unit.enter_block(block, copies)
+    block.snapshot = _edit_snapshot(unit)
+
+
+def drop_copy(unit: Unit) -> None:
+    """Drop the copy of :func:`gather_copy`: the parameters are again what the unit's state says."""
+    if unit.gathered_block is None:
+        return
+    unit.gathered_block.is_open = False
+    edited = edited_params(unit)
+    if edited:  # the block's values are gone: no backward may use a graph made with them
+        torch.autograd.graph.increment_version(edited)
+        accept_edits(unit)
+    unit.leave_block()
+
+
+def edited_params(unit: Unit) -> list[nn.Parameter]:
+    """Return the parameters that were changed in place, or got other ``data``, since :func:`gather_copy`."""
+    if unit.gathered_block is None:
+        return []
+    return [
+        parameter
+        for flat, old_snapshot, new_snapshot in zip(
+            unit.flats, unit.gathered_block.snapshot, _edit_snapshot(unit), strict=True
+        )
+        if old_snapshot != new_snapshot
+        for index, parameter in enumerate(flat.parameters)
+        if any(old[index] != new[index] for old, new in zip(old_snapshot, new_snapshot, strict=True))
+    ]
+
+
+def _edit_snapshot(unit: Unit) -> list[tuple[list[int], list[int]]]:
+    """Return the version counters and addresses of each flat's parameters."""
+    return [(param_versions(flat.parameters), data_ptrs(flat.parameters, flat.has_dtensors)) for flat in unit.flats]
+
+
+def accept_edits(unit: Unit) -> None:
+    """Treat the current unsharded values as unchanged from here on."""
+    if unit.is_partitioned and unit.state is not UnitState.SHARDED:
+        unit.gathered_edits.reset()
+
+
+def check_param_data(unit: Unit) -> None:
+    """Raise if a parameter's shape, dtype or device is not the one it was sharded with."""
+    for flat in unit.flats:
+        for index, (name, parameter) in enumerate(flat.named_parameters):
+            values = local_data(parameter)
+            expected, got = (
+                f"{tuple(shape)} {dtype} on {device}"
+                for shape, dtype, device in (
+                    (flat.shapes[index], flat.dtype, flat.device),
+                    (values.shape, values.dtype, values.device),
+                )
+            )
+            if expected != got:
+                raise RuntimeError(
+                    f"{name!r} was sharded as {expected} and is {got} now: nothing was written. Change shape, "
+                    "dtype or device before zeroshard.shard(), or after zeroshard.unwrap()"
+                )
+
+
+@torch.no_grad()
+def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Tensor:
+    """Write the parameters' current full values back to shards and master weights.
+
+    With ``src_rank``, those of this rank of the mesh. Returns whether any value in this rank's shard changed.
+    """
+    changed: list[torch.Tensor] = []
+    what = f"write unit {unit.name!r}"
+    check_param_data(unit)
+    for flat in unit.flats:
+        if flat.prefetcher is not None:
+            flat.prefetcher.discard()
+        for index, bucket in enumerate(flat.layout.buckets):
+            values = torch.zeros(bucket.numel, dtype=flat.dtype, device=flat.device)
+            for part in flat.layout.params_in_bucket(bucket):
+                flattened = flat.flatten(local_data(flat.parameters[part.param_index]), part.param_index)
+                values[part.offset : part.offset + part.elements.numel] = flattened[part.elements.slice]
+            if src_rank is not None:
+                comm.broadcast(values, src_rank, what)
+                _broadcast_tp_replicated(flat, bucket, values, comm, what)
+            changed.append(_write_bucket(flat, index, values, comm))
+    accept_edits(unit)
+    return torch.stack(changed).any() if changed else torch.tensor(False)
+
+
+def _broadcast_tp_replicated(
+    flat: FlatParam, bucket: Range, values: torch.Tensor, comm: Communicator, what: str
+) -> None:
+    """Broadcast what is replicated over the tensor axis: the first rank's values count."""
+    for part in flat.layout.params_in_bucket(bucket) if comm.tensor_axis.size > 1 else ():
+        if flat.tp_shards[part.param_index] is None:
+            param_values = values[part.offset : part.offset + part.elements.numel]
+            comm.broadcast_over_axis(comm.tensor_axis, param_values, what)
+
+
+def _write_bucket(flat: FlatParam, index: int, values: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """Write new values of a bucket; return whether any value in this rank's shard changed."""
+    bucket = flat.layout.buckets[index]
+    new = values[flat.layout.bucket_shard(bucket, comm.shard_axis.rank).shift(-bucket.start).slice]
+    changed = (flat.local_shard(index).to(flat.device) != new).any()
+    if flat.master is not None:  # first: on the device it may be the shard itself
+        master = flat.master.read(flat.shard_ranges[index], flat.device)
+        # unchanged elements keep their exact master value
+        updated = torch.where(master.to(flat.dtype) == new, master, new.to(master.dtype))
+        flat.master.write(flat.shard_ranges[index], updated)
+    if not flat.is_partitioned:
+        flat.bucket_views[index].copy_(values)
+    elif not flat.is_cast_from_master:
+        flat.local_shards[index].copy_(new)
+    return changed
+
+
+@torch.no_grad()
+def make_plain(unit: Unit, comm: Communicator) -> None:
+    """Make the parameters plain: separate memory, original dtype, the master weights' values if there are any."""
+    unit.wait_for_unshard()
+    unit.release_params()
+    for flat in unit.flats:
+        dtype = flat.dtype if flat.master is None else flat.master.dtype
+        full = torch.empty(flat.layout.numel, dtype=dtype, device=flat.device)
+        for i, (bucket, shard_range) in enumerate(zip(flat.layout.buckets, flat.shard_ranges, strict=True)):
+            shard = flat.local_shards[i] if flat.master is None else flat.master.read(shard_range, flat.device)
+            _all_gather_bucket(comm, full[bucket.slice], shard, unit.all_gather_label)
+        for index, parameter in enumerate(flat.parameters):
+            view = flat.view(full, index)
+            plain = torch.empty_strided(
+                view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
+            )
+            set_data_and_dtype(parameter, plain.copy_(view), flat.tp_params[index])
+
+
+def set_data_and_dtype(parameter: nn.Parameter, values: torch.Tensor, tp_param: TPParam | None) -> None:
+    """Set a parameter's values, perhaps of another dtype; the dtype of a DTensor changes with them."""
+    if tp_param is not None:
+        parameter.data = tp_param.to_dtensor(values)
+    set_data(parameter, values)
+
+
+def _all_gather_bucket(comm: Communicator, output: torch.Tensor, shard: torch.Tensor, what: str) -> None:
+    """All-gather a bucket from shards in any tier, and wait for it."""
+    shard = shard.to(output.device)
+    if comm.shard_axis.size > 1:
+        comm.all_gather(output, shard, what).wait()
+    else:
+        output.copy_(shard)

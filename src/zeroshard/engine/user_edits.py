@@ -1,0 +1,218 @@
+"""User edits: find out that the user's code has changed parameters, and take over or refuse the change.
+
+[Note: edits of parameters]
+Replicated parameters without a master weight are what the optimizer updates, so an in-place edit (an initialisation,
+``clamp_``, an EMA copied in) needs nothing. With a master weight, the edit must be copied to it. Autograd's version
+counter counts each in-place change, so a counter that has grown since the last check identifies the edited parameters.
+It does not count changes through ``parameter.data`` (``p.data.clamp_(…)``): reading ``data`` is taken as an edit. As in
+data parallelism, all ranks are expected to make the same edit. ``parameter.data = …`` is different: the parameter is no
+longer a view of the flat, and neither the optimizer nor an all-gather would see it again, so it raises.
+
+Partitioned parameters are a copy that is gathered for a pass: an edit would be lost, so it raises.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from itertools import chain
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.parameter import data_ptrs, param_info, param_versions
+
+MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared
+MAX_CHECKSUMS = 4  # all-gathers of a partitioned unit whose values are compared: two forwards, two backwards
+
+
+class GatheredEditDetector:
+    """Detects in-place changes to a partitioned unit's parameters while they are unsharded.
+
+    Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first few
+    times the values are compared as well: a forward that changes its weights does so every time.
+    """
+
+    def __init__(self, flats: list[FlatParam]) -> None:
+        self._flats = flats
+        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self._checksums_left = MAX_CHECKSUMS
+        self._versions: list[int] = []
+        self._checksums: list[torch.Tensor] = []
+
+    def record_versions(self) -> None:
+        """Record the version counters when an all-gather starts."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [parameter._version for parameter in self._parameters]
+        self._checksums = []
+
+    def record_checksums(self) -> None:
+        """Record checksums of the values when the all-gather is complete."""
+        if self._checksums_left:
+            self._checksums = [_checksum(flat.full) for flat in self._flats]
+
+    def reset(self) -> None:
+        """Record versions and checksums again, after the changes have been written back."""
+        if self._versions:
+            self._versions = param_versions(self._parameters)
+        if self._checksums:
+            self.record_checksums()
+
+    def find_edit(self, keep_record: bool = False) -> RuntimeError | None:
+        """Return the error to raise if a parameter has changed since the record. Drop it unless ``keep_record``."""
+        old_versions, checksums = self._versions, self._checksums
+        if not keep_record:
+            self._versions, self._checksums = [], []
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [parameter._version for parameter in self._parameters]
+        if versions != old_versions:
+            names = [name for flat in self._flats for name in flat.names]
+            changed = [n for n, old, new in zip(names, old_versions, versions, strict=True) if old != new]
+            return _lost_edit_error(changed[0])
+        if checksums:
+            for flat, checksum in zip(self._flats, checksums, strict=True):
+                if not torch.equal(_checksum(flat.full), checksum):
+                    return _lost_edit_error(*flat.names)
+            self._checksums_left -= not keep_record
+        return None
+
+
+@torch.no_grad()
+def _checksum(full: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits as integers: this allocates no memory."""
+    data = full.view(torch.uint8)
+    even = data.numel() // 8 * 8
+    return data[:even].view(torch.int64).sum() + data[even:].sum()
+
+
+def _lost_edit_error(name: str, *others: str) -> RuntimeError:
+    which = f"{name!r}" + (f", or another of {others}," if others else "")
+    return RuntimeError(
+        f"the values of {which} were changed in place during a forward or backward, where they are a copy that is "
+        "gathered for the pass: the change would be lost. Compute what is to be used from the parameter in forward, "
+        "without changing it (weight = self.weight.clamp(…)), or change it after step() inside "
+        "`with zeroshard.gathered(model, write_rank=0):`"
+    )
+
+
+class ReplicatedEditDetector:
+    """Detects changes to a replicated unit's parameters: see [Note: edits of parameters]."""
+
+    def __init__(self, flats: list[FlatParam]) -> None:
+        self._flats = flats
+        self._data_aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` in the user's hands
+        self._forward_checks_left = MAX_FORWARD_EDIT_CHECKS
+        self._has_forward_edits = False  # a forward was found that writes through ``parameter.data``
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates master weights, not the parameters."""
+        return any(flat.master is not None for flat in self._flats)
+
+    def record_data_alias(self, values: torch.Tensor) -> None:
+        """Remember that the user got ``parameter.data`` and may write to it while it is alive."""
+        self._data_aliases.append(weakref.ref(values))
+
+    def record_versions(self) -> None:
+        """Record that the masters match the current values."""
+        for flat in self._flats:
+            if flat.master is not None:
+                flat.known_versions = param_versions(flat.parameters)
+
+    def check_forward(self) -> None:
+        """Check after a forward whether it has changed the parameters through ``parameter.data``.
+
+        Nothing intercepts that during forward, but such a forward does it every time: so the first few times the values
+        are compared with their master weights.
+        """
+        if self._forward_checks_left and self.has_masters:
+            self._forward_checks_left -= 1
+            self._has_forward_edits = self._has_forward_edits or any(flat.differs_from_master() for flat in self._flats)
+
+    def is_edited(self, has_values: bool) -> bool:
+        """Return whether a parameter with a master may have been edited since the last check.
+
+        Raises if the data of a parameter was replaced. ``has_values``: the unit's values are in memory and up to date.
+        """
+        is_edited = has_values and self.has_masters and self._may_have_data_edits()
+        for flat in self._flats:
+            if flat.known_data_ptrs is None:
+                flat.known_data_ptrs = [view.data_ptr() for view in flat.views]
+            addresses = data_ptrs(flat.parameters, flat.has_dtensors)
+            if addresses != flat.known_data_ptrs:
+                _raise_data_replaced(flat, addresses)
+            is_edited = is_edited or (
+                flat.master is not None and param_versions(flat.parameters) != flat.known_versions
+            )
+        return is_edited
+
+    def _may_have_data_edits(self) -> bool:
+        """Return whether the user has ``parameter.data``, or had it since the last call, or forward writes to it."""
+        was_read = bool(self._data_aliases)
+        self._data_aliases = [alias for alias in self._data_aliases if alias() is not None]
+        return was_read or self._has_forward_edits
+
+
+def _raise_data_replaced(flat: FlatParam, addresses: list[int]) -> None:
+    known = zip(flat.names, flat.known_data_ptrs or (), addresses, strict=True)
+    name = next(name for name, old, new in known if old != new)
+    raise RuntimeError(
+        f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
+        "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
+        "Change values in place (`parameter.copy_(…)` under torch.no_grad()) or inside "
+        "`with zeroshard.gathered(model, write_rank=0):`; change dtype, device or memory format before shard()"
+    )
+
+
+class ReplacedParamDetector:
+    """Detects that a model's parameters are not those it was sharded with.
+
+    A check costs about 0.2 µs per module, so it runs once a forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._param_ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        self._record(model)
+
+    def _record(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._module_dicts: list[dict[str, Any]] = [m._parameters for m in modules] + [m._modules for m in modules]
+        self._nonempty_dicts = [entries for entries in self._module_dicts if entries]
+        self._recorded_values = list(chain.from_iterable(map(dict.values, self._nonempty_dicts)))
+
+    def check(self, model: nn.Module) -> None:
+        """Raise if a parameter was replaced, or if one was added that is not trained."""
+        values = chain.from_iterable(map(dict.values, self._nonempty_dicts))
+        if sum(map(len, self._module_dicts)) != len(self._recorded_values) or any(
+            map(is_not, values, self._recorded_values)
+        ):
+            self._check_each_param(model)
+
+    def _check_each_param(self, model: nn.Module) -> None:
+        if _is_functional_call():  # the caller's tensors replace the parameters for one call
+            return
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            is_replaced = self._param_ids.get(name, id(parameter)) != id(parameter)
+            if not is_replaced and (param_info(parameter) is not None or not parameter.requires_grad):
+                continue
+            raise RuntimeError(
+                f"{name!r} is another nn.Parameter than the one that was sharded, so nobody would train it: something "
+                "replaced or added it after zeroshard.shard() (an assignment, load_state_dict(assign=True), "
+                "resize_token_embeddings, an adapter, FSDP). Do it before shard(), or call zeroshard.unwrap() first "
+                "and shard the changed model; to change values only, write into the parameter inside "
+                "`with zeroshard.gathered(model, write_rank=0):`"
+            )
+        self._record(model)
+
+
+def _is_functional_call() -> bool:
+    """Return whether torch.func.functional_call is running: it replaces the parameters for one call."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
