@@ -36,6 +36,7 @@ from zeroshard.engine import (
     make_plain,
     open_consistency_checker,
     open_tiers,
+    plan_model,
     unit_of,
     verify_same_model,
     verify_same_tensor_plan,
@@ -140,11 +141,12 @@ def shard(
     context = ShardContext(config, placement, Precision(model, config), comm, order, tracker, Pool(device), tiers)
     open_tiers(tiers, control)
     state_bytes = state_bytes_per_element(optimizer) if config.offload is not None else 0
-    plans = plan_units(model, config.units, config.bucket_size)
+    unit_specs = plan_units(model, config.units, config.bucket_size)
     division = _parallelize(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
     try:
         verify_same_tensor_plan(division, control)
-        units = UnitBuilder(model, plans, trained, context, state_bytes, division).build()
+        plan = plan_model(context, model, unit_specs, trained, state_bytes, division)
+        units = UnitBuilder(context, model, plan, division).build()
     except BaseException:
         if division is not None:
             division.restore()
@@ -154,8 +156,8 @@ def shard(
     buffers = BufferBroadcaster(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(context, units, gradients, buffers)
     homes: dict[str, tuple[Unit, ...]] = {}
-    for plan, unit in zip(plans, units, strict=True):
-        for name in plan.modules:
+    for spec, unit in zip(unit_specs, units, strict=True):
+        for name in spec.modules:
             homes[name] = (*homes.get(name, ()), unit)
     handles = install_hooks(model, engine, homes)
     model._zeroshard = ShardedModel(engine, handles, division, tiers, why)  # type: ignore[assignment]

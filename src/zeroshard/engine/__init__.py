@@ -1,6 +1,6 @@
 """The engine: module and autograd events (hooks) → order of collectives → the life of a unit."""
 
-from zeroshard.engine.build import UnitBuilder, check_model
+from zeroshard.engine.build import UnitBuilder, check_model, plan_model
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
@@ -52,6 +52,7 @@ __all__ = [
     "open_tiers",
     "param_info",
     "param_versions",
+    "plan_model",
     "raise_on_join",
     "unit_of",
     "verify_same_model",

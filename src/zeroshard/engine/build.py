@@ -10,18 +10,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_param import FlatParam, round_alloc_bytes
+from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.model_checks import check_modules, check_parameters
 from zeroshard.engine.unit import Unit
 from zeroshard.engine.unit_values import set_data_and_dtype
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
 from zeroshard.sharding import (
     MAX_CHUNK_ELEMENTS,
-    FlatLayout,
-    FlatSizes,
+    FlatSpec,
+    ParamSpec,
     Range,
+    ShardPlan,
     UnitSpec,
-    assign_tiers,
+    plan_shards,
     split_chunks,
 )
 from zeroshard.tensor_parallel import TensorParallelState
@@ -44,6 +45,37 @@ def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
     check_parameters(model)
 
 
+def plan_model(
+    context: ShardContext,
+    model: nn.Module,
+    units: list[UnitSpec],
+    optimized_ids: set[int],
+    state_bytes_per_element: int,
+    tp_state: TensorParallelState | None,
+) -> ShardPlan:
+    """Return the shard plan of a model. ``optimized_ids``: ids of the parameters that an optimizer updates."""
+    params = {}
+    for name, parameter in model.named_parameters():
+        tp_param = tp_state.tp_params.get(name) if tp_state is not None else None
+        tp_shard = tp_param.shard if tp_param is not None else None
+        params[name] = ParamSpec(
+            parameter.numel() if tp_shard is None else tp_shard.local_shape.numel(),
+            context.precision.compute_dtype(name, parameter),
+            parameter.requires_grad,
+            id(parameter) in optimized_ids,
+        )
+    return plan_shards(
+        units,
+        params,
+        config=context.config,
+        precision=context.precision,
+        placement=context.placement,
+        shard_count=context.comm.shard_axis.size,
+        state_bytes_per_element=state_bytes_per_element,
+        staging_bytes=context.tiers.staging_bytes,
+    )
+
+
 def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a meta parameter memory, and keep its object identity."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
@@ -51,40 +83,41 @@ def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 class UnitBuilder:
-    """Builds the units of one model."""
+    """Allocates and fills the units of one model, as a shard plan says."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        unit_specs: list[UnitSpec],
-        optimized_ids: set[int],
-        context: ShardContext,
-        state_bytes_per_element: int,
-        tp_state: TensorParallelState | None = None,
+        self, context: ShardContext, model: nn.Module, plan: ShardPlan, tp_state: TensorParallelState | None = None
     ) -> None:
-        self._model, self._config = model, context.config
-        self._tiers = context.tiers
-        self._state_bytes_per_element = state_bytes_per_element  # optimizer states of an fp32 element, without master
-        self._has_partitioned_grads = context.placement.gradients
+        self._model, self._plan = model, plan
+        self._comm, self._tracker, self._pool, self._tiers = (
+            context.comm,
+            context.tracker,
+            context.pool,
+            context.tiers,
+        )
+        self._defragments = context.config.defragment
+        self._init_fn = context.config.init_fn
         self._tp_state = tp_state
-        self._tp_params = tp_state.tp_params if tp_state is not None else {}
-        self._comm, self._tracker, self._precision = context.comm, context.tracker, context.precision
-        self._pool = context.pool
         self._has_partitioned_params = context.placement.parameters
         self._parameters = dict(model.named_parameters())
         self._original_classes = {id(p): type(p) for p in self._parameters.values()}
         self._meta_param_names = {name for name, p in self._parameters.items() if p.is_meta}
-        self._optimized_ids = optimized_ids  # ids of the parameters that an optimizer updates
-        self._unit_specs = unit_specs
         all_gather_stream = SideStream(self._comm.device, self._comm.wait_timer)
-        self.units = [Unit(spec.name, self._make_flats(spec), context, all_gather_stream) for spec in unit_specs]
-        round_alloc_bytes([flat for unit in self.units for flat in unit.flats])
+        self.units = [
+            Unit(spec.name, [self._make_flat(flat) for flat in flats], context, all_gather_stream)
+            for spec, flats in zip(plan.units, plan.flats_by_unit, strict=True)
+        ]
+
+    def _make_flat(self, spec: FlatSpec) -> FlatParam:
+        tp_params = self._tp_state.tp_params if self._tp_state is not None else {}
+        parameters = [self._parameters[name] for name in spec.names]
+        return FlatParam(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm.device)
 
     def build(self) -> list[Unit]:
         """Allocate all shards, then fill them unit by unit: memory never exceeds the shards and one full unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
-        self._assign_tiers(flats)
-        device_ranges = {flat: self._device_master_ranges(flat) for flat in flats}
+        self._tiers.spare_host_bytes = self._plan.spare_host_bytes
+        device_ranges = {flat: [r for r, tier in flat.spec.master_ranges() if tier == "device"] for flat in flats}
         numel = sum(range_.numel for ranges in device_ranges.values() for range_ in ranges)
         masters = Arena("master weights", numel, torch.float32, self._pool, self._tracker) if numel else None
         shards: dict[torch.dtype, Arena] = {}
@@ -92,7 +125,7 @@ class UnitBuilder:
         sharded = [
             flat
             for flat in flats
-            if self._has_partitioned_params and not flat.is_offloaded and not self._is_cast_from_master(flat)
+            if self._has_partitioned_params and not flat.is_offloaded and not flat.spec.is_cast_from_master
         ]
         for dtype in dict.fromkeys(flat.dtype for flat in sharded):
             numel = sum(flat.layout.shard_numel for flat in sharded if flat.dtype == dtype)
@@ -100,49 +133,24 @@ class UnitBuilder:
         prefetcher = self._tiers.make_prefetcher(
             [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.is_on_disk]
         )
-        for unit, spec in zip(self.units, self._unit_specs, strict=True):
+        for unit, spec in zip(self.units, self._plan.units, strict=True):
             for flat in unit.flats:
                 self._allocate_flat(flat, shards)
                 flat.prefetcher = prefetcher if flat.is_on_disk else None
-                if self._has_master(flat):
+                if flat.spec.has_master:
                     flat.master = self._make_master(flat, masters, device_ranges[flat])
             self._init_unit(unit, spec)
         self._move_buffers_to_device()
-        if self._comm.device.type == "cuda" and self._config.defragment:
+        if self._comm.device.type == "cuda" and self._defragments:
             torch.cuda.empty_cache()  # the staging memory is as large as full units, and not needed any more
         return self.units
-
-    def _assign_tiers(self, flats: list[FlatParam]) -> None:
-        """Assign a tier to each state of each flat."""
-        offload = self._config.offload
-        if offload is None:
-            for flat in flats:
-                flat.tier_placement.optimizer = [(Range(0, flat.layout.shard_numel), "device")]
-            return
-        sizes = [
-            FlatSizes(
-                flat.shard_ranges,
-                self._is_optimized(flat),
-                flat.dtype.itemsize,
-                self._precision.reduce_dtype(flat.dtype).itemsize,
-                self._master_dtype(flat).itemsize
-                + self._state_bytes_per_element * self._master_dtype(flat).itemsize // 4,
-            )
-            for flat in flats
-        ]
-        staging_bytes = self._tiers.staging_bytes(sizes)
-        placements, self._tiers.spare_host_bytes = assign_tiers(
-            sizes, offload, self._has_partitioned_grads, staging_bytes
-        )
-        for flat, placement in zip(flats, placements, strict=True):
-            flat.tier_placement = placement
 
     def _allocate_flat(self, flat: FlatParam, shards: dict[torch.dtype, Arena]) -> None:
         """Allocate a flat: its shard in its tier, if it has one, or all of it on the device."""
         shard, numel = None, flat.layout.shard_numel
         if self._has_partitioned_params and flat.is_offloaded:
             shard = self._tiers.zeros("parameters", flat.tier_placement.parameters, numel, flat.dtype, pinned=True)
-        elif self._has_partitioned_params and not self._is_cast_from_master(flat):
+        elif self._has_partitioned_params and not flat.spec.is_cast_from_master:
             shard = shards[flat.dtype].allocate(numel)
         # Partitioned flats have full memory only briefly: the pool would keep that of one unit.
         with nullcontext() if self._has_partitioned_params else self._pool:
@@ -150,23 +158,13 @@ class UnitBuilder:
         if not self._has_partitioned_params:
             self._tracker.add("parameters", flat.full.nbytes)
 
-    def _master_dtype(self, flat: FlatParam) -> torch.dtype:
-        """Return the dtype in which the optimizer updates a flat."""
-        return torch.float32 if self._precision.has_master(flat.dtype) else flat.dtype
-
-    def _device_master_ranges(self, flat: FlatParam) -> list[Range]:
-        """Return the ranges with a master weight on the device, in addition to the parameter used in compute."""
-        if not self._has_master(flat) or (self._master_dtype(flat) == flat.dtype and not flat.is_offloaded):
-            return []
-        return [range_ for range_, tier in flat.tier_placement.optimizer if tier == "device"]
-
     def _make_master(self, flat: FlatParam, arena: Arena | None, device_ranges: list[Range]) -> TieredTensor:
         """Return the master weights: segments in their tiers, or the local shard itself where no copy is needed."""
         segments: list[TierSegment] = []
         for range_, tier in flat.tier_placement.optimizer:
             if tier != "device":
                 for part in split_chunks(range_, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
-                    tensor = self._tiers.zeros("master weights", tier, part.numel, self._master_dtype(flat))
+                    tensor = self._tiers.zeros("master weights", tier, part.numel, flat.spec.master_dtype)
                     segments.append(TierSegment(part, tier, tensor))
             elif range_ in device_ranges and arena is not None:
                 segments.append(TierSegment(range_, tier, arena.allocate(range_.numel)))
@@ -177,45 +175,6 @@ class UnitBuilder:
                         part = common.shift(-shard_range.start)
                         segments.append(TierSegment(common, tier, shard[part.start : part.end]))
         return TieredTensor(segments)
-
-    def _make_flats(self, spec: UnitSpec) -> list[FlatParam]:
-        kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
-        for name in spec.parameters:
-            parameter = self._parameters[name]
-            kind = (self._precision.compute_dtype(name, parameter), parameter.requires_grad)
-            kinds.setdefault(kind, []).append(name)
-        flats = []
-        for (dtype, _), names in kinds.items():
-            parameters = [self._parameters[name] for name in names]
-            tp_params = [self._tp_params.get(name) for name in names]
-            tp_shards = [tp_param.shard if tp_param is not None else None for tp_param in tp_params]
-            numels = [
-                tp_shard.local_shape.numel() if tp_shard is not None else p.numel()
-                for p, tp_shard in zip(parameters, tp_shards, strict=True)
-            ]
-            layout = FlatLayout.build(numels, self._config.bucket_size, self._comm.shard_axis.size)
-            flats.append(FlatParam(names, parameters, layout, dtype, self._comm.device, tp_params))
-        return flats
-
-    def _is_optimized(self, flat: FlatParam) -> bool:
-        return flat.is_trainable and any(id(parameter) in self._optimized_ids for parameter in flat.parameters)
-
-    def _has_master(self, flat: FlatParam) -> bool:
-        """Return whether the optimizer updates master weights: in a higher precision, or in another tier."""
-        is_separate = (
-            self._precision.has_master(flat.dtype) or flat.tier_placement.has_offloaded_optimizer or flat.is_offloaded
-        )
-        return self._is_optimized(flat) and is_separate
-
-    def _is_cast_from_master(self, flat: FlatParam) -> bool:
-        """Return whether a flat keeps only its master weights: see [Note: all-gathering from master weights]."""
-        is_on_device = not flat.is_offloaded and not flat.tier_placement.has_offloaded_optimizer
-        return (
-            self._config.needs_cast_on_gather
-            and is_on_device
-            and self._has_master(flat)
-            and self._master_dtype(flat) != flat.dtype
-        )
 
     @torch.no_grad()
     def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:
@@ -313,8 +272,8 @@ class UnitBuilder:
     def _init_meta_module(self, name: str, module: nn.Module) -> None:
         self._materialize_buffers(module)
         reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
-        if self._config.init_fn is not None:
-            self._config.init_fn(module)
+        if self._init_fn is not None:
+            self._init_fn(module)
         elif callable(reset):
             reset()
         else:

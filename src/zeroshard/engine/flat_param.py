@@ -10,7 +10,7 @@ from torch import nn
 
 from zeroshard.comm import Communicator
 from zeroshard.memory import ParamPrefetcher, TieredTensor
-from zeroshard.sharding import FlatLayout, ParamRange, Range, TierPlacement, round_to_shared_sizes
+from zeroshard.sharding import FlatSpec, ParamRange, Range
 from zeroshard.tensor_parallel import TPParam, TPShard
 
 
@@ -39,18 +39,18 @@ class FlatParam:
 
     def __init__(
         self,
-        names: Sequence[str],
+        spec: FlatSpec,
         parameters: Sequence[nn.Parameter],
-        layout: FlatLayout,
-        dtype: torch.dtype,
-        device: torch.device,
         tp_params: Sequence[TPParam | None],
+        device: torch.device,
     ) -> None:
-        self.names = tuple(names)
+        self.spec = spec
+        self.names, self.layout, self.dtype = spec.names, spec.layout, spec.compute_dtype
+        self.shard_ranges = spec.shard_ranges  # of each bucket's shard, in ``shard``
+        self.tier_placement = spec.tier_placement  # the tiers that its states are placed in
+        self.alloc_bytes = spec.alloc_bytes  # bytes of ``full``'s storage
+        self.is_trainable = spec.is_trainable
         self.parameters = tuple(parameters)
-        self.layout = layout
-        self.dtype = dtype
-        self.is_trainable = parameters[0].requires_grad
         self.original_dtypes = tuple(p.dtype for p in parameters)
         self.tp_params = tuple(tp_params)  # which parameters are DTensors over the tensor axis, and how
         self.has_dtensors = any(tp_param is not None for tp_param in tp_params)
@@ -68,17 +68,15 @@ class FlatParam:
             for p, tp_param, shape in zip(parameters, tp_params, self.shapes, strict=True)
         )
         self.device = device
-        self.full = torch.empty(0, dtype=dtype, device=device)  # [layout.numel], placed by Unit
+        self.full = torch.empty(0, dtype=self.dtype, device=device)  # [layout.numel], placed by Unit
         self.is_partitioned = False  # whether ``full`` is freed by resharding
+        self.is_cast_from_master = False  # whether it has only a master: [Note: all-gathering from master weights]
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] if partitioned and not cast from the master
         # this rank's shard of each bucket: a view of ``shard``, or of ``full`` if that is replicated
         self.local_shards: list[torch.Tensor] = []
         self.shard_slots: list[torch.Tensor] = []  # the slots of the same shards in ``full``
         # slots in ``full``, and the master's values that are cast into them
         self._cast_pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        # the ranges of the same shards in ``shard``
-        self.shard_ranges = tuple(layout.shard_range(bucket) for bucket in layout.buckets)
-        self.tier_placement = TierPlacement()  # the tiers that its states are placed in
         # [layout.shard_numel], the master weights, which the optimizer updates instead of the parameters
         self.master: TieredTensor | None = None
         # new values for ``local_shards``, from an update of offloaded states
@@ -92,17 +90,11 @@ class FlatParam:
         # the parameters' addresses and version counters when last checked: replicated flats only
         self.known_data_ptrs: list[int] | None = None
         self.known_versions: list[int] = []
-        self.alloc_bytes = layout.numel * dtype.itemsize  # bytes of ``full``'s storage: see ``round_alloc_bytes``
 
     @property
     def is_offloaded(self) -> bool:
         """Return whether this rank's parameter shard is offloaded."""
         return self.tier_placement.parameters != "device"
-
-    @property
-    def is_cast_from_master(self) -> bool:
-        """Return whether only the master of the shard is kept: see [Note: all-gathering from master weights]."""
-        return self.is_partitioned and self.shard is None
 
     @property
     def is_on_disk(self) -> bool:
@@ -133,6 +125,7 @@ class FlatParam:
         If partitioned, its storage is empty until unshard, and ``shard`` or the master holds this rank's values.
         """
         self.is_partitioned, self.shard, self.shard_rank = is_partitioned, shard, comm.shard_axis.rank
+        self.is_cast_from_master = is_partitioned and shard is None
         self._allocate_full()
         self._placeholder_value = torch.full(
             (), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
@@ -278,12 +271,6 @@ class FlatParam:
         """Start to read a shard on disk, unless an update of it is pending."""
         if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
             self.prefetcher.prefetch(self.shard)
-
-
-def round_alloc_bytes(flats: list[FlatParam]) -> None:
-    """Round the allocations of flats of similar size to one size, so that each can reuse another's memory."""
-    for flat, nbytes in zip(flats, round_to_shared_sizes([flat.alloc_bytes for flat in flats]), strict=True):
-        flat.alloc_bytes = nbytes
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,17 +13,15 @@ from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths, staging_bytes
 from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
 from zeroshard.optim import SUPPORTED_DTYPES, max_slice_numel
 from zeroshard.sharding import (
-    FlatLayout,
-    FlatSizes,
+    FlatSpec,
     ParamRange,
+    ParamSpec,
     Placement,
     Precision,
     Range,
-    TierPlacement,
     UnitSpec,
-    assign_tiers,
+    plan_shards,
     plan_units,
-    round_to_shared_sizes,
 )
 from zeroshard.tensor_parallel import local_numels
 
@@ -153,45 +150,33 @@ def state_sizes(
     placement = Placement.from_stage(config.stage, data_ranks, config.offload, replicas, config.needs_cast_on_gather)
     shard_count = data_ranks if placement.optimizer else 1
     unit_specs = plan_units(model, config.units, config.bucket_size) if unit_specs is None else unit_specs
-    parameters, precision, numels = (
-        dict(model.named_parameters()),
-        Precision(model, config),
-        local_numels(model, tensor),
+    precision, numels = Precision(model, config), local_numels(model, tensor)
+    params = {
+        name: ParamSpec(numels[name], precision.compute_dtype(name, p), p.requires_grad, p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    plan = plan_shards(
+        unit_specs,
+        params,
+        config=config,
+        precision=precision,
+        placement=placement,
+        shard_count=shard_count,
+        state_bytes_per_element=4 * optimizer_states,
+        staging_bytes=lambda sizes: staging_bytes(config.offload, sizes, on_gpu),
     )
-    flats = [
-        _flat_specs(
-            [(name, parameters[name], numels[name]) for name in spec.parameters], config, precision, shard_count
-        )
-        for spec in unit_specs
-    ]
-    all_flats = [flat for unit in flats for flat in unit]
-    tier_placements, staging = _tier_placements(all_flats, placement, config, optimizer_states, on_gpu)
-    shards_from_master = config.needs_cast_on_gather and placement.parameters
-    all_flats = [
-        replace(
-            flat,
-            shard_from_master=shards_from_master and flat.can_shard_from_master(tier_placement),
-            reduce_in_place=on_gpu and flat.can_reduce_in_place(tier_placement),
-        )
-        for flat, tier_placement in zip(all_flats, tier_placements, strict=True)
-    ]
-    flat_iter = iter(all_flats)
-    flats = [[next(flat_iter) for _ in unit] for unit in flats]
-    states, offloaded = _count_states(all_flats, tier_placements, placement, optimizer_states)
-    rings = _ring_sizes([flat for flat in all_flats if flat.is_trained])
+    flats = plan.flats
+    states, offloaded = _count_states(flats, placement, optimizer_states)
+    trained = [flat for flat in flats if flat.is_optimized]
+    rings = _ring_sizes(trained, on_gpu)
     uses_fused_adam = has_fused_adam and on_gpu and optimizer_states == len(STATES_OF_ADAM)
-    copied_flats = [flat for flat in all_flats if flat.is_trained and flat.needs_grad_copy(uses_fused_adam)]
-    copied_numel, itemsize = (
-        sum(f.layout.shard_numel for f in copied_flats),
-        max((f.optimizer_dtype.itemsize for f in copied_flats), default=0),
-    )
-    alloc_iter, tier_iter = iter(round_to_shared_sizes([flat.nbytes for flat in all_flats])), iter(tier_placements)
+    copied = [flat for flat in trained if _needs_grad_copy(flat, uses_fused_adam)]
+    copied_numel = sum(flat.layout.shard_numel for flat in copied)
+    copied_itemsize = max((flat.master_dtype.itemsize for flat in copied), default=0)
     can_pack = config.offload is None and replicas == 1
     units = [
-        _unit_sizes(
-            spec, unit, [next(alloc_iter) for _ in unit], [next(tier_iter) for _ in unit], rings, placement, can_pack
-        )
-        for spec, unit in zip(unit_specs, flats, strict=True)
+        _unit_sizes(spec, unit_flats, rings, placement, can_pack, on_gpu)
+        for spec, unit_flats in zip(unit_specs, plan.flats_by_unit, strict=True)
     ]
     return StateSizes(
         units,
@@ -202,105 +187,42 @@ def state_sizes(
         ring_slots=config.ring,
         ring_bytes=config.ring * sum(ring.slot_bytes for ring in rings.values()),
         shard_buffer_bytes=config.ring * sum(ring.max_shard_bytes for ring in rings.values()) if shard_count > 1 else 0,
-        step_buffer_bytes=min(copied_numel, max_slice_numel(config.bucket_size)) * itemsize,
-        staging_bytes=staging,
+        step_buffer_bytes=min(copied_numel, max_slice_numel(config.bucket_size)) * copied_itemsize,
+        staging_bytes=plan.staging_bytes,
         update_bytes_per_element=max(
-            (flat.update_bytes_per_element(optimizer_states, uses_fused_adam) for flat in all_flats if flat.is_trained),
-            default=0,
+            (_update_bytes_per_element(flat, optimizer_states, uses_fused_adam) for flat in trained), default=0
         ),
         optimizer_bytes_per_element=max(
-            ((1 + optimizer_states) * flat.optimizer_dtype.itemsize for flat in all_flats if flat.is_trained), default=0
+            ((1 + optimizer_states) * flat.master_dtype.itemsize for flat in trained), default=0
         ),
     )
 
 
-@dataclass(frozen=True)
-class _FlatSpec:
-    """The properties of one FlatParam that determine its bytes."""
-
-    layout: FlatLayout
-    compute_dtype: torch.dtype  # of its parameters in forward and backward
-    reduce_dtype: torch.dtype  # of its gradient in the reduction
-    optimizer_dtype: torch.dtype  # of its master weights and optimizer states
-    is_trained: bool
-    shard_from_master: bool = False  # keeps only its master weights: see [Note: all-gathering from master weights]
-    reduce_in_place: bool = False  # reduces large gradients in place: see [Note: reducing large gradients in place]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its full parameters."""
-        return self.layout.numel * self.compute_dtype.itemsize
-
-    @cached_property
-    def buckets(self) -> list[tuple[Range, ParamRange | None]]:
-        """Each bucket with the parameter range that is reduced in place, or None."""
-        return [
-            (bucket, self.layout.single_param(bucket) if self.reduce_in_place else None)
-            for bucket in self.layout.buckets
-        ]
-
-    def flat_sizes(self, optimizer_states: int) -> FlatSizes:
-        """Return the sizes that ``tier_placement.py`` needs."""
-        shard_ranges = tuple(self.layout.shard_range(bucket) for bucket in self.layout.buckets)
-        state_bytes = (1 + optimizer_states) * self.optimizer_dtype.itemsize
-        return FlatSizes(
-            shard_ranges, self.is_trained, self.compute_dtype.itemsize, self.reduce_dtype.itemsize, state_bytes
-        )
-
-    def can_shard_from_master(self, tier_placement: TierPlacement) -> bool:
-        """Return whether it can keep only its master weights if its parameters are partitioned."""
-        return (
-            self.is_trained
-            and self.optimizer_dtype != self.compute_dtype
-            and tier_placement.parameters == "device"
-            and not tier_placement.has_offloaded_optimizer
-        )
-
-    def can_reduce_in_place(self, tier_placement: TierPlacement) -> bool:
-        """Return whether a GPU can reduce its gradients in place."""
-        return self.is_trained and self.compute_dtype == self.reduce_dtype and tier_placement.gradients == "device"
-
-    @property
-    def can_pack_on_compute_stream(self) -> bool:
-        """Whether its gradients are packed into a single bucket: see [Note: packing on the compute stream]."""
-        return len(self.layout.buckets) == 1 and self.layout.single_param(self.layout.buckets[0]) is None
-
-    def needs_grad_copy(self, has_fused_adam: bool) -> bool:
-        """Return whether an update needs a copy of the gradient in the master dtype."""
-        if has_fused_adam and self.optimizer_dtype == torch.float32 and self.reduce_dtype in SUPPORTED_DTYPES:
-            return False
-        return not self.compute_dtype == self.reduce_dtype == self.optimizer_dtype
-
-    def update_bytes_per_element(self, optimizer_states: int, has_fused_adam: bool) -> int:
-        """Return the bytes read and written to update one element.
-
-        Master weight and optimizer states count twice, gradient and parameter once. A gradient copy is written and
-        read, and then the master weight is read once more to write the parameter.
-        """
-        param_bytes = (
-            0 if self.compute_dtype == self.optimizer_dtype or self.shard_from_master else self.compute_dtype.itemsize
-        )
-        nbytes = 2 * (1 + optimizer_states) * self.optimizer_dtype.itemsize + self.reduce_dtype.itemsize + param_bytes
-        if self.needs_grad_copy(has_fused_adam):
-            nbytes += (2 + bool(param_bytes)) * self.optimizer_dtype.itemsize
-        return nbytes
+def _needs_grad_copy(flat: FlatSpec, has_fused_adam: bool) -> bool:
+    """Return whether an update needs a copy of the gradient in the master dtype."""
+    if has_fused_adam and flat.master_dtype == torch.float32 and flat.reduce_dtype in SUPPORTED_DTYPES:
+        return False
+    return not flat.compute_dtype == flat.reduce_dtype == flat.master_dtype
 
 
-def _flat_specs(
-    parameters: list[tuple[str, nn.Parameter, int]], config: Config, precision: Precision, shard_count: int
-) -> list[_FlatSpec]:
-    """Return the FlatParams of a unit from its parameters: (name, parameter, elements on this rank)."""
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for name, parameter, numel in parameters:
-        groups.setdefault((precision.compute_dtype(name, parameter), parameter.requires_grad), []).append(numel)
-    flats = []
-    for (compute_dtype, is_trained), numels in groups.items():
-        optimizer_dtype = torch.float32 if precision.has_master(compute_dtype) else compute_dtype
-        layout = FlatLayout.build(numels, config.bucket_size, shard_count)
-        flats.append(
-            _FlatSpec(layout, compute_dtype, precision.reduce_dtype(compute_dtype), optimizer_dtype, is_trained)
-        )
-    return flats
+def _update_bytes_per_element(flat: FlatSpec, optimizer_states: int, has_fused_adam: bool) -> int:
+    """Return the bytes read and written to update one element.
+
+    Master weight and optimizer states count twice, gradient and parameter once. A gradient copy is written and read,
+    and then the master weight is read once more to write the parameter.
+    """
+    has_own_param = flat.compute_dtype != flat.master_dtype and not flat.is_cast_from_master
+    param_bytes = flat.compute_dtype.itemsize if has_own_param else 0
+    nbytes = 2 * (1 + optimizer_states) * flat.master_dtype.itemsize + flat.reduce_dtype.itemsize + param_bytes
+    if _needs_grad_copy(flat, has_fused_adam):
+        nbytes += (2 + bool(param_bytes)) * flat.master_dtype.itemsize
+    return nbytes
+
+
+def _buckets(flat: FlatSpec, on_gpu: bool) -> list[tuple[Range, ParamRange | None]]:
+    """Return each bucket with the parameter range that a GPU reduces in place, or None."""
+    in_place = flat.single_param_buckets if on_gpu and flat.can_reduce_in_place else [None] * len(flat.layout.buckets)
+    return list(zip(flat.layout.buckets, in_place, strict=True))
 
 
 @dataclass(frozen=True)
@@ -329,99 +251,85 @@ class _RingSizes:
         return BucketSizes(self.dtype, packed * self.dtype.itemsize, shard * self.dtype.itemsize, needs_reduce_buffer)
 
 
-def _ring_sizes(flats: list[_FlatSpec]) -> dict[torch.dtype, _RingSizes]:
+def _ring_sizes(flats: list[FlatSpec], on_gpu: bool) -> dict[torch.dtype, _RingSizes]:
     """Return the ring sizes for each reduce dtype."""
     rings = {}
     for dtype in {flat.reduce_dtype: None for flat in flats}:
         same_dtype = [flat for flat in flats if flat.reduce_dtype == dtype]
-        packed = [bucket.numel for flat in same_dtype for bucket, in_place in flat.buckets if in_place is None]
-        shards = [bucket.numel // flat.layout.shard_count for flat in same_dtype for bucket, _ in flat.buckets]
-        all_buckets = [bucket.numel for flat in same_dtype for bucket, _ in flat.buckets]
+        buckets = [bucket for flat in same_dtype for bucket in _buckets(flat, on_gpu)]
+        packed = [bucket.numel for bucket, in_place in buckets if in_place is None]
+        shards = [span.numel for flat in same_dtype for span in flat.shard_ranges]
+        all_buckets = [bucket.numel for bucket, _ in buckets]
         rings[dtype] = _RingSizes(dtype, *(buffer_lengths(numels) for numels in (packed, shards, all_buckets)))
     return rings
 
 
 def _unit_sizes(
     spec: UnitSpec,
-    flats: list[_FlatSpec],
-    alloc_bytes: list[int],
-    tier_placements: list[TierPlacement],
+    flats: list[FlatSpec],
     rings: dict[torch.dtype, _RingSizes],
     placement: Placement,
     can_pack_on_compute_stream: bool,
+    on_gpu: bool,
 ) -> UnitSizes:
-    trained = [
-        (flat, tier_placement) for flat, tier_placement in zip(flats, tier_placements, strict=True) if flat.is_trained
-    ]
+    trained = [flat for flat in flats if flat.is_optimized]
     offloaded: dict[str, int] = {}
-    for _, tier_placement in trained:
-        for range_, tier in tier_placement.optimizer:
+    for flat in trained:
+        for range_, tier in flat.tier_placement.optimizer:
             if tier != "device":
                 offloaded[tier] = offloaded.get(tier, 0) + range_.numel
-    tiers = [tier_placement.parameters for tier_placement in tier_placements if tier_placement.parameters != "device"]
     return UnitSizes(
         spec.name,
-        full_bytes=sum(flat.nbytes for flat in flats),
-        alloc_bytes=sum(alloc_bytes),
-        grad_bytes=sum(sum(flat.layout.numels) * flat.compute_dtype.itemsize for flat, _ in trained),
-        reduce_bytes=sum(flat.layout.numel * flat.reduce_dtype.itemsize for flat, _ in trained),
-        trained_numel=sum(flat.layout.shard_numel for flat, _ in trained),
+        full_bytes=sum(flat.full_bytes for flat in flats),
+        alloc_bytes=sum(flat.alloc_bytes for flat in flats),
+        grad_bytes=sum(sum(flat.layout.numels) * flat.compute_dtype.itemsize for flat in trained),
+        reduce_bytes=sum(flat.layout.numel * flat.reduce_dtype.itemsize for flat in trained),
+        trained_numel=sum(flat.layout.shard_numel for flat in trained),
         offloaded_numel=offloaded,
-        param_tier=tiers[0] if tiers else "device",
+        param_tier=next((flat.tier_placement.parameters for flat in flats if flat.has_offloaded_params), "device"),
         shard_bytes=sum(flat.layout.shard_numel * flat.compute_dtype.itemsize for flat in flats),
         offloaded_grad_bytes=sum(
-            f.layout.shard_numel * f.reduce_dtype.itemsize
-            for f, tier_placement in trained
-            if tier_placement.has_offloaded_optimizer or tier_placement.gradients != "device"
+            flat.layout.shard_numel * flat.reduce_dtype.itemsize
+            for flat in trained
+            if flat.tier_placement.has_offloaded_optimizer or flat.has_offloaded_grads
         ),
         in_place_grad_bytes=sum(
             in_place.elements.numel * flat.compute_dtype.itemsize
-            for flat, _ in trained
-            for _, in_place in flat.buckets
+            for flat in trained
+            for _, in_place in _buckets(flat, on_gpu)
             if in_place is not None
         ),
         side_stream_grad_bytes=sum(
-            sum(f.layout.numels) * f.compute_dtype.itemsize
-            for f, _ in trained
-            if not (can_pack_on_compute_stream and f.can_pack_on_compute_stream)
+            sum(flat.layout.numels) * flat.compute_dtype.itemsize
+            for flat in trained
+            if not (can_pack_on_compute_stream and flat.fits_one_packed_bucket)
         ),
         device_grad_numels=tuple(
             (flat.reduce_dtype, flat.layout.shard_numel if placement.gradients else flat.layout.numel)
-            for flat, tier_placement in trained
-            if tier_placement.gradients == "device"
+            for flat in trained
+            if not flat.has_offloaded_grads
         ),
         buckets=tuple(
             rings[flat.reduce_dtype].bucket_sizes(
                 bucket.numel,
-                bucket.numel // flat.layout.shard_count,
+                span.numel,
                 in_place=in_place is not None,
-                needs_reduce_buffer=tier_placement.gradients != "device" and flat.layout.shard_count > 1,
+                needs_reduce_buffer=flat.has_offloaded_grads and flat.layout.shard_count > 1,
             )
-            for flat, tier_placement in trained
-            for bucket, in_place in flat.buckets
+            for flat in trained
+            for (bucket, in_place), span in zip(_buckets(flat, on_gpu), flat.shard_ranges, strict=True)
         ),
         cast_bytes=sum(
-            f.layout.shard_numel * (f.optimizer_dtype.itemsize + f.compute_dtype.itemsize)
-            for f in flats
-            if f.shard_from_master
+            flat.layout.shard_numel * (flat.master_dtype.itemsize + flat.compute_dtype.itemsize)
+            for flat in flats
+            if flat.is_cast_from_master
         ),
         num_blocks=spec.block_count if spec.is_block else 1,
     )
 
 
-def _tier_placements(
-    flats: list[_FlatSpec], placement: Placement, config: Config, optimizer_states: int, on_gpu: bool
-) -> tuple[list[TierPlacement], int]:
-    """Return the tiers of each FlatParam's states, and the bytes of host memory for staging."""
-    if config.offload is None:
-        return [TierPlacement(optimizer=[(Range(0, flat.layout.shard_numel), "device")]) for flat in flats], 0
-    flat_sizes = [flat.flat_sizes(optimizer_states) for flat in flats]
-    staging = staging_bytes(config.offload, flat_sizes, on_gpu)
-    return assign_tiers(flat_sizes, config.offload, placement.gradients, staging)[0], staging
-
-
 def _count_states(
-    flats: list[_FlatSpec], tier_placements: list[TierPlacement], placement: Placement, optimizer_states: int
+    flats: list[FlatSpec], placement: Placement, optimizer_states: int
 ) -> tuple[dict[str, int], dict[tuple[str, str], int]]:
     """Return the bytes of states on the device, and of offloaded states by (kind of state, tier)."""
     counted: dict[tuple[str, str], int] = dict.fromkeys(((kind, "device") for kind in MODEL_STATE_KINDS), 0)
@@ -429,23 +337,17 @@ def _count_states(
     def count(kind: str, tier: str, numel: int, dtype: torch.dtype) -> None:
         counted[kind, tier] = counted.get((kind, tier), 0) + numel * dtype.itemsize
 
-    for flat, tier_placement in zip(flats, tier_placements, strict=True):
-        layout = flat.layout
-        numel = 0 if flat.shard_from_master else layout.shard_numel if placement.parameters else layout.numel
-        count("parameters", tier_placement.parameters, numel, flat.compute_dtype)
-        if not flat.is_trained:
+    for flat in flats:
+        layout, tiers = flat.layout, flat.tier_placement
+        numel = 0 if flat.is_cast_from_master else layout.shard_numel if placement.parameters else layout.numel
+        count("parameters", tiers.parameters, numel, flat.compute_dtype)
+        if not flat.is_optimized:
             continue
-        count(
-            "gradients",
-            tier_placement.gradients,
-            layout.shard_numel if placement.gradients else layout.numel,
-            flat.reduce_dtype,
-        )
-        for range_, tier in tier_placement.optimizer:
-            has_master = (
-                flat.optimizer_dtype != flat.compute_dtype or tier != "device" or tier_placement.parameters != "device"
-            )
-            count("master weights", tier, range_.numel if has_master else 0, flat.optimizer_dtype)
-            count("optimizer states", tier, optimizer_states * range_.numel, flat.optimizer_dtype)
+        grad_numel = layout.shard_numel if placement.gradients else layout.numel
+        count("gradients", tiers.gradients, grad_numel, flat.reduce_dtype)
+        for range_, tier in flat.master_ranges():
+            count("master weights", tier, range_.numel, flat.master_dtype)
+        for range_, tier in tiers.optimizer:
+            count("optimizer states", tier, optimizer_states * range_.numel, flat.master_dtype)
     on_device = {kind: nbytes for (kind, tier), nbytes in counted.items() if tier == "device"}
     return on_device, {key: nbytes for key, nbytes in counted.items() if key[1] != "device" and nbytes}

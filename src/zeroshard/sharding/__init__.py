@@ -8,6 +8,7 @@ from zeroshard.sharding.precision import (
     current_inverse_scale,
     matches,
 )
+from zeroshard.sharding.shard_plan import FlatSpec, ParamSpec, ShardPlan, plan_shards
 from zeroshard.sharding.tier_placement import (
     MAX_CHUNK_ELEMENTS,
     MAX_TENSORS_PER_CHUNK,
@@ -26,11 +27,14 @@ __all__ = [
     "PAGE_BYTES",
     "FlatLayout",
     "FlatSizes",
+    "FlatSpec",
     "LossScale",
     "ParamRange",
+    "ParamSpec",
     "Placement",
     "Precision",
     "Range",
+    "ShardPlan",
     "TierPlacement",
     "UnitSpec",
     "assign_tiers",
@@ -38,6 +42,7 @@ __all__ = [
     "current_inverse_scale",
     "find_repeated_blocks",
     "matches",
+    "plan_shards",
     "plan_units",
     "round_to_shared_sizes",
     "round_up",
