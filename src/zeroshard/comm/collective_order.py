@@ -17,7 +17,7 @@ class CollectiveOrder:
     change of order costs one consistency check of all ranks and a missed prefetch, never a wrong result: see [Note:
     consistency of ranks].
 
-    >>> order = CollectiveOrder(ConsistencyChecker(None, "", 0, 1, 1.0))
+    >>> order = CollectiveOrder(ConsistencyChecker(None, 0, [0], timeout=1.0))
     >>> for _ in range(2):
     ...     order.begin_pass("forward")
     ...     order.check("gather unit 'a'")
@@ -37,9 +37,8 @@ class CollectiveOrder:
         self._expected_events: list[str] = []
         self._position = 0  # index in ``_expected_events``
         self._done_events: list[str] = []
-        self._past_passes: deque[tuple[int, str, list[str]]] = deque(
-            maxlen=MAX_PAST_PASSES
-        )  # past passes: first event index, kind, events
+        # first event index, kind, events
+        self._past_passes: deque[tuple[int, str, list[str]]] = deque(maxlen=MAX_PAST_PASSES)
         self._pass_start = 0  # event index at which this pass started
         consistency.track_progress(self)
 
@@ -66,11 +65,8 @@ class CollectiveOrder:
                 self._confirm(event, event)
             self._position += 1
         else:
-            expected = (
-                self._expected_events[self._position]
-                if self._position < len(self._expected_events)
-                else "go on to the next pass"
-            )
+            has_ended = self._position == len(self._expected_events)
+            expected = "go on to the next pass" if has_ended else self._expected_events[self._position]
             self._confirm(event, expected)
             if event in self._expected_events[self._position :]:  # some were skipped: continue from here
                 self._position = self._expected_events.index(event, self._position) + 1
@@ -112,12 +108,11 @@ class CollectiveOrder:
 
     def describe_last_event(self) -> str:
         """Describe the last event of this rank."""
-        last = (
-            f"{self._done_events[-1]}, in its pass {self._pass_kind!r}"
-            if self._done_events
-            else f"the start of {self._pass_kind!r}"
-        )
-        return last if self._pass_kind else "no collective yet"
+        if not self._pass_kind:
+            return "no collective yet"
+        if not self._done_events:
+            return f"the start of {self._pass_kind!r}"
+        return f"{self._done_events[-1]}, in its pass {self._pass_kind!r}"
 
     def next_expected(self, candidates: Container[str]) -> str | None:
         """Return the next expected event of this pass that is in ``candidates``."""

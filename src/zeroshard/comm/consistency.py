@@ -22,7 +22,15 @@ from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.comm.heartbeat_monitor import FAULT_ERROR, BarrierWait, HeartbeatMonitor, RankFault, RanksDisagreeError
+from zeroshard.comm.heartbeat_monitor import (
+    FAULT_ERROR,
+    Announcements,
+    BarrierWait,
+    HeartbeatMonitor,
+    RankFault,
+    RanksDisagreeError,
+    read_announcements,
+)
 
 __all__ = ["PASS_START", "POLL_INTERVAL", "ConsistencyChecker", "RanksDisagreeError"]
 
@@ -50,39 +58,42 @@ class CollectiveProgress(Protocol):
 class ConsistencyChecker:
     """Announcements of the ranks of one sharded model, in the process group's key-value store.
 
-    >>> ConsistencyChecker(None, "", 0, 1, 1.0).is_distributed  # one rank alone
+    >>> ConsistencyChecker(None, 0, [0], timeout=1.0).is_distributed  # one rank alone
     False
     """
 
     def __init__(
         self,
         store: Store | None,
-        prefix: str,
         rank: int,
-        mesh_size: int,
+        global_ranks: Sequence[int],
         timeout: float,
-        global_ranks: Sequence[int] = (),
         heartbeat_timeout: float = 8.0,
     ) -> None:
-        self._store = store  # None: one rank, or a backend without communication
-        self._prefix = prefix
-        self.rank, self._mesh_size = rank, mesh_size
-        self.global_ranks = list(global_ranks)  # global ranks of the mesh's ranks
+        """``store`` contains only keys of this model; None: one rank, or a backend without communication.
+
+        ``rank`` is this rank in the mesh, and ``global_ranks`` are the global ranks of the mesh's ranks.
+        """
+        self._store = store
+        self.rank, self.global_ranks = rank, list(global_ranks)
         self.timeout = timeout
         self._last_confirmed = -1  # last event index that all ranks announced and confirmed
         self._last_announced = (-1, "")  # event index and event that this rank announced last
         self._stale_keys: list[str] = []  # of the last confirmation; deleted at the next one
         self._progress: weakref.ref[CollectiveProgress] | None = None
-        self._max_poll_seconds = 0.02 if mesh_size <= 64 else 0.2
         self._monitor: HeartbeatMonitor | None = None
         if store is not None:
-            self._monitor = HeartbeatMonitor(store, prefix, rank, self.global_ranks, self, heartbeat_timeout)
-        self.faults: list[RankFault] = [] if self._monitor is None else self._monitor.faults
+            self._monitor = HeartbeatMonitor(store, rank, self.global_ranks, self, heartbeat_timeout)
+        self.faults: list[RankFault] = [] if self._monitor is None else self._monitor.faults.known
 
     @property
     def is_distributed(self) -> bool:
         """Whether there are other ranks that really communicate."""
         return self._store is not None
+
+    @property
+    def _other_ranks(self) -> list[int]:
+        return [rank for rank in range(len(self.global_ranks)) if rank != self.rank]
 
     def track_progress(self, progress: CollectiveProgress) -> None:
         """Set the object that knows this rank's position."""
@@ -115,22 +126,19 @@ class ConsistencyChecker:
         """
         if self._store is None:
             return
-        start = time.monotonic()
-        key = f"{self._prefix}/{event_index}"
+        start, ranks = time.monotonic(), len(self.global_ranks)
         try:
             self._last_announced = (event_index, what)
-            self._store.set(f"{self._prefix}/rank {self.rank}", f"{event_index}:{what}")
-            self._store.add(f"{key}/{what}", 1)
-            is_last = self._store.add(f"{key}/all", 1) == self._mesh_size
+            self._store.set(f"rank {self.rank}", f"{event_index}:{what}")
+            self._store.add(f"{event_index}/{what}", 1)
+            is_last = self._store.add(f"{event_index}/all", 1) == ranks
             if is_last:
-                is_equal = self._store.add(f"{key}/{what}", 0) == self._mesh_size
-                self._store.set(f"{key}/verdict", "go" if is_equal else "differ")
-            if not self._wait_for_key(f"{key}/verdict", what, event_index, start):
-                raise self._disagreement_error(
-                    f"waited {_elapsed(start)} to {what}, where the recorded order has: {expected}"
-                )
-            if self._store.get(f"{key}/verdict") != b"go":
-                raise self._disagreement_error(f"is about to {what}, where the recorded order has: {expected}")
+                is_equal = self._store.add(f"{event_index}/{what}", 0) == ranks
+                self._store.set(f"{event_index}/verdict", "go" if is_equal else "differ")
+            if not self._wait_for_key(f"{event_index}/verdict", what, event_index, start):
+                raise self._disagreement_error(f"waited {_elapsed(start)} to {what}, but the order expects: {expected}")
+            if self._store.get(f"{event_index}/verdict") != b"go":
+                raise self._disagreement_error(f"is about to {what}, but the recorded order expects: {expected}")
             if is_last:  # every rank has read the previous result by now
                 for stale in self._stale_keys:
                     self._store.delete_key(stale)
@@ -139,44 +147,40 @@ class ConsistencyChecker:
         except RuntimeError as error:
             raise self.explain_failure(what, error, start) from error
         self._last_confirmed = event_index
-        self._stale_keys = [f"{key}/{what}", f"{key}/all", f"{key}/verdict"]
+        self._stale_keys = [f"{event_index}/{key}" for key in (what, "all", "verdict")]
 
     def broadcast_text(self, topic: str, text: str) -> str | None:
         """Return rank 0's text on a topic; None if there is only one rank."""
         if self._store is None:
             return None
-        key = f"{self._prefix}/{topic}"
         if self.rank == 0:
-            self._store.set(key, text)
-        return str(self._wait_for_value(key, f"hear from rank 0 about the {topic}").decode())
+            self._store.set(topic, text)
+        return self._wait_for_text(topic, f"read rank 0's {topic}")
 
     def gather_text(self, topic: str, text: str) -> dict[int, str]:
         """Publish this rank's error text, "" for none, and return the non-empty error texts of all ranks by rank."""
         if self._store is None:
             return {}
-        key = f"{self._prefix}/{topic}"
-        self._store.set(f"{key} {self.rank}", text)
-        self._store.add(f"{key} bad", 1 if text else 0)
-        if self._store.add(f"{key} told", 1) == self._mesh_size:
-            self._store.set(f"{key} verdict", str(self._store.add(f"{key} bad", 0)))
-        error_count = int(self._wait_for_value(f"{key} verdict", f"hear what all ranks say about the {topic}"))
-        if not error_count:
+        self._store.set(f"{topic} {self.rank}", text)
+        self._store.add(f"{topic} errors", 1 if text else 0)
+        if self._store.add(f"{topic} all", 1) == len(self.global_ranks):
+            self._store.set(f"{topic} verdict", str(self._store.add(f"{topic} errors", 0)))
+        if self._wait_for_text(f"{topic} verdict", f"read all ranks' {topic}") == "0":
             return {}
-        texts = {rank: self._store.get(f"{key} {rank}").decode() for rank in range(self._mesh_size)}
+        texts = {rank: self._store.get(f"{topic} {rank}").decode() for rank in range(len(self.global_ranks))}
         return {rank: text for rank, text in texts.items() if text}
 
-    def _wait_for_value(self, key: str, what: str) -> bytes:
-        if self._store is None or self._monitor is None:
-            raise ValueError("there is no store to read")
+    def _wait_for_text(self, key: str, what: str) -> str:
+        assert self._store is not None and self._monitor is not None
         start = time.monotonic()
         try:
-            if not self._wait_for_key(key, what, None, start):
-                missing = self._monitor.missing_ranks()
-                hint = f": ranks {missing} have not called it" if missing else ""
-                text = f"rank {self.rank} waited {_elapsed(start)} to {what}: have all ranks called shard(){hint}?"
-                self._monitor.post_fault(FAULT_ERROR, text)
-                raise RanksDisagreeError(text)
-            return self._store.get(key)
+            if self._wait_for_key(key, what, None, start):
+                return self._store.get(key).decode()
+            missing = self._monitor.missing_ranks()
+            hint = f"ranks {missing} have not called it" if missing else "one of them has not"
+            text = f"rank {self.rank} waited {_elapsed(start)} to {what}: all ranks must call shard(), {hint}"
+            self._monitor.faults.post(FAULT_ERROR, text)
+            raise RanksDisagreeError(text)
         except RanksDisagreeError:
             raise
         except RuntimeError as error:
@@ -184,8 +188,7 @@ class ConsistencyChecker:
 
     def _wait_for_key(self, key: str, what: str, event_index: int | None, began: float) -> bool:
         """Wait until a key is in the store. Return False at the timeout; raise if it will never be there."""
-        if self._store is None or self._monitor is None:
-            raise ValueError("there is no store to read")
+        assert self._store is not None and self._monitor is not None
         pause, is_late = 0.0002, False
         while not self._store.check([key]):  # store.wait() is not interruptible and blocks other users
             waited = time.monotonic() - began
@@ -197,7 +200,7 @@ class ConsistencyChecker:
                 is_late = True
                 self._monitor.request_comparison()
             time.sleep(pause)
-            pause = min(1.5 * pause, self._max_poll_seconds)
+            pause = min(1.5 * pause, 0.02 if len(self.global_ranks) <= 64 else 0.2)
         return True
 
     # -- faults -------------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class ConsistencyChecker:
             if any(fault.is_final for fault in self.faults):
                 raise self._fault_error(what, began, None)
             if time.monotonic() - began > self.timeout:
-                raise self._disagreement_error(f"could not finish to {what} within {_elapsed(began)}")
+                raise self._disagreement_error(f"could not {what} within {_elapsed(began)}")
             with contextlib.suppress(RuntimeError):  # not complete, or failed: is_completed() shows which
                 work.wait(POLL_INTERVAL / 4)
 
@@ -233,18 +236,17 @@ class ConsistencyChecker:
             time.sleep(0.02)
         if self.faults:
             return self._fault_error(what, began, None, first_line)
+        failed = f"could not {what}{_elapsed_clause(began)}: {first_line}"
         try:
-            return self._disagreement_error(f"could not finish to {what}{_elapsed_clause(began)} ({first_line})")
+            return self._disagreement_error(failed)
         except RuntimeError:  # the store died with its rank
-            return RanksDisagreeError(
-                f"rank {self.rank} could not finish to {what}{_elapsed_clause(began)}: {first_line}"
-            )
+            return RanksDisagreeError(f"rank {self.rank} {failed}")
 
     def announce_failure(self, why: str) -> None:
         """Record the reason for ranks that will wait for this one: it left its pass by an exception."""
         if self._store is not None and self._monitor is not None:
             with contextlib.suppress(RuntimeError):  # the store died with its rank
-                self._store.set(f"{self._prefix}/note {self.rank}", f"{self.position()[0]}:{why}")
+                self._store.set(f"note {self.rank}", f"{self.position()[0]}:{why}")
                 self._monitor.request_comparison()
 
     def position(self) -> tuple[int, str]:
@@ -252,12 +254,7 @@ class ConsistencyChecker:
         progress = self._progress() if self._progress is not None else None
         return (0, "shard()") if progress is None else (progress.event_count, progress.describe_last_event())
 
-    def describe_conflict(
-        self,
-        announced: dict[int, tuple[int, str]],
-        failure_notes: dict[int, tuple[int, str]],
-        barrier: BarrierWait | None,
-    ) -> str:
+    def describe_conflict(self, announced: Announcements, failures: Announcements, barrier: BarrierWait | None) -> str:
         """Describe how this rank differs from what others have announced; "" if it does not, or not yet.
 
         If others announced an event index that this rank has passed, it can no longer be confirmed: had the event been
@@ -274,18 +271,16 @@ class ConsistencyChecker:
             mine = progress.event_at(index) if index <= passed else asked_event if index == asked_index else ""
             if index <= passed or (index == asked_index and any(what != asked_event for what in theirs.values())):
                 others = "; ".join(f"rank {rank} is about to {what}" for rank, what in theirs.items())
-                return (
-                    f"ranks disagree: {others}, where rank {self.rank} has come to: {mine or 'another call'}. {_ADVICE}"
-                )
+                return f"ranks disagree: {others}, but rank {self.rank} is at: {mine or 'another call'}. {_ADVICE}"
         for rank, (index, what) in announced.items():
             if barrier is not None and index > max(confirmed, passed) and self.global_ranks[rank] in barrier.ranks:
                 here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.call_site})"
-                return f"ranks disagree: rank {rank} is about to {what}, where {here}. {_ADVICE}"
-        for rank, (index, why) in failure_notes.items():
+                return f"ranks disagree: rank {rank} is about to {what}, but {here}. {_ADVICE}"
+        for rank, (index, why) in failures.items():
             after = index + 1
             mine = progress.event_at(after) if after <= passed else asked_event if after == asked_index else ""
             if mine and not mine.startswith(PASS_START):
-                return f"rank {rank} failed: {why}. Rank {self.rank} has come to: {mine}"
+                return f"rank {rank} failed: {why}. Rank {self.rank} is at: {mine}"
         return ""
 
     def _blocking_fault(self, event_index: int | None) -> RankFault | None:
@@ -296,47 +291,34 @@ class ConsistencyChecker:
     ) -> RanksDisagreeError:
         fault = self._blocking_fault(event_index) or self.faults[0]
         error_clause = f" ({error})" if error else ""
-        notes = "".join(f" {note}." for note in self._announced_failures() if note not in fault.text)
+        failures = "".join(f" {failure}." for failure in self._announced_failures() if failure not in fault.text)
         return RanksDisagreeError(
-            f"rank {self.rank} cannot {what}{_elapsed_clause(began)}: {fault.text}{error_clause}{notes}"
+            f"rank {self.rank} cannot {what}{_elapsed_clause(began)}: {fault.text}{error_clause}{failures}"
         )
 
     def _announced_failures(self) -> list[str]:
         """Return the reasons other ranks recorded before they left their pass: see :meth:`announce_failure`."""
-        found = []
+        found: Announcements = {}
         with contextlib.suppress(RuntimeError):  # the store died with its rank
-            for rank in range(self._mesh_size):
-                index, why = self._read_announcement("note", rank) if rank != self.rank else (-1, "")
-                if why and index >= self._last_confirmed:
-                    found.append(f"rank {rank} failed: {why}")
-        return found
+            found = read_announcements(self._store, "note", self._other_ranks) if self._store is not None else {}
+        return [f"rank {rank} failed: {why}" for rank, (index, why) in found.items() if index >= self._last_confirmed]
 
     def _disagreement_error(self, what: str) -> RanksDisagreeError:
         """Describe the positions of all ranks, in the returned error and to the other ranks."""
-        if self._store is None or self._monitor is None:
-            raise ValueError("one rank cannot disagree with itself")
+        assert self._store is not None and self._monitor is not None
+        announced = read_announcements(self._store, "rank", self._other_ranks)
         elsewhere = []
-        positions = self._monitor.last_positions()
-        for rank in range(self._mesh_size):
-            if rank == self.rank:
-                continue
-            index, event = self._read_announcement("rank", rank)
+        for rank in self._other_ranks:
+            index, event = announced.get(rank, (-1, ""))
             if index > self._last_confirmed:
                 elsewhere.append(f"rank {rank} is about to {event}")
             else:
-                known = f"the last it was known to come to: {positions[rank]}" if rank in positions else "not heard of"
-                elsewhere.append(f"rank {rank} has announced nothing ({known})")
+                last = self._monitor.last_position(rank) or "none"
+                elsewhere.append(f"rank {rank} has announced nothing (its last known event: {last})")
         elsewhere += self._announced_failures()
         text = f"ranks disagree: rank {self.rank} {what}. {'; '.join(elsewhere)}. {_ADVICE}"
-        self._monitor.post_fault(FAULT_ERROR, text)
+        self._monitor.faults.post(FAULT_ERROR, text)
         return RanksDisagreeError(text)
-
-    def _read_announcement(self, topic: str, rank: int) -> tuple[int, str]:
-        key = f"{self._prefix}/{topic} {rank}"
-        if self._store is None or not self._store.check([key]):
-            return -1, ""
-        index, _, event = self._store.get(key).decode().partition(":")
-        return int(index), event
 
 
 def _elapsed(began: float) -> str:

@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import util
@@ -48,9 +49,11 @@ NEIGHBORS_PER_SIDE = 4  # ranks on either side that a rank checks
 COLLECTIVE_GRACE_SECONDS = 3.0  # time for collectives to complete that a rank joined before it exited
 EXIT_GRACE_SECONDS = 3.0  # a process that exits by an exception waits this long for others to read why
 BARRIER_STUCK_POLLS = 3  # a barrier moves no data: after this many polls it is stuck
-THREAD_NAME = "zeroshard watch"
+THREAD_NAME = "zeroshard heartbeats"
 
-FAULT_ERROR, FAULT_DIED, FAULT_EXITED = "error", "gone", "ended"  # kinds of RankFault
+FAULT_ERROR, FAULT_DIED, FAULT_EXITED = "error", "died", "exited"  # kinds of RankFault
+
+Announcements = dict[int, tuple[int, str]]  # by rank: the index of an event, and the event
 
 
 class RanksDisagreeError(RuntimeError):
@@ -83,13 +86,165 @@ class MonitoredRank(Protocol):
     def position(self) -> tuple[int, str]:
         """Return how many events this rank has reached, and a description of the last."""
 
-    def describe_conflict(
-        self,
-        announced: dict[int, tuple[int, str]],
-        failure_notes: dict[int, tuple[int, str]],
-        barrier: BarrierWait | None,
-    ) -> str:
+    def describe_conflict(self, announced: Announcements, failures: Announcements, barrier: BarrierWait | None) -> str:
         """Describe how this rank differs from what others have announced; "" if it does not, or not yet."""
+
+
+class FaultList:
+    """The faults of all ranks: each rank appends to a list in the store, and reads what others appended."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.known: list[RankFault] = []  # the worst first; never replaced, because others hold a reference to it
+        self._store, self._rank = store, rank
+        self._read_count = 0
+        store.add("faults", 0)
+
+    def post(self, kind: str, text: str, moment: int = -1, rank: int | None = None) -> None:
+        """Add a fault of this rank, or of another, to the list in the store."""
+        record = {"kind": kind, "rank": self._rank if rank is None else rank, "text": text, "moment": moment}
+        with contextlib.suppress(RuntimeError):  # the store died with its rank
+            self._store.set(f"fault {self._store.add('faults', 1)}", json.dumps(record))
+
+    def add(self, kind: str, rank: int, text: str, moment: int = -1) -> None:
+        """Add a fault to the known ones."""
+        self.known.append(RankFault(kind, rank, text, moment, time.monotonic()))
+        self.known.sort(key=lambda fault: fault.kind == FAULT_EXITED)
+
+    def read_new(self) -> None:
+        """Read the faults that were posted since the last call."""
+        for index in range(self._read_count + 1, int(self._store.get("faults")) + 1):
+            self._read_count = index
+            key = f"fault {index}"
+            if not self._store.check([key]):
+                time.sleep(0.1)  # it is being written
+                if not self._store.check([key]):
+                    continue
+            record = json.loads(self._store.get(key))
+            if record["rank"] != self._rank or record["kind"] != FAULT_EXITED:
+                self.add(**record)
+            if record["rank"] != self._rank:
+                self._store.add(f"{key} read", 1)
+
+    def wait_until_read(self, readers: int) -> None:
+        """Wait until the others have read all faults: this process may hold the store, and NCCL may end theirs too."""
+        deadline = time.monotonic() + EXIT_GRACE_SECONDS
+        with contextlib.suppress(RuntimeError):
+            unread = [f"fault {n + 1} read" for n in range(int(self._store.get("faults")))]
+            while unread and time.monotonic() < deadline:
+                time.sleep(0.05)
+                unread = [key for key in unread if self._store.add(key, 0) < readers]
+
+
+@dataclass
+class _Peer:
+    """A neighbouring rank: its process and its heartbeats."""
+
+    rank: int
+    machine: str
+    pid: int
+    start_time: str  # distinguishes the process from a later one with the same pid
+    heartbeat: bytes = b""
+    unchanged_polls: int = 0  # since its heartbeat last changed; not in seconds: this process may have been stopped
+    pidfd: int | None = None
+    is_alive: bool = True
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether it is on this machine, perhaps as a thread of this process."""
+        return self.machine == _machine_id()
+
+
+class PeerWatch:
+    """Checks the neighbouring ranks, and sleeps between two checks until one of their processes ends."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._peers: list[_Peer] = []  # empty until all have registered
+        self._lock = threading.RLock()  # guards the wake pipe; reentrant: a garbage collection may call wake()
+        self._wake_read_fd, self._wake_write_fd = os.pipe()
+        self._ready_fds: set[int] = set()  # file descriptors that ended the last wait
+        self._poller = select.poll()
+        self._poller.register(self._wake_read_fd, select.POLLIN)
+        process = [_machine_id(), os.getpid(), _process_start_time(os.getpid())]
+        store.set(f"who {rank}", json.dumps(process))
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until the time is over, :meth:`wake` is called, or the process of a peer on this machine ends."""
+        self._ready_fds = {fd for fd, _ in self._poller.poll(1000 * seconds)}
+        if self._wake_read_fd in self._ready_fds:
+            os.read(self._wake_read_fd, 64)
+
+    def wake(self) -> None:
+        """End the wait of the thread."""
+        with self._lock:
+            if self._wake_write_fd >= 0:
+                os.write(self._wake_write_fd, b"x")
+
+    def close(self) -> None:
+        """Close all file descriptors."""
+        with self._lock:
+            wake_write_fd, self._wake_write_fd = self._wake_write_fd, -1
+            for fd in (self._wake_read_fd, wake_write_fd, *(peer.pidfd for peer in self._peers)):
+                if fd is not None:
+                    os.close(fd)
+
+    @property
+    def are_all_ranks_local(self) -> bool:
+        """Whether all other ranks are known to be on this machine."""
+        return len(self._peers) == self._ranks - 1 and all(peer.is_on_this_machine for peer in self._peers)
+
+    def find_peers(self) -> None:
+        """Find the neighbouring ranks, once all of them have registered."""
+        if self._peers:
+            return
+        neighbors = {(self._rank + step) % self._ranks for step in range(-NEIGHBORS_PER_SIDE, NEIGHBORS_PER_SIDE + 1)}
+        ranks = sorted(neighbors - {self._rank})
+        keys = [f"who {rank}" for rank in ranks]
+        if self._store.check(keys):
+            processes = [json.loads(text) for text in self._store.multi_get(keys)]
+            self._peers = [_Peer(rank, *process) for rank, process in zip(ranks, processes, strict=True)]
+            for peer in self._peers:
+                self._open_pidfd(peer)
+
+    def _open_pidfd(self, peer: _Peer) -> None:
+        """Let the end of a process on this machine end a wait, if the system supports it."""
+        if peer.is_on_this_machine and peer.pid != os.getpid() and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(peer.pid)
+                if _process_start_time(peer.pid) == peer.start_time:  # else the pid was reused
+                    peer.pidfd = pidfd
+                    self._poller.register(pidfd, select.POLLIN)
+                else:
+                    os.close(pidfd)
+
+    def pop_ended(self) -> list[_Peer]:
+        """Return the peers on this machine whose process has ended, each once."""
+        ended = [peer for peer in self._peers if peer.is_alive and peer.is_on_this_machine and self._has_ended(peer)]
+        for peer in ended:
+            peer.is_alive = False
+            if peer.pidfd is not None:
+                self._poller.unregister(peer.pidfd)
+        return ended
+
+    def _has_ended(self, peer: _Peer) -> bool:
+        if peer.pid == os.getpid():  # ranks are threads of this process
+            return False
+        if peer.pidfd is not None:
+            return peer.pidfd in self._ready_fds
+        return _process_start_time(peer.pid) != peer.start_time
+
+    def pop_silent(self, timeout: float) -> list[_Peer]:
+        """Return the peers on other machines without a heartbeat for ``timeout`` seconds, each once."""
+        remote = [peer for peer in self._peers if not peer.is_on_this_machine]
+        heartbeats = self._store.multi_get([f"beat {peer.rank}" for peer in remote]) if remote else []
+        silent = []
+        for peer, heartbeat in zip(remote, heartbeats, strict=True):
+            peer.unchanged_polls = peer.unchanged_polls + 1 if heartbeat == peer.heartbeat else 0
+            peer.heartbeat = heartbeat
+            if peer.is_alive and peer.unchanged_polls * HEARTBEAT_INTERVAL_SECONDS >= timeout:
+                peer.is_alive = False
+                silent.append(peer)
+        return silent
 
 
 @dataclass(frozen=True)
@@ -101,77 +256,71 @@ class BarrierWait:
     frame_id: int  # distinguishes it from the next one
 
 
-@dataclass
-class _Peer:
-    """Another rank: its process and its heartbeats."""
+class BarrierDetector:
+    """Finds out that the thread that created it is stuck in a ``torch.distributed.barrier`` of the user."""
 
-    rank: int
-    machine: str
-    pid: int
-    start_time: str  # distinguishes the process from a later one with the same pid
-    heartbeat: bytes = b""
-    unchanged_polls: int = 0  # polls since its heartbeat last changed
-    pidfd: int | None = None
-    is_alive: bool = True
+    def __init__(self) -> None:
+        self._thread_id = threading.get_ident()
+        self._barrier: BarrierWait | None = None
+        self._polls = 0  # polls at which the thread was found in it
+
+    def poll(self) -> BarrierWait | None:
+        """Return the barrier that the thread has been in for several polls."""
+        barrier = self._find_barrier()
+        self._polls = self._polls + 1 if barrier is not None and barrier == self._barrier else 0
+        self._barrier = barrier
+        return barrier if self._polls >= BARRIER_STUCK_POLLS else None
+
+    def _find_barrier(self) -> BarrierWait | None:
+        frame = sys._current_frames().get(self._thread_id)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name in ("barrier", "monitored_barrier") and code.co_filename.endswith("distributed_c10d.py"):
+                group, caller = frame.f_locals.get("group"), frame.f_back
+                while caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # its decorators
+                    caller = caller.f_back
+                site = f"{caller.f_code.co_filename}, line {caller.f_lineno}" if caller is not None else "unknown line"
+                try:
+                    return BarrierWait(tuple(dist.get_process_group_ranks(group)), site, id(frame))
+                except (KeyError, ValueError, RuntimeError):  # a group that is being destroyed
+                    return None
+            frame = frame.f_back
+        return None
 
 
 class HeartbeatMonitor:
     """The thread that monitors the other ranks of one sharded model: see [Note: heartbeats and faults]."""
 
     def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        rank: int,
-        global_ranks: list[int],
-        monitored: MonitoredRank,
-        heartbeat_timeout: float,
+        self, store: Store, rank: int, global_ranks: Sequence[int], monitored: MonitoredRank, heartbeat_timeout: float
     ) -> None:
-        self.faults: list[RankFault] = []  # never replaced: others hold a reference to the list
         # Its own connection: it works while the rank's thread waits in the store.
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-        self._prefix, self._rank, self._global_ranks = f"{prefix}/watch", rank, global_ranks
+        self._rank, self._global_ranks = rank, global_ranks
         self._heartbeat_timeout = heartbeat_timeout
         self._monitored = weakref.ref(monitored)
-        self._heartbeat_count = self._faults_read = 0
-        self._comparison_requests = b"0"
-        self._announcements: dict[int, tuple[int, str]] = {}
-        self._failure_notes: dict[int, tuple[int, str]] = {}
+        self.faults = FaultList(self._store, rank)
+        self._peers = PeerWatch(self._store, rank, len(global_ranks))
+        self._barriers = BarrierDetector()
         self._position = (0, "")
-        self._peers: list[_Peer] | None = None
+        self._heartbeat_count = 0
+        self._comparison_requests = b"0"
+        self._announcements: Announcements = {}
+        self._failures: Announcements = {}
         self._has_aborted = False  # whether NCCL communicators were aborted
         self._has_group = False  # whether the rank had a process group at the last poll
-        self._rank_thread_id = threading.get_ident()
-        self._barrier: BarrierWait | None = None
-        self._barrier_polls = 0  # polls at which the rank was found in it
         self._is_closed = self._is_model_dropped = False
-        self._lock = threading.RLock()  # guards the wake pipe; reentrant: a garbage collection may call wake()
-        self._wake_read_fd, self._wake_write_fd = os.pipe()
-        self._ready_fds: set[int] = set()  # file descriptors that woke the thread
-        self._poller = select.poll()
-        self._poller.register(self._wake_read_fd, select.POLLIN)
-        for key in ("faults", "lates"):
-            self._store.add(f"{self._prefix}/{key}", 0)
-        self._store.set(
-            f"{self._prefix}/who {rank}", json.dumps([_machine_id(), os.getpid(), _process_start_time(os.getpid())])
-        )
+        self._store.add("late", 0)
         self._exit_finalizer = util.Finalize(None, self._at_exit, exitpriority=100)  # also in child processes
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     # -- called by the rank itself --------------------------------------------------------------------------------
 
-    def post_fault(self, kind: str, text: str, moment: int = -1, rank: int | None = None) -> None:
-        """Add a fault of this rank, or of another, to the fault list in the store."""
-        record = {"kind": kind, "rank": self._rank if rank is None else rank, "text": text, "moment": moment}
-        with contextlib.suppress(RuntimeError):  # the store died with its rank
-            index = self._store.add(f"{self._prefix}/faults", 1)
-            self._store.set(f"{self._prefix}/fault {index}", json.dumps(record))
-
     def request_comparison(self) -> None:
         """Ask the other ranks to compare their positions with what this rank has announced."""
         with contextlib.suppress(RuntimeError):
-            self._store.add(f"{self._prefix}/lates", 1)
+            self._store.add("late", 1)
 
     def announce_model_dropped(self, position: tuple[int, str] | None = None) -> None:
         """Notify the others that this rank dropped the model at ``position``, and stop the thread."""
@@ -179,6 +328,10 @@ class HeartbeatMonitor:
             self._position = position or self._position
             self._is_model_dropped = True
             self.wake()
+
+    def wake(self) -> None:
+        """Make the thread poll now."""
+        self._peers.wake()
 
     def close(self) -> None:
         """Stop the thread: no rank will wait for this one any more."""
@@ -188,44 +341,30 @@ class HeartbeatMonitor:
     @property
     def max_detection_seconds(self) -> float:
         """Seconds after which every fault that explains a failure is known."""
-        peers = self._peers or []
-        are_all_local = len(peers) == len(self._global_ranks) - 1 and all(
-            peer.machine == _machine_id() for peer in peers
-        )
-        return COLLECTIVE_GRACE_SECONDS if are_all_local else self._heartbeat_timeout + 1.5 * HEARTBEAT_INTERVAL_SECONDS
+        if self._peers.are_all_ranks_local:
+            return COLLECTIVE_GRACE_SECONDS
+        return self._heartbeat_timeout + 1.5 * HEARTBEAT_INTERVAL_SECONDS
 
-    def last_positions(self) -> dict[int, str]:
-        """Return the last known positions of the other ranks, from their heartbeats."""
-        positions = {}
-        for rank in range(len(self._global_ranks)):
-            key = f"{self._prefix}/beat {rank}"
-            if rank != self._rank and self._store.check([key]):
-                positions[rank] = self._store.get(key).decode().split(" ", 2)[-1]
-        return positions
+    def last_position(self, rank: int) -> str:
+        """Return the last known position of another rank, from its heartbeat; "" without one."""
+        key = f"beat {rank}"
+        return self._store.get(key).decode().split(" ", 2)[-1] if self._store.check([key]) else ""
 
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not called shard() for this model."""
-        return [r for r in range(len(self._global_ranks)) if not self._store.check([f"{self._prefix}/who {r}"])]
+        return [rank for rank in range(len(self._global_ranks)) if not self._store.check([f"who {rank}"])]
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._is_closed and not self._is_model_dropped and self._poll_once():
-                self._ready_fds = {fd for fd, _ in self._poller.poll(1000 * HEARTBEAT_INTERVAL_SECONDS)}
-                if self._wake_read_fd in self._ready_fds:
-                    os.read(self._wake_read_fd, 64)
+                self._peers.wait(HEARTBEAT_INTERVAL_SECONDS)
             if not self._is_closed and self._is_model_dropped:
-                self._post_exit("has no such sharded model any more")
+                self._post_exit("has dropped its sharded model")
                 self._exit_finalizer.cancel()
         finally:
-            for peer in self._peers or ():
-                if peer.pidfd is not None:
-                    os.close(peer.pidfd)
-            with self._lock:
-                fds, self._wake_write_fd = (self._wake_read_fd, self._wake_write_fd), -1
-                for fd_to_close in fds:
-                    os.close(fd_to_close)
+            self._peers.close()
 
     def _poll_once(self) -> bool:
         """Write a heartbeat and read the store; return whether to continue."""
@@ -236,164 +375,71 @@ class HeartbeatMonitor:
         had_group, self._has_group = self._has_group, dist.is_initialized()
         try:
             self._heartbeat_count += 1
-            heartbeat = f"{self._heartbeat_count} {self._position[0]} {self._position[1]}"
-            self._store.set(f"{self._prefix}/beat {self._rank}", heartbeat)
+            self._store.set(f"beat {self._rank}", f"{self._heartbeat_count} {self._position[0]} {self._position[1]}")
             if had_group and not self._has_group:
                 self._post_exit("has destroyed its process group")
-            self._check_processes()  # first: under NCCL, abort a dead rank's communicators early
-            self._read_faults()
-            self._check_heartbeats()
-            self._abort_hung_collectives()  # this rank may have advanced since a fault was found
-            conflict = monitored.describe_conflict(self._announcements, self._failure_notes, self._stuck_barrier())
+            self._peers.find_peers()
+            self._report_ended()  # first: under NCCL, abort a dead rank's communicators early
+            self._read_store()
+            for peer in self._peers.pop_silent(self._heartbeat_timeout):
+                machine = peer.machine.split()[0]
+                self._report_death(peer, f"no heartbeat from machine {machine} for {self._heartbeat_timeout:g} s")
+            stuck_barrier = self._barriers.poll() if self._announcements else None
+            conflict = monitored.describe_conflict(self._announcements, self._failures, stuck_barrier)
             if conflict:
-                self.post_fault(FAULT_ERROR, conflict)
-                self._read_faults()
+                self.faults.post(FAULT_ERROR, conflict)
+                self._read_store()
         except (RuntimeError, ValueError) as error:
             time.sleep(0.3)  # connections close before a process ends
-            self._ready_fds = {fd for fd, _ in self._poller.poll(0)}
-            self._check_processes(is_store_reachable=False)
-            if not self.faults:
-                lost = (
-                    f"the job's store does not answer ({_first_line(error)}): rank 0, or the launcher, which holds it"
-                )
-                self._add_fault(RankFault(FAULT_DIED, 0, f"{lost}, is gone", known_since=time.monotonic()))
+            self._peers.wait(0)
+            self._report_ended(is_store_reachable=False)
+            if not self.faults.known:
+                reason = str(error).partition("\n")[0]
+                why = f"the job's store does not answer ({reason}): rank 0, or the launcher, which holds it, is gone"
+                self.faults.add(FAULT_DIED, 0, why)
+            self._abort_hung_collectives()
             return False
-        return not any(fault.kind != FAULT_EXITED for fault in self.faults)
+        return not any(fault.kind != FAULT_EXITED for fault in self.faults.known)
 
-    def _read_faults(self) -> None:
-        faults, comparison_requests = self._store.multi_get([f"{self._prefix}/faults", f"{self._prefix}/lates"])
-        for index in range(self._faults_read + 1, int(faults) + 1):
-            self._faults_read = index
-            key = f"{self._prefix}/fault {index}"
-            if not self._store.check([key]):
-                time.sleep(0.1)  # it is being written
-                if not self._store.check([key]):
-                    continue
-            record = json.loads(self._store.get(key))
-            if record["rank"] != self._rank or record["kind"] != FAULT_EXITED:
-                self._add_fault(RankFault(**record, known_since=time.monotonic()))
-            if record["rank"] != self._rank:
-                self._store.add(f"{key} read", 1)
+    def _read_store(self) -> None:
+        self.faults.read_new()
+        self._abort_hung_collectives()  # also for known faults: this rank may have advanced since
+        comparison_requests = self._store.get("late")
         if comparison_requests != self._comparison_requests:
             self._comparison_requests = comparison_requests
-            self._announcements = self._read_announcements("rank")
-            self._failure_notes = self._read_announcements("note")
+            others = [rank for rank in range(len(self._global_ranks)) if rank != self._rank]
+            self._announcements = read_announcements(self._store, "rank", others)
+            self._failures = read_announcements(self._store, "note", others)
 
-    def _stuck_barrier(self) -> BarrierWait | None:
-        """Return the barrier this rank has been in for several polls, while another has announced something else."""
-        barrier = _find_barrier(self._rank_thread_id) if self._announcements else None
-        is_same = barrier is not None and barrier == self._barrier
-        self._barrier, self._barrier_polls = barrier, self._barrier_polls + 1 if is_same else 0
-        return barrier if self._barrier_polls >= BARRIER_STUCK_POLLS else None
-
-    def _read_announcements(self, topic: str) -> dict[int, tuple[int, str]]:
-        announcements = {}
-        parent = self._prefix.rpartition("/")[0]
-        for rank in range(len(self._global_ranks)):
-            key = f"{parent}/{topic} {rank}"
-            if rank != self._rank and self._store.check([key]):
-                index, _, text = self._store.get(key).decode().partition(":")
-                announcements[rank] = (int(index), text)
-        return announcements
-
-    def _add_fault(self, fault: RankFault) -> None:
-        self.faults[:] = sorted([*self.faults, fault], key=lambda item: item.kind == FAULT_EXITED)  # the worst first
-        self._abort_hung_collectives()
-
-    def _abort_hung_collectives(self) -> None:
-        """Under NCCL, make the device stop waiting for a rank that will not arrive."""
-        for fault in self.faults:
-            if not self._has_aborted and fault.is_blocking(self._position[0]):
-                self._has_aborted = True
-                _abort_nccl(
-                    {self._global_ranks[fault.rank]} if fault.kind != FAULT_ERROR else set(self._global_ranks),
-                    fault.text,
-                )
-
-    # -- liveness -----------------------------------------------------------------------------------------------
-
-    def _find_peers(self) -> list[_Peer] | None:
-        """Return the neighbouring ranks, once all of them have registered."""
-        if self._peers is None:
-            ranks = len(self._global_ranks)
-            neighbors = {(self._rank + step) % ranks for step in range(-NEIGHBORS_PER_SIDE, NEIGHBORS_PER_SIDE + 1)} - {
-                self._rank
-            }
-            keys = {rank: f"{self._prefix}/who {rank}" for rank in sorted(neighbors)}
-            if self._store.check(list(keys.values())):
-                texts = self._store.multi_get(list(keys.values()))
-                self._peers = [_Peer(rank, *json.loads(text)) for rank, text in zip(keys, texts, strict=True)]
-                for peer in self._peers:
-                    self._open_pidfd(peer)
-        return self._peers
-
-    def _open_pidfd(self, peer: _Peer) -> None:
-        """Wake the thread at once when a process on this machine ends, if the system supports it."""
-        if peer.machine == _machine_id() and peer.pid != os.getpid() and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                pidfd = os.pidfd_open(peer.pid)
-                if _process_start_time(peer.pid) == peer.start_time:  # else the pid was reused
-                    peer.pidfd = pidfd
-                    self._poller.register(pidfd, select.POLLIN)
-                else:
-                    os.close(pidfd)
-
-    def _check_processes(self, is_store_reachable: bool = True) -> None:
-        for peer in (self._find_peers() if is_store_reachable else self._peers) or ():
-            is_local = (
-                peer.machine == _machine_id() and peer.pid != os.getpid()
-            )  # else ranks are threads of this process
-            is_gone = (
-                peer.pidfd in self._ready_fds
-                if peer.pidfd is not None
-                else _process_start_time(peer.pid) != peer.start_time
-            )
-            if not (is_local and peer.is_alive and is_gone):
-                continue
-            peer.is_alive = False
-            if peer.pidfd is not None:
-                self._poller.unregister(peer.pidfd)
+    def _report_ended(self, is_store_reachable: bool = True) -> None:
+        """Report the ranks on this machine whose process has ended."""
+        for peer in self._peers.pop_ended():
             if is_store_reachable:
                 with contextlib.suppress(RuntimeError):  # the process may have held the store
-                    self._read_faults()  # it may have recorded a reason
-            self._report_death(peer, f"its process {peer.pid} was killed, or ended without a word", is_store_reachable)
-
-    def _check_heartbeats(self) -> None:
-        remote = [peer for peer in self._find_peers() or () if peer.machine != _machine_id()]
-        if not remote:
-            return
-        heartbeats = self._store.multi_get([f"{self._prefix}/beat {peer.rank}" for peer in remote])
-        for peer, heartbeat in zip(remote, heartbeats, strict=True):
-            peer.unchanged_polls = (
-                peer.unchanged_polls + 1 if heartbeat == peer.heartbeat else 0
-            )  # counted in polls: this process may have been stopped
-            peer.heartbeat = heartbeat
-            silence = peer.unchanged_polls * HEARTBEAT_INTERVAL_SECONDS
-            if peer.is_alive and silence >= self._heartbeat_timeout:
-                peer.is_alive = False
-                self._report_death(
-                    peer, f"nothing was heard of it, on machine {peer.machine.split()[0]}, for {silence:g} s"
-                )
+                    self.faults.read_new()  # it may have recorded a reason
+            self._report_death(peer, f"its process {peer.pid} was killed, or exited silently", is_store_reachable)
 
     def _report_death(self, peer: _Peer, how: str, is_store_reachable: bool = True) -> None:
         """Notify all ranks that a rank has died, unless it has recorded itself how it ended."""
-        if any(fault.rank == peer.rank and fault.kind != FAULT_ERROR for fault in self.faults):
+        if any(fault.rank == peer.rank and fault.kind != FAULT_ERROR for fault in self.faults.known):
             return
         text = f"rank {peer.rank} has died: {how}"
         if is_store_reachable:
             with contextlib.suppress(RuntimeError):
-                last = self._store.get(f"{self._prefix}/beat {peer.rank}").decode().split(" ", 2)[-1]
-                text += f". The last it was known to come to: {last}"
-                self.post_fault(FAULT_DIED, text, rank=peer.rank)
-        self._add_fault(RankFault(FAULT_DIED, peer.rank, text, known_since=time.monotonic()))
+                text += f". Its last known event: {self.last_position(peer.rank)}"
+                self.faults.post(FAULT_DIED, text, rank=peer.rank)
+        self.faults.add(FAULT_DIED, peer.rank, text)
+        self._abort_hung_collectives()
+
+    def _abort_hung_collectives(self) -> None:
+        """Under NCCL, make the device stop waiting for a rank that will not arrive."""
+        for fault in self.faults.known:
+            if not self._has_aborted and fault.is_blocking(self._position[0]):
+                self._has_aborted = True
+                is_for_all = fault.kind == FAULT_ERROR
+                _abort_nccl(set(self._global_ranks) if is_for_all else {self._global_ranks[fault.rank]}, fault.text)
 
     # -- shutdown -----------------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Make the thread poll now."""
-        with self._lock:
-            if self._wake_write_fd >= 0:
-                os.write(self._wake_write_fd, b"x")
 
     def _stop(self) -> None:
         self._is_closed = True
@@ -407,42 +453,25 @@ class HeartbeatMonitor:
         self._position = self._position if monitored is None else monitored.position()
         error = _ending_error()
         has_raised = error is not None and not isinstance(error, RanksDisagreeError)  # the others know of that one
-        self._post_exit(f"raised {type(error).__name__}: {error}" if has_raised else "has ended")
+        self._post_exit(f"raised {type(error).__name__}: {error}" if has_raised else "has exited")
         if error is not None:
-            self._wait_until_read()
+            self.faults.wait_until_read(len(self._global_ranks) - 1)
         self._stop()
 
     def _post_exit(self, how: str) -> None:
         moment, last = self._position
-        self.post_fault(FAULT_EXITED, f"rank {self._rank} {how}. The last it came to: {last}", moment)
-
-    def _wait_until_read(self) -> None:
-        """Wait until the others have read why: this process may hold the store, and NCCL may end theirs with it."""
-        deadline = time.monotonic() + EXIT_GRACE_SECONDS
-        with contextlib.suppress(RuntimeError):
-            unread = [
-                f"{self._prefix}/fault {n + 1} read" for n in range(int(self._store.get(f"{self._prefix}/faults")))
-            ]
-            while unread and time.monotonic() < deadline:
-                time.sleep(0.05)
-                unread = [key for key in unread if self._store.add(key, 0) < len(self._global_ranks) - 1]
+        self.faults.post(FAULT_EXITED, f"rank {self._rank} {how}. Its last event: {last}", moment)
 
 
-def _find_barrier(thread: int) -> BarrierWait | None:
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in ("barrier", "monitored_barrier") and code.co_filename.endswith("distributed_c10d.py"):
-            group, caller = frame.f_locals.get("group"), frame.f_back
-            while caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # its decorators
-                caller = caller.f_back
-            line = f"{caller.f_code.co_filename}, line {caller.f_lineno}" if caller is not None else "an unknown line"
-            try:
-                return BarrierWait(tuple(dist.get_process_group_ranks(group)), line, id(frame))
-            except (KeyError, ValueError, RuntimeError):  # a group that is being destroyed
-                return None
-        frame = frame.f_back
-    return None
+def read_announcements(store: Store, topic: str, ranks: Iterable[int]) -> Announcements:
+    """Return what ranks have announced on a topic."""
+    announcements = {}
+    for rank in ranks:
+        key = f"{topic} {rank}"
+        if store.check([key]):
+            index, _, text = store.get(key).decode().partition(":")
+            announcements[rank] = (int(index), text)
+    return announcements
 
 
 def _ending_error() -> BaseException | None:
@@ -451,10 +480,6 @@ def _ending_error() -> BaseException | None:
     if isinstance(error, SystemExit):  # multiprocessing exits this way after an exception
         error = error.__context__
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 @cache
@@ -503,7 +528,7 @@ def _abort_nccl(ranks: set[int], why: str) -> None:
     if threads:
         for thread in threads:
             thread.start()
-        logging.getLogger("zeroshard").error("NCCL's communicators are ended, because %s", why)
+        logging.getLogger("zeroshard").error("aborted the NCCL communicators: %s", why)
         for thread in threads:
             thread.join(5.0)
 

@@ -8,6 +8,7 @@ import json
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import ConsistencyChecker, RanksDisagreeError, group_timeout_seconds
@@ -27,19 +28,18 @@ def open_consistency_checker(
         groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups() if dist.is_initialized() else []
         timeout = max((group_timeout_seconds(group, device or torch.device("cpu")) for group in groups), default=1.0)
     if not (dist.is_available() and dist.is_initialized()) or "fake" in dist.get_backend_config():
-        return ConsistencyChecker(None, "", 0, 1, timeout)
+        return ConsistencyChecker(None, 0, [0], timeout)
     ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
     if len(ranks) == 1:
-        return ConsistencyChecker(None, "", 0, 1, timeout)
+        return ConsistencyChecker(None, 0, [0], timeout)
     rank = dist.get_rank()
     if rank not in ranks:
         raise ValueError(f"rank {rank} called shard() with a mesh of ranks {ranks}, which it is not part of")
     store = dist.distributed_c10d._get_default_store()
     prefix = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
     call_count = store.add(f"{prefix}/calls of {rank}", 1)  # counts the shard() calls of these ranks
-    return ConsistencyChecker(
-        store, f"{prefix}/{call_count}", ranks.index(rank), len(ranks), timeout, ranks, heartbeat_timeout
-    )
+    store_of_model = PrefixStore(f"{prefix}/{call_count}", store)
+    return ConsistencyChecker(store_of_model, ranks.index(rank), ranks, timeout, heartbeat_timeout)
 
 
 def verify_same_model(
