@@ -22,18 +22,18 @@ import zeroshard
     [
         (0, ValueError, "an int of at least 1"),
         (-2, ValueError, "an int of at least 1"),
-        (True, ValueError, "blocks=True"),
+        (True, ValueError, "or a list, got True"),
         (1.5, TypeError, "None, an int, a list or a function"),
-        ("blocks.*", TypeError, r"is one block: give a list of them, \['blocks\.\*'\]"),
-        (nn.Linear, TypeError, "is one block: give a list"),
-        (nn.Linear(1, 1), TypeError, "is one block: give a list"),
-        (["block.*"], ValueError, r"'block\.\*' matches no module .*named like \['blocks', 'blocks\.0'"),
+        ("blocks.*", TypeError, r"is a single entry: pass a list, \['blocks\.\*'\]"),
+        (nn.Linear, TypeError, "is a single entry: pass a list"),
+        (nn.Linear(1, 1), TypeError, "is a single entry: pass a list"),
+        (["block.*"], ValueError, r"'block\.\*' matches no module .*module names: \['blocks', 'blocks\.0'"),
         (["blocks.0", "blocks.7"], ValueError, r"'blocks\.7' matches no module"),
         ([nn.Conv2d], ValueError, "Conv2d'> matches no module"),
         ([nn.Linear(1, 1)], ValueError, "the Linear given matches no module"),
-        ([3], TypeError, "patterns of names, classes of modules or modules, got 3"),
-        ([int], TypeError, "classes of modules or modules, got <class 'int'>"),
-        (lambda name, module: False, ValueError, "says no to every module"),
+        ([3], TypeError, "name patterns, module classes or modules, got 3"),
+        ([int], TypeError, "module classes or modules, got <class 'int'>"),
+        (lambda name, module: False, ValueError, "selects no module"),
         (["blocks"], ValueError, "'blocks' is a ModuleList, which is never called"),
     ],
 )
@@ -46,18 +46,18 @@ def test_blocks_that_mean_nothing_are_refused(blocks: Any, kind: type[Exception]
 
 def test_a_model_without_repeated_blocks_is_told_what_there_is() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"no repeated blocks: name some; its modules are named like \['0', '1'\]"):
+    with pytest.raises(ValueError, match=r"no repeated blocks: select some .* module names: \['0', '1'\]"):
         zeroshard.checkpoint_activations(model)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partition": "tensor"}, "partition is None, a bool or a DeviceMesh, got 'tensor'"),
-        ({"partition": 2}, "partition is None, a bool or a DeviceMesh, got 2"),
-        ({"offload": 1}, "offload is a bool, got 1"),
-        ({"policy": 3}, "policy is a function or a list of operators.*got 3"),
-        ({"policy": [torch.ops.aten.mm]}, "policy is a function or a list of operators.*OpOverload"),
+        ({"partition": "tensor"}, "partition must be None, a bool or a DeviceMesh, got 'tensor'"),
+        ({"partition": 2}, "partition must be None, a bool or a DeviceMesh, got 2"),
+        ({"offload": 1}, "offload must be a bool, got 1"),
+        ({"policy": 3}, "policy must be a function or a list of operators.*got 3"),
+        ({"policy": [torch.ops.aten.mm]}, "policy must be a function or a list of operators.*OpOverload"),
     ],
 )
 def test_options_of_a_wrong_kind_are_refused(options: dict[str, Any], words: str) -> None:
@@ -66,7 +66,7 @@ def test_options_of_a_wrong_kind_are_refused(options: dict[str, Any], words: str
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model is an nn\.Module, got function"):
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function"):
         zeroshard.checkpoint_activations(lambda x: x)  # type: ignore[arg-type]
 
 
@@ -91,7 +91,7 @@ def test_partition_needs_an_axis() -> None:
         with pytest.raises(ValueError, match=r'one axis, got 2 .*mesh\["tensor"\]'):
             zeroshard.checkpoint_activations(make_net(), partition=mesh)
         divided = zeroshard.checkpoint_activations(make_net(), partition=mesh["b"])
-        with pytest.raises(TypeError, match="cannot be pickled: undo it first"):
+        with pytest.raises(TypeError, match="cannot be pickled: undo checkpointing first"):
             pickle.dumps(divided)
         copy.deepcopy(divided)
 
@@ -132,7 +132,7 @@ class Writing(nn.Module):
 def test_a_block_that_writes_into_its_input_is_refused(offload: bool) -> None:
     model = built(lambda: Writing(True))
     zeroshard.checkpoint_activations(model, offload=offload)
-    with pytest.raises(RuntimeError, match=r"an input of block 'layers\.1' .*changed in place.* by the block itself"):
+    with pytest.raises(RuntimeError, match=r"an input of block 'layers\.1' .*modified in place.* by the block itself"):
         model(torch.randn(2, 4, requires_grad=True), torch.ones(4))
 
 
@@ -142,7 +142,7 @@ def test_an_input_kept_by_reference_that_was_written_into_is_refused(offload: bo
     zeroshard.checkpoint_activations(model, offload=offload)
     loss = model(torch.randn(2, 4, requires_grad=True), mask)
     mask.zero_()
-    with pytest.raises(RuntimeError, match=r"an input of block 'layers\.2' .*changed in place.* before backward"):
+    with pytest.raises(RuntimeError, match=r"an input of block 'layers\.2' .*modified in place.* before the backward"):
         loss.backward()
 
 
@@ -211,7 +211,7 @@ def test_a_cache_with_something_in_it_is_refused() -> None:
     with torch.no_grad():
         model[1](x, cache)
     assert len(cache.keys) == 1
-    with pytest.raises(ValueError, match=r"a Cache with keys and values in it.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"a Cache that contains keys and values.*use_cache=False"):
         model[1](x, cache)
 
 
@@ -242,7 +242,7 @@ def test_a_backward_after_parameters_changed_is_refused(stage: int | None, polic
     model(x).float().sum().backward()
     old = model(x).float().sum()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' were changed after the forward .* block '1'"):
+    with pytest.raises(RuntimeError, match=r"'1\.0\.weight' was modified between the forward .* block '1'"):
         old.backward()
     optimizer.zero_grad()
     model(x).float().sum().backward(retain_graph=True)

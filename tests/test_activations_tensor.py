@@ -183,8 +183,8 @@ def on_a_data_axis(rank: int, model: nn.Module, rows: tuple[int, int]) -> str:
 def test_inputs_that_differ_are_refused_alike_on_all_ranks(rows: tuple[int, int], what: str) -> None:
     first, second = run_threads(2, on_a_data_axis, make_net(), rows)
     assert first == second
-    assert "the input of block 'blocks.0' would be divided over 2 ranks" in first
-    assert f"ranks [1] of the axis have another {what} than its rank 0" in first
+    assert "the input of block 'blocks.0' cannot be partitioned over 2 ranks" in first
+    assert f"on ranks [1] of the axis its {what} differs from rank 0" in first
     assert "partition=False" in first
 
 

@@ -609,7 +609,7 @@ def test_checkpointing_is_chosen_and_done() -> None:
             TypeError,
             "loss is a function of the model's output, or None, got 5",
         ),
-        ({"stage": "autos"}, ValueError, "stage is 0, 1, 2 or 3, got 'autos'"),
+        ({"stage": "autos"}, ValueError, "stage must be 0, 1, 2 or 3, got 'autos'"),
         ({"checkpoint": "host"}, ValueError, "checkpoint is None or 'auto', got 'host'"),
         ({"stage": "auto", "stagee": 2}, TypeError, "did you mean 'stage'"),
     ],
@@ -622,7 +622,7 @@ def test_bad_input_is_refused(options: dict[str, Any], error: type[Exception], w
 
 
 def test_auto_never_reaches_the_engine() -> None:
-    with pytest.raises(ValueError, match=r"got 'auto', which zeroshard.shard\(\) takes"):
+    with pytest.raises(ValueError, match=r"got 'auto': only zeroshard.shard\(\) accepts it"):
         zeroshard.Config(stage="auto")  # type: ignore[arg-type]
     model, _ = zeroshard.shard(gpt(), stage="auto", offload="auto", inputs=(TOKENS, TOKENS))
     assert model._zeroshard.engine.config.stage in (0, 1, 2, 3) and model._zeroshard.engine.config.offload is None

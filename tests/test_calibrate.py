@@ -250,7 +250,7 @@ def test_operations_that_launch_nothing_do_not_count() -> None:
 
 
 def test_a_directory_that_is_named_and_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="absent is no directory: make it, or name one that is there"):
+    with pytest.raises(DiskError, match="absent is not a directory: create it, or pass one that exists"):
         calibrate("cpu", directory=tmp_path / "absent", seconds=BRIEF)
 
 
@@ -377,4 +377,4 @@ def test_where_one_rank_has_no_disk_all_are_told(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
         run_processes(2, lost, str(tmp_path), timeout=60)
     assert sorted(failure.value.accounts) == [0, 1]
-    assert all("absent is no directory" in account for account in failure.value.accounts.values())
+    assert all("absent is not a directory" in account for account in failure.value.accounts.values())

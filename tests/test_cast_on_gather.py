@@ -412,7 +412,7 @@ def test_a_group_that_is_added_later_keeps_its_copy_and_learns() -> None:
 
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_a_bad_value_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=f"cast_on_gather is True or False, got {value!r}"):
+    with pytest.raises(ValueError, match=f"cast_on_gather must be True or False, got {value!r}"):
         Config(cast_on_gather=value)
 
 

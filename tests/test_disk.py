@@ -143,7 +143,7 @@ def test_views_that_begin_with_a_page_are_moved_alone(tmp_path: Path) -> None:
     wanted[4096:] = 0
     assert torch.equal(tensor, wanted)
     for wrong in (tensor[1:2048], tensor[::2], tensor[1024:2000]):
-        with pytest.raises(ValueError, match=r"bytes \d+ to \d+ of a tensor of 20000 bytes.*move the whole tensor"):
+        with pytest.raises(ValueError, match=r"bytes \d+ to \d+ of a tensor of 20000 bytes: the view must be"):
             disk.start_write(aligned_buffer(wrong.nbytes), wrong)
     assert torch.equal(tensor, wanted)
 
@@ -151,15 +151,15 @@ def test_views_that_begin_with_a_page_are_moved_alone(tmp_path: Path) -> None:
 def test_sides_of_a_transfer_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     tensor = disk.zeros(2000, torch.float32)
-    with pytest.raises(ValueError, match=r"none of the disk in .*, or was freed"):
+    with pytest.raises(ValueError, match=r"does not belong to the disk in .*, or was freed"):
         disk.start_read(torch.zeros(2000), aligned_buffer(8000))
     with pytest.raises(
-        ValueError, match=r"of 4096 bytes on cpu cannot be one side of a transfer of 8192 bytes.*buffer"
+        ValueError, match=r"of 4096 bytes on cpu cannot be the buffer of a transfer of 8192 bytes.*buffer"
     ):
         disk.start_read(tensor, aligned_buffer(4096))
-    with pytest.raises(ValueError, match="begin at a multiple of 4096"):
+    with pytest.raises(ValueError, match="start at a multiple of 4096"):
         disk.start_read(tensor, aligned_buffer(16384)[8:])
-    with pytest.raises(ValueError, match="of the same dtype, or of uint8"):
+    with pytest.raises(ValueError, match="the same dtype, or uint8"):
         disk.start_read(tensor, aligned_buffer(8192).view(torch.bfloat16))
     with pytest.raises(ValueError, match="at least as many bytes"):
         disk.start_write(aligned_buffer(8192)[:7000], tensor)
@@ -260,12 +260,12 @@ def test_children_of_the_process_do_not_have_its_buffers() -> None:
 
 
 def test_directories_that_cannot_be_used_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match=r"/absent is no directory: make it, or name one that is there"):
+    with pytest.raises(DiskError, match=r"/absent is not a directory: create it, or pass one that exists"):
         Disk(tmp_path / "absent")
     (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match="/file is no directory"):
+    with pytest.raises(DiskError, match="/file is not a directory"):
         Disk(tmp_path / "file")
-    with pytest.raises(DiskError, match=r"no file can be made in /proc"):
+    with pytest.raises(DiskError, match=r"cannot create a file in /proc"):
         Disk("/proc")
 
 
@@ -334,7 +334,7 @@ def test_the_limit_is_kept(tmp_path: Path) -> None:
     disk = Disk(tmp_path, limit=3 * PAGE_BYTES)
     first, _second = disk.zeros(PAGE_BYTES, torch.uint8), disk.zeros(PAGE_BYTES + 1, torch.uint8)
     with pytest.raises(
-        DiskError, match=r"4.10 kB were asked for.*12.29 kB of at most 12.29 kB are taken: raise the limit"
+        DiskError, match=r"cannot allocate 4.10 kB on disk: 12.29 kB of 12.29 kB are used.*Raise the limit"
     ):
         disk.zeros(1, torch.uint8)
     disk.free(first)
@@ -352,7 +352,7 @@ def test_a_full_disk_is_told_when_space_is_asked_for(tmp_path: Path, monkeypatch
     kept = disk.zeros(1000, torch.float32).fill_(7)
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", full)
-        wanted = r"81.92 kB were asked for on disk, in .*, where .* are free: No space left on device. Free some space"
+        wanted = r"cannot allocate 81.92 kB on disk: .* are free in .*: No space left on device. Free some space"
         with pytest.raises(DiskError, match=wanted):
             disk.zeros(20 * PAGE_BYTES, torch.uint8)
     assert disk._file is not None and os.fstat(disk._file.descriptor).st_blocks * 512 < 10 * PAGE_BYTES
@@ -378,9 +378,7 @@ def test_a_file_that_was_cut_off_is_a_short_read(directory: Path, left: int) -> 
     direct = disk.is_direct_io
     os.truncate(disk._file.descriptor, left)
     transfer = disk.start_read(tensor, aligned_buffer(tensor.nbytes))
-    wanted = (
-        rf"the read of {5 * PAGE_BYTES} bytes at byte 0 of the .* in {directory} was short: {left} bytes were moved"
-    )
+    wanted = rf"the read of {5 * PAGE_BYTES} bytes at byte 0 of the .* in {directory} stopped after {left} bytes"
     for _again in range(2):
         with pytest.raises(DiskError, match=wanted):
             transfer.wait()
@@ -390,7 +388,7 @@ def test_a_file_that_was_cut_off_is_a_short_read(directory: Path, left: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "advice"), [(errno.EIO, "device failed"), (errno.ENOSPC, "Free some space"), (errno.EBADF, "closed the")]
+    ("code", "advice"), [(errno.EIO, "device failed"), (errno.ENOSPC, "Free some space"), (errno.EBADF, "closed this")]
 )
 def test_a_write_that_fails_says_where_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None, code: int, advice: str
@@ -489,7 +487,7 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_the_end_of_the_process(
     zeroshard.save(tmp_path / "good", model, optimizer)
     os.truncate(model._zeroshard.tiers.disk._file.descriptor, 0)
     for use, call in USES.items():
-        with pytest.raises(DiskError, match="cut off"):
+        with pytest.raises(DiskError, match="truncated"):
             call(model, optimizer, tmp_path)
             pytest.fail(f"{use} took no note")
 
@@ -557,7 +555,7 @@ def test_after_close_every_use_is_an_error_and_what_was_under_way_ends(
         lambda: disk.is_direct_io,
     ]
     for use in uses:
-        with pytest.raises(DiskError, match=rf"the disk in {tmp_path} was closed: make a new one"):
+        with pytest.raises(DiskError, match=rf"the disk in {tmp_path} is closed: create a new one"):
             use()
     assert soon(lambda: file() is None and not mine.intersection(movers()))
 
@@ -566,7 +564,7 @@ def test_a_child_of_the_process_cannot_harm_the_file(tmp_path: Path, monkeypatch
     disk = Disk(tmp_path)
     tensor = disk.zeros(1, torch.float32)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    with pytest.raises(DiskError, match=r"belongs to process \d+: make one in this process"):
+    with pytest.raises(DiskError, match=r"belongs to process \d+: create one in this process"):
         disk.free(tensor)
 
 
@@ -652,7 +650,7 @@ def test_limits_of_the_system_and_of_the_user_are_told(tmp_path: Path) -> None:
     locked.rmdir()
     assert process.returncode == 0, errors
     full, after, refused = told.splitlines()
-    assert full.startswith(f"1.05 MB were asked for on disk, in {tmp_path}, where ")
-    assert "File too large. Files may not be that large here" in full
+    assert full.startswith("cannot allocate 1.05 MB on disk: ")
+    assert "File too large. Raise `ulimit -f`" in full
     assert after == f"{1 << 19} {3 << 19} {1 << 19}"
-    assert refused.startswith(f"no file can be made in {locked}: Permission denied. Choose a directory that")
+    assert refused.startswith(f"cannot create a file in {locked}: Permission denied. Choose a directory that")

@@ -438,19 +438,19 @@ def eventually(happens: Any) -> bool:
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        ("gpu", "optimizer rests on 'device', 'host' or 'disk', got 'gpu'"),
-        ({"optimizer": ("host", 1.5)}, r"fraction of optimizer on host is a number from 0 to 1, got 1\.5"),
-        ({"parameters": ("host", -0.1)}, r"fraction of parameters on host is a number from 0 to 1, got -0\.1"),
-        ({"gradients": ("host", True)}, "fraction of gradients on host is a number from 0 to 1, got True"),
+        ("gpu", "the tier of optimizer must be 'device', 'host' or 'disk', got 'gpu'"),
+        ({"optimizer": ("host", 1.5)}, r"fraction of optimizer on host must be from 0 to 1, got 1\.5"),
+        ({"parameters": ("host", -0.1)}, r"fraction of parameters on host must be from 0 to 1, got -0\.1"),
+        ({"gradients": ("host", True)}, "fraction of gradients on host must be from 0 to 1, got True"),
         ({"optimizer": {"host": 0.7, "disk": 0.7}, "directory": "."}, r"add up to 1\.4, which is more than 1"),
-        ({"optimizer": 7}, "optimizer is a tier, a pair of a tier and a fraction, or fractions by tier"),
-        ({"optimizer": "disk"}, "optimizer rests on disk: say where with directory="),
+        ({"optimizer": 7}, "optimizer must be a tier, a pair of a tier and a fraction, or fractions by tier"),
+        ({"optimizer": "disk"}, "optimizer is placed on disk: set directory="),
         ({"optimizer": "host", "host_bytes": "much"}, "host_bytes is a number of bytes, or one with a unit"),
         ({"optimizer": "host", "disk_bytes": -1}, "disk_bytes is a number of bytes"),
-        ({"optimizer": "host", "speculate": 1}, "speculate is True or False, got 1"),
-        ({"optimizer": "host", "threads": 0}, "threads is a whole number from 1 up, or None, got 0"),
-        ({"optimizer": "host", "directory": 3}, "directory is a path, got 3"),
-        (7, "offload is None, 'host', a dictionary or a zeroshard.Offload, got 7"),
+        ({"optimizer": "host", "speculate": 1}, "speculate must be True or False, got 1"),
+        ({"optimizer": "host", "threads": 0}, "threads must be None or an integer of at least 1, got 0"),
+        ({"optimizer": "host", "directory": 3}, "directory must be a path, got 3"),
+        (7, "offload must be None, 'host', a dictionary or a zeroshard.Offload, got 7"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_is_wanted(choice: Any, words: str) -> None:
@@ -471,16 +471,17 @@ def refused(choice: Any, kind: type[Exception], words: str, stage: int = 3) -> N
 
 
 def test_unknown_options_are_refused_by_name() -> None:
-    refused({"optimiser": "host"}, TypeError, "offload knows no 'optimiser': it has optimizer, gradients, parameters")
+    words = "unknown offload option 'optimiser': the options are optimizer, gradients, parameters"
+    refused({"optimiser": "host"}, TypeError, words)
 
 
 def test_a_missing_directory_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
-    refused({"optimizer": "disk", "directory": tmp_path / "gone"}, DiskError, "gone is no directory: make it")
+    refused({"optimizer": "disk", "directory": tmp_path / "gone"}, DiskError, "gone is not a directory: create it")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_parameters_go_in_stage_three_alone(stage: int) -> None:
-    refused({"parameters": "host"}, ValueError, f"stage {stage} computes with whole parameters.*take stage=3", stage)
+    refused({"parameters": "host"}, ValueError, f"stage {stage} keeps full parameters.*: use stage=3", stage)
 
 
 def test_options_are_brought_into_one_form() -> None:

@@ -166,12 +166,12 @@ def refused(rank: int, choices: list[Any], stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_that_are_summed_whole_stay(stage: int) -> None:
     for said in run_threads(2, refused, [{"gradients": "host"}], stage):
-        assert f"stage {stage} sums whole gradients on each rank: to offload them, take stage=2 or 3" in said
+        assert f"stage {stage} keeps full gradients on every rank: use stage=2 or 3 to offload them" in said
 
 
 def test_parameters_below_stage_three_stay_on_several_ranks() -> None:
     for said in run_threads(2, refused, [{"parameters": "host"}], 2):
-        assert "stage 2 computes with whole parameters: to offload them, take stage=3" in said
+        assert "stage 2 keeps full parameters on every rank: use stage=3 to offload them" in said
 
 
 @pytest.mark.parametrize("other", [None, ("host", 0.5), {"optimizer": "host", "host_bytes": "1GB"}], ids=str)
@@ -185,7 +185,7 @@ def test_where_one_rank_has_no_directory_all_ranks_are_told(tmp_path: Path) -> N
     gone = str(tmp_path / "gone")
     choices = [{"optimizer": "disk", "directory": str(tmp_path)}, {"optimizer": "disk", "directory": gone}]
     for said in run_threads(2, refused, choices, 3):
-        assert f"rank 1: {gone} is no directory: make it, or name one that is there" in said
+        assert f"rank 1: {gone} is not a directory: create it, or pass one that exists" in said
 
 
 def test_ranks_may_keep_their_files_in_different_directories(tmp_path: Path) -> None:

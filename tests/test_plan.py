@@ -362,5 +362,5 @@ def test_choices_that_are_none_are_refused() -> None:
 def test_stages_that_cannot_offload_what_is_asked_are_left_out() -> None:
     far = {"optimizer": "host", "parameters": "host"}
     assert {one.strategy.stage for one in plans(batch=16, tensor=1, offload=far).candidates} == {3}
-    with pytest.raises(ValueError, match="stage 1 computes with whole parameters"):
+    with pytest.raises(ValueError, match="stage 1 keeps full parameters on every rank"):
         plans(batch=16, tensor=1, offload=far, stage=1)

@@ -163,9 +163,9 @@ class Fickle(Block):
         return x + (self.second(self.first(x))[: 1 if self.runs > 1 else 3].square()).sum()
 
 
-@pytest.mark.parametrize(("how", "words"), [("less", "and now nothing"), ("other", r"shape \(3, 8\).*shape \(1, 8\)")])
+@pytest.mark.parametrize(("how", "words"), [("less", "is now missing"), ("other", r"shape \(3, 8\).*shape \(1, 8\)")])
 def test_a_block_that_does_something_else_the_second_time_is_refused(how: str, words: str) -> None:
     made = zeroshard.checkpoint_activations(nn.Sequential(nn.Linear(8, 8), Fickle(how)), ["1"])
     loss = made(torch.ones(3, 8)).sum()
-    with pytest.raises(RuntimeError, match=f"block '1' did something else.*{words}"):
+    with pytest.raises(RuntimeError, match=f"block '1' was not recomputed as in forward.*{words}"):
         loss.backward()

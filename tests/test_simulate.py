@@ -239,7 +239,7 @@ def test_models_of_any_kind_are_swept() -> None:
         model(torch.empty(1, 3, 16, 16))
     found = simulate(model, torch.empty(1, 3, 16, 16), devices=(1, 16), micro_batch=32, machine="a100")
     assert len(found.points) == 8 and found.model == "Sequential"
-    with pytest.raises(ValueError, match="no plan is known to divide"):
+    with pytest.raises(ValueError, match="no plan is known to shard"):
         simulate(model, torch.empty(1, 3, 16, 16), devices=(16,), tensor=2, micro_batch=32)
 
 

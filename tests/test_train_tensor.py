@@ -301,7 +301,7 @@ def test_the_states_of_a_divided_gpt_are_predicted_to_the_byte(
 def test_ranks_that_no_division_fits_are_refused_by_the_planner() -> None:
     with pytest.raises(ValueError, match="4 ranks are not a multiple of the 3"):
         predict_memory(gpt(), ranks=4, tensor=3)
-    with pytest.raises(ValueError, match="no plan is known to divide a Linear"):
+    with pytest.raises(ValueError, match="no plan is known to shard a Linear"):
         predict_memory(nn.Linear(2, 2), ranks=4, tensor=2)
 
 

@@ -101,9 +101,8 @@ class BlockCall:
         for tensor in partitioned:
             if isinstance(tensor, DTensor) and not _is_replicated(tensor, self.axis):
                 raise ValueError(
-                    f"an input of block {self._name!r} is a DTensor with placements {tensor.placements}: the ranks it "
-                    "would be divided over have different parts of it. checkpoint_activations(partition=…) needs "
-                    "Replicate() there; otherwise give partition=False"
+                    f"an input of block {self._name!r} is a DTensor with placements {tensor.placements}, so it is not "
+                    "replicated over the ranks of partition=…: use Replicate() there, or pass partition=False"
                 )
         with torch.no_grad():
             check_replicated(self._name, [_local_tensor(tensor) for tensor in partitioned], self.axis)
@@ -124,7 +123,7 @@ class BlockCall:
         """Return the full input that :meth:`pack` saved."""
         if isinstance(packed, InputReference):
             if packed.version != _version_counter(packed.tensor):
-                raise RuntimeError(f"{_modified_input_message(self._name)} before backward came to the block.")
+                raise RuntimeError(f"{_modified_input_message(self._name)} before the backward of the block.")
             return packed.tensor
         if packed.full_copy is not None:
             return packed.full_copy.clone()
@@ -202,8 +201,8 @@ def _is_replicated(tensor: DTensor, axis: MeshAxis) -> bool:
 
 def _modified_input_message(name: str) -> str:
     return (
-        f"an input of block {name!r} cannot be used to run the block again, since it was changed in place: write "
-        "`x = x + y` instead of `x += y`, or leave the block out of checkpoint_activations(). It was changed"
+        f"an input of block {name!r} was modified in place, so the block cannot be recomputed from it: write "
+        "`x = x + y` instead of `x += y`, or leave the block out of checkpoint_activations(). It was modified"
     )
 
 
@@ -230,8 +229,8 @@ class RecomputeContext:
         """Pickle the options without the saved inputs."""
         if isinstance(self._partition, DeviceMesh):
             raise TypeError(
-                "a model whose activations are partitioned over a DeviceMesh cannot be pickled: undo it first with "
-                "zeroshard.checkpoint_activations(model, ())"
+                "a model whose activations are partitioned over a DeviceMesh cannot be pickled: undo checkpointing "
+                "first with zeroshard.checkpoint_activations(model, ())"
             )
         return RecomputeContext, (self._partition, self._offload)
 
@@ -262,8 +261,8 @@ class RecomputeContext:
             return self._mesh_axis
         if self._partition is True and (comm is None or comm.tensor_axis.size == 1):
             raise RuntimeError(
-                "checkpoint_activations(partition=True) divides activations over the model's tensor axis, and this "
-                "model has none: shard it with a mesh whose last axis is named 'tensor', or give the DeviceMesh"
+                "checkpoint_activations(partition=True) partitions activations over the tensor axis, but this model "
+                "has none: shard it with a mesh whose last axis is named 'tensor', or pass partition a DeviceMesh"
             )
         return MeshAxis(None, 1, 0) if self._partition is False or comm is None else comm.tensor_axis
 

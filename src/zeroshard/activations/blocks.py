@@ -29,29 +29,30 @@ def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Modul
     if blocks is None or isinstance(blocks, int):
         found = _every_nth_block(model, 1 if blocks is None else blocks)
     elif isinstance(blocks, (str, type)) or (isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable)):
-        raise TypeError(f"blocks={blocks!r} is one block: give a list of them, [{blocks!r}]")
+        raise TypeError(f"blocks={blocks!r} is a single entry: pass a list, [{blocks!r}]")
     elif isinstance(blocks, Iterable):
         found = {module for entry in blocks for module in _match_entry(entry, names)}
     elif callable(blocks):
         found = {module for module, name in names.items() if name and blocks(name, module)}
         if not found:
-            raise ValueError(f"blocks={blocks!r} says no to every module; {_module_names_hint(model)}")
+            raise ValueError(f"blocks={blocks!r} selects no module. {_module_names_hint(model)}")
     else:
-        raise TypeError(f"blocks is None, an int, a list or a function (name, module) -> bool, got {blocks!r}")
+        raise TypeError(f"blocks must be None, an int, a list or a function (name, module) -> bool, got {blocks!r}")
     selected = {name: module for module, name in names.items() if module in found}
     for name, module in selected.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(f"{name!r} is a {type(module).__name__}, which is never called: name what is in it")
+            raise ValueError(f"{name!r} is a {type(module).__name__}, which is never called: select the modules in it")
     return selected
 
 
 def _every_nth_block(model: nn.Module, n: int) -> set[nn.Module]:
     if isinstance(n, bool) or n < 1:
-        raise ValueError(f"blocks={n!r} means every so many-th block: give an int of at least 1, or a list")
+        raise ValueError(f"blocks must be an int of at least 1 (every n-th block) or a list, got {n!r}")
     found = set(find_repeated_blocks(model))
     in_order = [module for module in model.modules() if module in found]
     if not in_order:
-        raise ValueError(f"this {type(model).__name__} has no repeated blocks: name some; {_module_names_hint(model)}")
+        hint = f"select some with blocks=[…]. {_module_names_hint(model)}"
+        raise ValueError(f"this {type(model).__name__} has no repeated blocks: {hint}")
     return set(in_order[::n])  # prefer the first: backward needs the last ones first, so they gain least
 
 
@@ -62,10 +63,10 @@ def _match_entry(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
     elif isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module)):
         found = [module for module, name in names.items() if name and matches(name, module, (entry,))]
     else:
-        raise TypeError(f"blocks holds patterns of names, classes of modules or modules, got {entry!r}")
+        raise TypeError(f"blocks must contain name patterns, module classes or modules, got {entry!r}")
     if not found:
         described = f"the {type(entry).__name__} given" if isinstance(entry, nn.Module) else repr(entry)
-        raise ValueError(f"blocks: {described} matches no module of the model; {_module_names_hint(next(iter(names)))}")
+        raise ValueError(f"blocks: {described} matches no module of the model. {_module_names_hint(next(iter(names)))}")
     return found
 
 
@@ -73,4 +74,4 @@ def _module_names_hint(model: nn.Module) -> str:
     """Describe the module names to choose from."""
     names = [name for name, module in model.named_modules() if name and next(module.children(), None) is not None]
     names = names or [name for name, _ in model.named_modules() if name]
-    return f"its modules are named like {names[:6]}"
+    return f"Examples of module names: {names[:6]}"

@@ -77,9 +77,9 @@ def checkpoint_activations(
     >>> model = zeroshard.checkpoint_activations(model, ())  # a plain model again
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     if not isinstance(offload, bool):
-        raise TypeError(f"offload is a bool, got {offload!r}")
+        raise TypeError(f"offload must be a bool, got {offload!r}")
     _check_partition(partition)
     _check_policy(policy)
     selected = select_blocks(model, blocks)
@@ -97,11 +97,11 @@ def _check_partition(partition: bool | DeviceMesh | None) -> None:
     if isinstance(partition, DeviceMesh):
         if partition.ndim != 1:
             raise ValueError(
-                f"partition is a DeviceMesh of one axis, got {partition.ndim} in {partition}: choose one, as in "
+                f"partition must be a DeviceMesh of one axis, got {partition.ndim} in {partition}: select one, as in "
                 'mesh["tensor"]'
             )
     elif partition is not None and not isinstance(partition, bool):
-        raise TypeError(f"partition is None, a bool or a DeviceMesh, got {partition!r}")
+        raise TypeError(f"partition must be None, a bool or a DeviceMesh, got {partition!r}")
 
 
 def _check_policy(policy: RecomputePolicy | None) -> None:
@@ -110,7 +110,7 @@ def _check_policy(policy: RecomputePolicy | None) -> None:
     try:
         _selective_contexts(policy)
     except (TypeError, ValueError) as error:
-        expected = "policy is a function or a list of operators, such as torch.ops.aten.mm.default"
+        expected = "policy must be a function or a list of operators, such as torch.ops.aten.mm.default"
         raise TypeError(f"{expected}, got {policy!r}: {error}") from error
 
 
@@ -142,7 +142,7 @@ class CheckpointedForward:
     def _block(self) -> nn.Module:
         block = self._block_ref()
         if block is None:
-            raise ReferenceError(f"block {self._name!r} is gone, and its forward with it")
+            raise ReferenceError(f"block {self._name!r} no longer exists, so its forward cannot run")
         return block
 
     @property
@@ -227,9 +227,9 @@ class CheckpointedForward:
             (name for (name, parameter), version in named_versions if param_versions([parameter]) != [version]), ""
         )
         raise RuntimeError(
-            f"the values of {f'{self._name}.{name}'.strip('.')!r} were changed after the forward of the checkpointed "
-            f"block {self._name!r} and before its backward, in which the block runs again and would compute from the "
-            "new values: call backward() before step(), a load or an edit of parameters, or run forward again"
+            f"{f'{self._name}.{name}'.strip('.')!r} was modified between the forward and the backward of the "
+            f"checkpointed block {self._name!r}, which would be recomputed with the new values: call backward() before "
+            "step(), a load or an edit of parameters, or run forward again"
         )
 
 
@@ -286,7 +286,7 @@ def _is_empty_kv_cache(value: Any) -> bool:
         return False
     if tensors_in(value, depth=8):
         raise ValueError(
-            f"a checkpointed block was given a {type(value).__name__} with keys and values in it, and would write into "
-            "it once more when it runs again: call the model with use_cache=False"
+            f"a checkpointed block got a {type(value).__name__} that contains keys and values, and would write into it "
+            "again when it is recomputed: call the model with use_cache=False"
         )
     return True

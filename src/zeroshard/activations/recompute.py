@@ -135,10 +135,7 @@ class BlockRecomputation:
             if len(tensors) == len(saved):  # the block has caught the exception
                 raise _StopRecomputation
             if (tensor.shape, tensor.dtype) != saved[len(tensors)]:
-                self._raise_mismatch(
-                    f"{_describe_shape(saved[len(tensors)])}, and now {_describe_shape((tensor.shape, tensor.dtype))}",
-                    len(tensors),
-                )
+                self._raise_mismatch(len(tensors), f"but now has shape {tuple(tensor.shape)} and {tensor.dtype}")
             detached = tensor.detach()
             tensors.append(detached)
             if len(tensors) == len(saved):
@@ -153,17 +150,14 @@ class BlockRecomputation:
         with torch.enable_grad(), self._rng_and_autocast.restored(), hooks, contextlib.suppress(_StopRecomputation):
             self._run(*inputs)
         if len(tensors) < len(saved):
-            self._raise_mismatch(f"{_describe_shape(saved[len(tensors)])}, and now nothing", len(tensors))
+            self._raise_mismatch(len(tensors), "but is now missing")
         self._recomputed = tensors
         return tensors
 
-    def _raise_mismatch(self, difference: str, index: int) -> None:
+    def _raise_mismatch(self, index: int, difference: str) -> None:
+        shape, dtype = self._saved_metadata[index]
         raise RuntimeError(
-            f"block {self._name!r} did something else when it ran again in backward: the first time autograd saved as "
-            f"its tensor number {index} one of {difference}. A block has to compute the same from the same inputs: see "
-            "whether it looks at something that changes in between, or leave it out of checkpoint_activations()"
+            f"block {self._name!r} was not recomputed as in forward: tensor {index} that autograd saved had shape "
+            f"{tuple(shape)} and {dtype}, {difference}. A checkpointed block must compute the same from the "
+            "same inputs: remove what changes in between, or leave the block out of checkpoint_activations()"
         )
-
-
-def _describe_shape(shape_and_dtype: ShapeAndDtype) -> str:
-    return f"shape {tuple(shape_and_dtype[0])} and {shape_and_dtype[1]}"

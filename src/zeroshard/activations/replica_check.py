@@ -49,7 +49,7 @@ def check_replicated(name: str, inputs: Sequence[torch.Tensor], axis: MeshAxis) 
     if differing:
         kind = "shape" if any(others[rank - 1][0] != first[0] for rank in differing) else "value"
         raise ValueError(
-            f"the input of block {name!r} would be divided over {axis.size} ranks, but is not the same on all of them: "
-            f"ranks {differing} of the axis have another {kind} than its rank 0. Give partition= an axis whose ranks "
-            "compute on the same data (a tensor axis without sequence parallelism), or partition=False"
+            f"the input of block {name!r} cannot be partitioned over {axis.size} ranks: it must be equal on all of "
+            f"them, but on ranks {differing} of the axis its {kind} differs from rank 0. Pass partition= an axis whose "
+            "ranks compute on the same data (a tensor axis without sequence parallelism), or partition=False"
         )

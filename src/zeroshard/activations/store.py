@@ -101,7 +101,7 @@ class ActivationStore:
         """Return the bytes on the device, ready for the current stream."""
         self.prefetch(saved)
         if saved.device_slot is None:
-            raise RuntimeError("an activation was asked for that nobody kept: please report this")
+            raise RuntimeError("the activation was not saved: please report this")
         self._copy_stream.compute_wait_event(saved.copy_done)
         saved.copy_done = None
         return saved.device_slot.data

@@ -373,14 +373,14 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
             MeshAxis.from_group(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         ], single
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a torch DeviceMesh or None, got {type(mesh).__name__}: see init_device_mesh")
+        raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")
     name = tensor_axis_name(mesh)
     axes = [MeshAxis.from_group(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     data, tensor = (axes, single) if name is None else (axes[:-1], axes[-1])
     if len(data) > 2:
         raise ValueError(
-            "mesh has one axis (shard) or two (replicate, shard) for data, and perhaps a last one named 'tensor', got "
-            f"{mesh}"
+            "mesh must have one axis (shard) or two (replicate, shard) for data, and optionally a last one named "
+            f"'tensor', got {mesh}"
         )
     return data or [single], tensor
 
@@ -390,5 +390,5 @@ def tensor_axis_name(mesh: DeviceMesh) -> str | None:
     names = mesh.mesh_dim_names or ()
     found = [name for name in names if name in TENSOR_AXIS_NAMES]
     if found and (len(found) > 1 or names[-1] != found[0]):
-        raise ValueError(f"the tensor axis is the mesh's last, and only one has that name, got {mesh}")
+        raise ValueError(f"mesh must have at most one tensor axis, as its last axis, got {mesh}")
     return found[0] if found else None

@@ -116,10 +116,10 @@ class Config:
     def __post_init__(self) -> None:
         """Validate all options and convert them to one form."""
         if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
-            hint = ", which zeroshard.shard() takes and settles" if str(self.stage) == "auto" else ""
-            raise ValueError(f"stage is 0, 1, 2 or 3, got {self.stage!r}{hint}")
+            hint = ": only zeroshard.shard() accepts it" if str(self.stage) == "auto" else ""
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}{hint}")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
+            raise ValueError(f"precision must be None, 'fp32', 'bf16' or 'fp16', got {self.precision!r}")
         object.__setattr__(self, "offload", Offload.from_option(self.offload))
         object.__setattr__(self, "reduce_dtype", _parse_dtype("reduce_dtype", self.reduce_dtype))
         for name in ("keep_fp32", "units"):
@@ -127,20 +127,20 @@ class Config:
         for name, least in (("bucket_size", 1), ("ring", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name in ("cast_inputs", "cast_on_gather", "prefetch", "broadcast_buffers", "defragment"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.elementwise is not None and self.elementwise is not True:
-            raise ValueError(f"elementwise is True, or None to find out by trying, got {self.elementwise!r}")
+            raise ValueError(f"elementwise must be True, or None to test it, got {self.elementwise!r}")
         if self.init_fn is not None and not callable(self.init_fn):
-            raise ValueError(f"init_fn is a function of a module, got {self.init_fn!r}")
+            raise ValueError(f"init_fn must be a function of a module, got {self.init_fn!r}")
         for name in ("timeout", "heartbeat_timeout", "loss_scale"):
             value = getattr(self, name)
             if name == "timeout" and value is None:
                 continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ValueError(f"{name} is a positive number, got {value!r}")
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -161,10 +161,10 @@ class Config:
 def _parse_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype | None:
     if isinstance(value, str):
         if value not in _DTYPES:
-            raise ValueError(f"{name} is one of {', '.join(map(repr, _DTYPES))} or a torch.dtype, got {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, _DTYPES))} or a torch.dtype, got {value!r}")
         return _DTYPES[value]
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise ValueError(f"{name} is a floating-point torch.dtype, got {value!r}")
+        raise ValueError(f"{name} must be a floating-point torch.dtype, got {value!r}")
     return value
 
 
@@ -175,7 +175,7 @@ def _parse_patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] 
         value = (value,)
     for item in value:
         if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
-            raise ValueError(f"{name} holds module classes and name patterns, got {item!r}")
+            raise ValueError(f"{name} must contain module classes or name patterns, got {item!r}")
     return tuple(value)
 
 

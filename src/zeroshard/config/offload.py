@@ -41,7 +41,7 @@ class Offload:
     >>> Offload(optimizer="hots")
     Traceback (most recent call last):
         ...
-    ValueError: optimizer rests on 'device', 'host' or 'disk', got 'hots'
+    ValueError: the tier of optimizer must be 'device', 'host' or 'disk', got 'hots'
     """
 
     optimizer: Any = "device"
@@ -77,7 +77,7 @@ class Offload:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                raise TypeError(f"offload knows no {name!r}: it has {', '.join(known)}")
+                raise TypeError(f"unknown offload option {name!r}: the options are {', '.join(known)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -89,15 +89,15 @@ class Offload:
         for name in ("host_bytes", "disk_bytes"):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
         if not isinstance(self.speculate, bool):
-            raise ValueError(f"speculate is True or False, got {self.speculate!r}")
+            raise ValueError(f"speculate must be True or False, got {self.speculate!r}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
-            raise ValueError(f"threads is a whole number from 1 up, or None, got {self.threads!r}")
+            raise ValueError(f"threads must be None or an integer of at least 1, got {self.threads!r}")
         if self.directory is None:
             for kind in STATE_KINDS:
                 if "disk" in (getattr(self, kind) or ()):
-                    raise ValueError(f"{kind} rests on disk: say where with directory=…, on a fast local disk")
+                    raise ValueError(f"{kind} is placed on disk: set directory=… to a path on a fast local disk")
         elif not isinstance(self.directory, (str, os.PathLike)):
-            raise ValueError(f"directory is a path, got {self.directory!r}")
+            raise ValueError(f"directory must be a path, got {self.directory!r}")
 
     @classmethod
     def from_option(cls, option: Any) -> Offload | None:
@@ -115,7 +115,7 @@ class Offload:
         elif isinstance(option, Mapping):
             option = cls(**option)
         if not isinstance(option, Offload):
-            raise ValueError(f"offload is None, 'host', a dictionary or a zeroshard.Offload, got {option!r}")
+            raise ValueError(f"offload must be None, 'host', a dictionary or a zeroshard.Offload, got {option!r}")
         return option if any(getattr(option, kind) for kind in STATE_KINDS) else None
 
     def byte_limit(self, tier: str) -> int | None:
@@ -142,14 +142,14 @@ def _parse_fractions(kind: str, given: Any) -> dict[str, float]:
         given = {given[0]: given[1]}
     if not isinstance(given, Mapping):
         raise ValueError(
-            f"{kind} is a tier, a pair of a tier and a fraction, or fractions by tier, as 'host', ('host', 0.5) or "
-            f"{{'host': 0.5, 'disk': 0.5}}, got {given!r}"
+            f"{kind} must be a tier, a pair of a tier and a fraction, or fractions by tier, such as 'host', ('host', "
+            f"0.5) or {{'host': 0.5, 'disk': 0.5}}, got {given!r}"
         )
     for tier, fraction in given.items():
         if tier not in TIERS:
-            raise ValueError(f"{kind} rests on 'device', 'host' or 'disk', got {tier!r}")
+            raise ValueError(f"the tier of {kind} must be 'device', 'host' or 'disk', got {tier!r}")
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-            raise ValueError(f"the fraction of {kind} on {tier} is a number from 0 to 1, got {fraction!r}")
+            raise ValueError(f"the fraction of {kind} on {tier} must be from 0 to 1, got {fraction!r}")
     if sum(given.values()) > 1 + 1e-9:
         raise ValueError(f"the fractions of {kind} add up to {sum(given.values()):g}, which is more than 1")
     return {tier: float(given[tier]) for tier in reversed(TIERS[1:]) if given.get(tier)}

@@ -43,7 +43,7 @@ class Arena:
         """Return the next ``numel`` elements."""
         if self._allocated_numel + numel > self.tensor.numel():
             raise ValueError(
-                f"the arena holds {self.tensor.numel()} elements, {self._allocated_numel + numel} were asked for"
+                f"the arena has {self.tensor.numel()} elements, but {self._allocated_numel + numel} were requested"
             )
         view = self.tensor[self._allocated_numel : self._allocated_numel + numel]
         self._allocated_numel += numel

@@ -64,8 +64,8 @@ class PinnedRegistration:
         thread.join()
         if not self.is_pinned:
             warnings.warn(
-                f"{memory.nbytes} bytes of host memory could not be pinned, so copies to and from the GPU take longer "
-                "and nothing runs beside them: raise the limit of locked memory (ulimit -l)",
+                f"could not pin {memory.nbytes} bytes of host memory, so copies to and from the GPU are slower and do "
+                "not overlap with other work: raise the limit of locked memory (ulimit -l)",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -76,7 +76,7 @@ class TierAllocator:
         """This rank's file, created on first use."""
         if self._disk is None:
             if self.offload is None or self.offload.directory is None:
-                raise ValueError("nothing rests on disk: give offload a directory")
+                raise ValueError("there is no disk tier: pass Offload a directory")
             self._disk = Disk(self.offload.directory, self.offload.byte_limit("disk"))
         return self._disk
 

@@ -51,10 +51,10 @@ class Placement:
             is_single_rank = ranks * replicas == 1
             return replace(row, parameters=_STAGE_TABLE[stage].parameters) if casts_master and is_single_rank else row
         if offload.parameters and not _STAGE_TABLE[stage].parameters:
-            raise ValueError(f"stage {stage} computes with whole parameters: to offload them, take stage=3")
+            raise ValueError(f"stage {stage} keeps full parameters on every rank: use stage=3 to offload them")
         can_offload_grads = _STAGE_TABLE[stage].gradients or ranks * replicas == 1  # unit by unit during backward
         if offload.gradients and not can_offload_grads:
-            raise ValueError(f"stage {stage} sums whole gradients on each rank: to offload them, take stage=2 or 3")
+            raise ValueError(f"stage {stage} keeps full gradients on every rank: use stage=2 or 3 to offload them")
         return (
             row if ranks > 1 else cls(parameters=bool(offload.parameters), gradients=can_offload_grads, optimizer=False)
         )

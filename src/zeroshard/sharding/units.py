@@ -77,7 +77,7 @@ def plan_units(
         blocks = {module for module, name in names.items() if name and matches(name, module, patterns)}
         if not blocks:
             known = list(names.values())[1:6]
-            raise ValueError(f"units={patterns!r} matches no module; modules are named like {known}")
+            raise ValueError(f"units={patterns!r} matches no module. Examples of module names: {known}")
     spec_of_param: dict[nn.Parameter, UnitSpec] = {}
     specs: list[UnitSpec] = []
     for module, submodules, is_block in _candidate_modules(model, blocks):

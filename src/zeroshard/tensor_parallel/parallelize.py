@@ -140,7 +140,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     dtensors = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     if dtensors and styles is not None:
         raise ValueError(
-            f"{next(iter(dtensors))!r} is a DTensor, so the model is parallelised already: leave tensor_plan out"
+            f"{next(iter(dtensors))!r} is a DTensor, so the model is already parallelized: do not pass tensor_plan"
         )
     if dtensors:
         return TensorParallelState(
@@ -149,9 +149,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     plan = TensorPlan(dict(styles)) if styles is not None else tensor_plan_for(model)
     if plan is None:
         raise ValueError(
-            f"the mesh has a tensor axis of {mesh.size()} ranks, and no plan is known for {type(model).__name__}: give "
-            "shard(tensor_plan={module name: style, …}), as torch.distributed.tensor.parallel.parallelize_module takes "
-            "it, or parallelise the model before shard(). Known are zeroshard's GPT and Hugging Face's Llama and GPT-2"
+            f"the mesh has a tensor axis of {mesh.size()} ranks, but no plan is known for {type(model).__name__}: pass "
+            "shard(tensor_plan={module name: style, …}), in the format of torch's parallelize_module, or parallelize "
+            "the model before shard(). Plans exist for zeroshard's GPT and Hugging Face's Llama and GPT-2"
         )
     _check_plan(model, plan)
     plan.check_divisible(mesh.size())
@@ -159,7 +159,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     try:
         state.apply_plan(model, mesh, plan)
         if not state.tp_params:
-            raise ValueError("tensor_plan divides no parameter: leave the tensor axis out, or name layers to divide")
+            raise ValueError("tensor_plan shards no parameter: select layers, or use a mesh without a tensor axis")
     except BaseException:
         state.restore()
         raise
@@ -170,11 +170,10 @@ def _check_plan(model: nn.Module, plan: TensorPlan) -> None:
     names = [name for name, _ in model.named_modules()]
     for pattern, style in plan.styles.items():
         if not isinstance(style, ParallelStyle):
-            raise TypeError(
-                f"tensor_plan[{pattern!r}] is a torch.distributed.tensor.parallel style, got {type(style).__name__}"
-            )
+            expected = "a style of torch.distributed.tensor.parallel"
+            raise TypeError(f"tensor_plan[{pattern!r}] must be {expected}, got {type(style).__name__}")
         if not any(name_matches_pattern(name, pattern) for name in names):
-            raise ValueError(f"tensor_plan[{pattern!r}] matches no module; modules are named like {names[1:6]}")
+            raise ValueError(f"tensor_plan[{pattern!r}] matches no module. Examples of module names: {names[1:6]}")
 
 
 def _forward_hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
@@ -202,8 +201,8 @@ def _make_tp_param(name: str, locations: ParamLocations, mesh: DeviceMesh) -> TP
     first = parameters[0]
     if len(placements) > 1 or not isinstance(first, DTensor):
         raise ValueError(
-            f"{name!r} is used by {len(locations)} modules, and the plan divides it in one and not, or otherwise, in "
-            "another: a shared parameter is divided alike everywhere"
+            f"{name!r} is shared by {len(locations)} modules, but the plan does not shard it in the same way in all of "
+            "them: use one style for all modules that share it"
         )
     return _from_dtensor(name, first, mesh)
 
@@ -212,14 +211,14 @@ def _from_dtensor(name: str, parameter: DTensor, mesh: DeviceMesh) -> TPParam:
     placements = parameter.placements
     if parameter.device_mesh != mesh:
         raise ValueError(
-            f"{name!r} is a DTensor over {parameter.device_mesh}, and the tensor axis is {mesh}: parallelise the model "
-            "over the tensor axis of the mesh that shard() is given, mesh['tensor']"
+            f"{name!r} is a DTensor over {parameter.device_mesh}, but the tensor axis is {mesh}: parallelize the model "
+            "over mesh['tensor'] of the mesh that you pass to shard()"
         )
     (placement,) = placements
     if isinstance(placement, Replicate):
         return TPParam(mesh, placement, None, parameter.shape)
     if type(placement) is not Shard:
-        raise ValueError(f"{name!r} is placed as {placement} on the tensor axis: Shard and Replicate can be sharded")
+        raise ValueError(f"{name!r} is placed as {placement} on the tensor axis: use Shard or Replicate")
     num_fused = getattr(parameter, NUM_FUSED_ATTR, 1)
     tp_shard = TPShard.split_evenly(parameter.shape, placement.dim, mesh.size(), mesh.get_local_rank(), num_fused)
     return TPParam(mesh, placement, tp_shard, parameter.shape)

@@ -37,9 +37,8 @@ class TensorPlan:
         for what, count in self.divisible_sizes.items():
             if count % ranks:
                 raise ValueError(
-                    f"the mesh's tensor axis has {ranks} ranks, which do not divide the model's {count} {what}: give "
-                    "the axis a number of ranks that divides "
-                    f"{', '.join(f'{n} {w}' for w, n in self.divisible_sizes.items())}"
+                    f"the tensor axis has {ranks} ranks, which do not divide the model's {count} {what}: use a number "
+                    f"of ranks that divides {', '.join(f'{n} {w}' for w, n in self.divisible_sizes.items())}"
                 )
 
     def tp_shards(self, model: nn.Module, ranks: int, rank: int = 0) -> dict[str, TPShard]:
@@ -103,7 +102,7 @@ def local_numels(model: nn.Module, ranks: int) -> dict[str, int]:
     plan = tensor_plan_for(model)
     if plan is None:
         raise ValueError(
-            f"no plan is known to divide a {type(model).__name__} over {ranks} ranks of a tensor axis: known are "
+            f"no plan is known to shard a {type(model).__name__} over {ranks} ranks of a tensor axis: plans exist for "
             "zeroshard's GPT and Hugging Face's Llama and GPT-2"
         )
     plan.check_divisible(ranks)

@@ -35,7 +35,7 @@ def _has_transposed_weight(module: nn.Module) -> bool:
         return False
     if type(module).__name__ == "Conv1D":
         return True
-    raise NotImplementedError(f"Columns and Rows divide nn.Linear and Conv1D, got {type(module).__name__}")
+    raise NotImplementedError(f"these styles support nn.Linear and Conv1D, got {type(module).__name__}")
 
 
 class FusedColwiseParallel(ParallelStyle):

@@ -52,7 +52,7 @@ class TPShard:
         dim %= len(shape)
         length, remainder = divmod(shape[dim], num_fused)
         if remainder:
-            raise ValueError(f"a dimension of {shape[dim]} elements is not made of {num_fused} equal pieces")
+            raise ValueError(f"a dimension of {shape[dim]} elements cannot be split into {num_fused} equal parts")
         max_length = -(-length // ranks)
         bounds = [min(index * max_length, length) for index in range(ranks + 1)]
         ranges = tuple(

@@ -109,7 +109,7 @@ class Disk:
     def __init__(self, directory: str | os.PathLike[str], limit: int | None = None, threads: int = 8) -> None:
         """Create a file in ``directory`` of at most ``limit`` bytes, with up to ``threads`` I/O threads."""
         if threads < 1:
-            raise ValueError(f"a disk has {threads} threads, and needs at least 1 to move anything")
+            raise ValueError(f"threads must be at least 1, got {threads}")
         self._limit_bytes = limit
         self._file: OffloadFile | None = OffloadFile(directory)
         self.directory = self._file.directory
@@ -139,10 +139,10 @@ class Disk:
         >>> Disk(tempfile.gettempdir(), limit=8192).zeros(3000, torch.float32)
         Traceback (most recent call last):
             ...
-        zeroshard.memory.disk.file.DiskError: 12.29 kB were asked for on disk, where 0 B of at most 8.19 kB ...
+        zeroshard.memory.disk.file.DiskError: cannot allocate 12.29 kB on disk: 0 B of 8.19 kB are used...
         """
         if numel < 0:
-            raise ValueError(f"a tensor of {numel} elements was asked for; it has to be 0 or more")
+            raise ValueError(f"numel must be at least 0, got {numel}")
         nbytes = max(PAGE_BYTES, round_up(numel * dtype.itemsize, PAGE_BYTES))
         with self._lock:
             file = self._checked_file()
@@ -150,9 +150,8 @@ class Disk:
             used = self._free_list.used_bytes
             if self._limit_bytes is not None and used + nbytes > self._limit_bytes:
                 raise DiskError(
-                    f"{format_bytes(nbytes)} were asked for on disk, where {format_bytes(used)} of at most "
-                    f"{format_bytes(self._limit_bytes)} are "
-                    f"taken: raise the limit of {self.directory}, or keep less there"
+                    f"cannot allocate {format_bytes(nbytes)} on disk: {format_bytes(used)} of "
+                    f"{format_bytes(self._limit_bytes)} are used in {self.directory}. Raise the limit, or offload less"
                 )
             offset = self._free_list.alloc(nbytes)
             try:
@@ -175,22 +174,19 @@ class Disk:
         >>> disk.check()
         Traceback (most recent call last):
             ...
-        zeroshard.memory.disk.file.DiskError: the disk tier's file in ... has 0 B, expected 4.10 kB: it was cut off, ...
+        zeroshard.memory.disk.file.DiskError: the disk tier's file in ... has 0 B, expected 4.10 kB: it was trunc...
         """
         if self._file is None:
             return
         try:
             file_bytes = os.fstat(self._file.descriptor).st_size
         except OSError as error:
-            raise DiskError.from_os_error(
-                f"the disk tier's file in {self.directory} cannot be looked at", error
-            ) from error
+            raise DiskError.from_os_error(f"cannot stat the disk tier's file in {self.directory}", error) from error
         if file_bytes < self._free_list.end:
             raise DiskError(
                 f"the disk tier's file in {self.directory} has {format_bytes(file_bytes)}, expected "
-                f"{format_bytes(self._free_list.end)}: it "
-                "was cut off, or the device lost it. What rested there is gone: begin anew from the last checkpoint, "
-                "with another directory"
+                f"{format_bytes(self._free_list.end)}: it was truncated, or the device lost it. Its states are lost: "
+                "restart from the last checkpoint, with another directory"
             )
 
     def free(self, tensor: torch.Tensor) -> None:
@@ -256,25 +252,24 @@ class Disk:
             or (needs_whole_pages and stop % PAGE_BYTES and stop != storage.nbytes())
         ):
             raise ValueError(
-                f"bytes {start} to {stop} of a tensor of {storage.nbytes()} bytes were to be moved. Only contiguous "
-                f"views that begin at a multiple of {PAGE_BYTES} bytes, and to be written end at one or at "
-                "the tensor's end, "
-                "can be: move the whole tensor, or cut it elsewhere"
+                f"cannot transfer bytes {start} to {stop} of a tensor of {storage.nbytes()} bytes: the view must be "
+                f"contiguous and start at a multiple of {PAGE_BYTES} bytes; a write must also end at one, or at the "
+                "end of the tensor"
             )
         return extent.offset + start
 
     def _unknown_tensor_message(self, tensor: torch.Tensor) -> str:
         return (
-            f"a tensor of {tensor.numel()} elements, {tensor.dtype}, on {tensor.device} is none of the disk in "
-            f"{self.directory}, or was freed: give one that its empty() returned, or a view of it"
+            f"a tensor of {tensor.numel()} elements, {tensor.dtype}, on {tensor.device} does not belong to the disk in "
+            f"{self.directory}, or was freed: pass a tensor that zeros() returned, or a view of one"
         )
 
     def _checked_file(self) -> OffloadFile:
         file = self._file
         if file is None:
-            raise DiskError(f"the disk in {self.directory} was closed: make a new one")
+            raise DiskError(f"the disk in {self.directory} is closed: create a new one")
         if os.getpid() != self._pid:  # a fork shares the file but has no threads
-            raise DiskError(f"the disk in {self.directory} belongs to process {self._pid}: make one in this process")
+            raise DiskError(f"the disk in {self.directory} belongs to process {self._pid}: create one in this process")
         return file
 
     def close(self) -> None:
@@ -286,7 +281,7 @@ class Disk:
         >>> disk.zeros(1, torch.float32)
         Traceback (most recent call last):
             ...
-        zeroshard.memory.disk.file.DiskError: the disk in ... was closed: make a new one
+        zeroshard.memory.disk.file.DiskError: the disk in ... is closed: create a new one
         """
         with self._lock:
             self._finalizer()
@@ -304,7 +299,7 @@ def aligned_buffer(nbytes: int) -> torch.Tensor:
     (8192, 0)
     """
     if nbytes < 0:
-        raise ValueError(f"a buffer of {nbytes} bytes was asked for; it has to be 0 or more")
+        raise ValueError(f"nbytes must be at least 0, got {nbytes}")
     return mmap_buffer(max(PAGE_BYTES, round_up(nbytes, PAGE_BYTES)))
 
 
@@ -320,15 +315,13 @@ def _checked_memory(buffer: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> 
         or storage.nbytes() - start < nbytes
     ):
         raise ValueError(
-            f"a tensor of {buffer.nbytes} bytes on {buffer.device} cannot be one side of a transfer of "
-            f"{nbytes} bytes: it "
-            f"has to be contiguous, to begin at a multiple of {PAGE_BYTES} and to have room for whole pages. "
-            "Take it from zeroshard.memory.disk.disk.aligned_buffer()"
+            f"a tensor of {buffer.nbytes} bytes on {buffer.device} cannot be the buffer of a transfer of {nbytes} "
+            f"bytes: it must be contiguous, start at a multiple of {PAGE_BYTES} and have space for full pages. Use one "
+            "from aligned_buffer()"
         )
     if buffer.nbytes < tensor.nbytes or buffer.dtype not in (torch.uint8, tensor.dtype):
         raise ValueError(
-            f"a buffer of {buffer.numel()} × {buffer.dtype} was given for a tensor of {tensor.numel()} × "
-            f"{tensor.dtype}: "
-            "it has to be of the same dtype, or of uint8, and of at least as many bytes"
+            f"a buffer of {buffer.numel()} × {buffer.dtype} cannot hold a tensor of {tensor.numel()} × {tensor.dtype}"
+            ": it must have the same dtype, or uint8, and at least as many bytes"
         )
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

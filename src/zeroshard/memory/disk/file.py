@@ -38,14 +38,14 @@ FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2  # flags of fallocate(2), from 
 NO_TMPFILE_ERRNOS = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)  # errors of systems without O_TMPFILE
 
 ERRNO_ADVICE = {
-    errno.ENOSPC: "Free some space there, choose another directory, or keep less on disk",
-    errno.EDQUOT: "The quota is used up: choose another directory, or keep less on disk",
-    errno.EFBIG: "Files may not be that large here (see `ulimit -f`, or choose another file system)",
-    errno.EIO: "The device failed (the kernel's log may say more): choose a directory on another one",
-    errno.EBADF: "Somebody closed the descriptor of this file: look for code that closes descriptors it did not open",
+    errno.ENOSPC: "Free some space there, choose another directory, or offload less",
+    errno.EDQUOT: "The quota is used up: choose another directory, or offload less",
+    errno.EFBIG: "Raise `ulimit -f`, or choose another file system",
+    errno.EIO: "The device failed (see the kernel log): choose a directory on another device",
+    errno.EBADF: "Other code closed this file descriptor: look for code that closes descriptors it did not open",
     errno.ESTALE: "The server of this file system lost the file: choose a local directory",
     errno.EMFILE: "Too many files are open: raise `ulimit -n`",
-    errno.ENOMEM: "No memory is left to map it: raise `ulimit -v`, or keep less on disk",
+    errno.ENOMEM: "There is no address space left to map it: raise `ulimit -v`, or offload less",
     errno.EROFS: "The file system is read-only: choose another directory",
     errno.EACCES: "Choose a directory that this user may write to",
     errno.EPERM: "Choose a directory that this user may write to",
@@ -55,20 +55,20 @@ ERRNO_ADVICE = {
 class DiskError(RuntimeError):
     """Creating, reading or writing the disk tier failed. The message says what, where and what to do.
 
-    >>> raise DiskError("/scratch is no directory")
+    >>> raise DiskError("/scratch is not a directory")
     Traceback (most recent call last):
         ...
-    zeroshard.memory.disk.file.DiskError: /scratch is no directory
+    zeroshard.memory.disk.file.DiskError: /scratch is not a directory
     """
 
     @classmethod
     def from_os_error(cls, what: str, error: OSError) -> DiskError:
         """Return an error with the system's message and advice.
 
-        >>> DiskError.from_os_error("no file in /scratch", OSError(errno.EROFS, "Read-only file system"))
-        DiskError('no file in /scratch: Read-only file system. The file system is read-only: choose another directory')
+        >>> DiskError.from_os_error("cannot create a file in /scratch", OSError(errno.EROFS, "Read-only file system"))
+        DiskError('cannot create a file in /scratch: Read-only file system. The file system is read-only: choose ...')
         """
-        advice = ERRNO_ADVICE.get(error.errno or 0, "Choose another directory, or leave the disk out")
+        advice = ERRNO_ADVICE.get(error.errno or 0, "Choose another directory, or do not offload to disk")
         return cls(f"{what}: {error.strerror or error}. {advice}")
 
 
@@ -87,7 +87,7 @@ class OffloadFile:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
         if not os.path.isdir(self.directory):
-            raise DiskError(f"{self.directory} is no directory: make it, or name one that is there")
+            raise DiskError(f"{self.directory} is not a directory: create it, or pass one that exists")
         self.descriptor = _open_unnamed_file(self.directory)
         weakref.finalize(self, os.close, self.descriptor).atexit = False  # at exit the system closes it
         self.is_direct_io = True  # whether I/O bypasses the page cache
@@ -115,7 +115,7 @@ class OffloadFile:
                 return self.reserve(offset, nbytes)
             filesystem = os.fstatvfs(self.descriptor)
             free = format_bytes(filesystem.f_bavail * filesystem.f_frsize)
-            what = f"{format_bytes(nbytes)} were asked for on disk, in {self.directory}, where {free} are free"
+            what = f"cannot allocate {format_bytes(nbytes)} on disk: {free} are free in {self.directory}"
             raise DiskError.from_os_error(what, error) from error
 
     def release(self, offset: int, nbytes: int) -> bool:
@@ -129,7 +129,7 @@ class OffloadFile:
         address = libc.mmap(None, nbytes, protection, flags, self.descriptor, offset)
         if address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
-            what = f"{format_bytes(nbytes)} of the file in {self.directory} could not be mapped"
+            what = f"cannot map {format_bytes(nbytes)} of the file in {self.directory}"
             raise DiskError.from_os_error(what, OSError(code, os.strerror(code)))
         array = (ctypes.c_char * nbytes).from_address(address)
         # Not at exit: threads that are still running may access it.
@@ -153,15 +153,15 @@ class OffloadFile:
             advance = count - count % PAGE_BYTES if is_direct else count  # direct I/O resumes at a page boundary
             if advance == 0:
                 raise DiskError(
-                    f"{what} was short: {moved + count} bytes were moved. The file was cut off, or the device lost it: "
-                    "begin anew from the last checkpoint, with another directory"
+                    f"{what} stopped after {moved + count} bytes: the file was truncated, or the device lost it. "
+                    "Restart from the last checkpoint, with another directory"
                 )
             moved += advance
 
 
 def _open_unnamed_file(directory: str) -> int:
     """Open a file that is in no directory, accessible to this user only."""
-    what = f"no file can be made in {directory}"
+    what = f"cannot create a file in {directory}"
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
