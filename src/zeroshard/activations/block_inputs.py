@@ -168,7 +168,7 @@ class BlockCall:
         if axis.size == 1:
             full.copy_(partition)
         elif self._comm is not None:
-            self._comm.all_gather_activation(full, partition, axis, f"gather the input of block {self._name!r}").wait()
+            self._comm.all_gather(full, partition, f"gather the input of block {self._name!r}", axis).wait()
         else:
             all_gather_sync(full, partition, axis)
         local = layout.unflatten(full.view(layout.dtype)[: layout.unexpanded_numel])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -101,9 +102,7 @@ class Communicator:
         self.shard_axis = inner if partitioned else MeshAxis(None, 1, 0)
         self.replicate_axes = [axis for axis in (axes[:-1] if partitioned else axes) if axis.size > 1]
         self.tensor_axis = tensor_axis or MeshAxis(None, 1, 0)
-        self.data_parallel_size = 1  # number of ranks that gradients are averaged over
-        for axis in axes:
-            self.data_parallel_size *= axis.size
+        self.data_parallel_size = math.prod(axis.size for axis in axes)  # ranks that gradients are averaged over
         self.device = device
         self.consistency = consistency
         self.counters = CollectiveCounters()
@@ -118,23 +117,17 @@ class Communicator:
         """Whether :meth:`reduce_scatter` overwrites its input."""
         return self._is_host_blocking and self.shard_axis.size > 1
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, what: str) -> CollectiveWork:
-        """All-gather every rank's ``shard`` into ``output``, in rank order."""
-        self.counters.add("all-gather", output.nbytes)
-        try:
-            return self._wrap_work(_all_gather(output, shard, group=self.shard_axis.group, async_op=True), what)
-        except RuntimeError as error:
-            raise self.consistency.explain_failure(what, error) from error
-
-    def all_gather_activation(
-        self, output: torch.Tensor, part: torch.Tensor, axis: MeshAxis, what: str
+    def all_gather(
+        self, output: torch.Tensor, shard: torch.Tensor, what: str, activation_axis: MeshAxis | None = None
     ) -> CollectiveWork:
-        """All-gather every rank's ``part`` of an activation that is replicated over ``axis``."""
-        self.counters.add("activation gather", output.nbytes)
-        try:
-            return self._wrap_work(_all_gather(output, part, group=axis.group, async_op=True), what)
-        except RuntimeError as error:
-            raise self.consistency.explain_failure(what, error) from error
+        """All-gather every rank's ``shard`` into ``output``, in rank order.
+
+        ``activation_axis``: it is an activation, replicated over this axis.
+        """
+        kind = "all-gather" if activation_axis is None else "activation gather"
+        axis = activation_axis or self.shard_axis
+        start = partial(_all_gather, output, shard, group=axis.group, async_op=True)
+        return self._start(start, kind, output.nbytes, what)
 
     def reduce_scatter(self, shard: torch.Tensor, packed: torch.Tensor, what: str) -> CollectiveWork:
         """Sum ``packed`` over the ranks and store this rank's part in ``shard``.
@@ -145,25 +138,20 @@ class Communicator:
             if shard.data_ptr() != packed.data_ptr():
                 shard.copy_(packed)
             return _CompletedWork()
-        self.counters.add("reduce-scatter", packed.nbytes)
-        try:
-            if self._is_host_blocking:  # gloo's reduce-scatter is an all-reduce of a copy, and ignores the timeout
-                work = dist.all_reduce(packed, group=self._reduce_group, async_op=True)
-                local_part = packed.view(self.shard_axis.size, -1)[self.shard_axis.rank]
-                return _MonitoredWork(work, what, self.consistency, self.wait_timer, partial(shard.copy_, local_part))
-            return self._wrap_work(_reduce_scatter(shard, packed, group=self._reduce_group, async_op=True), what)
-        except RuntimeError as error:
-            raise self.consistency.explain_failure(what, error) from error
+        on_done = None
+        if self._is_host_blocking:  # gloo's reduce-scatter is an all-reduce of a copy, and ignores the timeout
+            start = partial(dist.all_reduce, packed, group=self._reduce_group, async_op=True)
+            on_done = partial(shard.copy_, packed.view(self.shard_axis.size, -1)[self.shard_axis.rank])
+        else:
+            start = partial(_reduce_scatter, shard, packed, group=self._reduce_group, async_op=True)
+        return self._start(start, "reduce-scatter", packed.nbytes, what, on_done)
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: MeshAxis, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> CollectiveWork:
         """Reduce ``tensor`` over ``axis``, in place."""
-        self.counters.add("all-reduce", 2 * tensor.nbytes)
-        try:
-            return self._wrap_work(dist.all_reduce(tensor, op=op, group=axis.group, async_op=True), what)
-        except RuntimeError as error:
-            raise self.consistency.explain_failure(what, error) from error
+        start = partial(dist.all_reduce, tensor, op=op, group=axis.group, async_op=True)
+        return self._start(start, "all-reduce", 2 * tensor.nbytes, what)
 
     def all_reduce_over_mesh(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -175,21 +163,13 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         """Copy ``tensor`` from rank ``source`` of the mesh (counted along the axes, outer first) to all ranks."""
         for position, axis in enumerate(self.data_axes):
-            inner_size = 1
-            for other in self.data_axes[position + 1 :]:
-                inner_size *= other.size
+            inner_size = math.prod(other.size for other in self.data_axes[position + 1 :])
             self.broadcast_over_axis(axis, tensor, what, source // inner_size % axis.size)
 
     def broadcast_over_axis(self, axis: MeshAxis, tensor: torch.Tensor, what: str, source: int = 0) -> None:
         """Copy ``tensor`` from rank ``source`` of one axis to its other ranks."""
-        self.counters.add("broadcast", tensor.nbytes)
-        try:
-            work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-            self._wrap_work(work, what).wait()
-        except RanksDisagreeError:
-            raise
-        except RuntimeError as error:
-            raise self.consistency.explain_failure(what, error) from error
+        start = partial(dist.broadcast, tensor, group=axis.group, group_src=source, async_op=True)
+        self._start(start, "broadcast", tensor.nbytes, what).wait()
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Return the small picklable values of all ranks of the shard axis."""
@@ -207,9 +187,22 @@ class Communicator:
         """The data-parallel axes with more than one rank, outer first."""
         return [*self.replicate_axes, *([self.shard_axis] if self.shard_axis.size > 1 else [])]
 
-    def _wrap_work(self, work: Any, what: str) -> CollectiveWork:
+    def _start(
+        self,
+        start: Callable[[], Any],
+        kind: str,
+        nbytes: int,
+        what: str,
+        on_done: Callable[[], object] | None = None,
+    ) -> CollectiveWork:
+        """Start a collective and count it. If it fails, an error names the rank that caused it."""
+        self.counters.add(kind, nbytes)
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self.consistency.explain_failure(what, error) from error
         if self._is_host_blocking:
-            return _MonitoredWork(work, what, self.consistency, self.wait_timer)
+            return _MonitoredWork(work, what, self.consistency, self.wait_timer, on_done)
         return _TimedWork(work, self.wait_timer) if self.wait_timer.is_running else work
 
 
@@ -369,9 +362,8 @@ def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
     """
     single = MeshAxis(None, 1, 0)
     if mesh is None:
-        return [
-            MeshAxis.from_group(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        ], single
+        has_group = dist.is_available() and dist.is_initialized()
+        return [MeshAxis.from_group(dist.group.WORLD if has_group else None)], single
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")
     name = tensor_axis_name(mesh)
