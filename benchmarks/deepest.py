@@ -19,7 +19,7 @@ from benchmarks.rank import FrugalGPT, Memory, Training, alone, shape_of, zerosh
 from benchmarks.search import Largest, largest
 from benchmarks.table import Result, gigabytes, listed, ratio, said
 from benchmarks.trial import Trials
-from zeroshard.memory.host_info import available_host_memory
+from zeroshard.memory import available_host_memory
 from zeroshard.presets import GPTPreset
 from zeroshard.train.flops import flops_per_token
 

@@ -38,7 +38,7 @@ from benchmarks.rank import ROWS, Memory, Training, alone, fsdp2_gpt, shape_of, 
 from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes, listed, middle, ratio, said, spread
 from benchmarks.trial import Trials, options, parsed
-from zeroshard.memory.host_info import available_host_memory
+from zeroshard.memory import available_host_memory
 from zeroshard.models import GPT
 from zeroshard.optim.cpu.updates import default_threads
 from zeroshard.presets import GPTPreset

@@ -16,7 +16,7 @@ from zeroshard.activations.replica_check import checksum
 from zeroshard.activations.stack import ALIGN_BYTES, ActivationStack, StackSlot
 from zeroshard.activations.store import ActivationStore
 from zeroshard.activations.tensor_layout import TensorLayout
-from zeroshard.memory.buffers import PoolBuffer
+from zeroshard.memory.pool import PoolBuffer
 from zeroshard.memory.tracker import MemoryTracker, NowAndPeak
 from zeroshard.sharding.layout import round_up
 

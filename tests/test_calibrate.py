@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RanksFailed, run_processes
 
-from zeroshard.memory.disk.disk import Disk, DiskError
+from zeroshard.memory.disk.disk import Disk
+from zeroshard.memory.disk.file import DiskError
 from zeroshard.planner.calibration import calibrate as module
 from zeroshard.planner.calibration import device_rates, node_rates
 from zeroshard.planner.calibration.calibrate import calibrate, fit_matmul_rates

@@ -26,9 +26,10 @@ from torch import nn
 
 import zeroshard
 import zeroshard.memory.disk.disk
-from zeroshard.memory.disk.disk import Disk, DiskError, FreeList, Transfer, aligned_buffer
-from zeroshard.memory.disk.file import OffloadFile
+from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
+from zeroshard.memory.disk.file import DiskError, OffloadFile
 from zeroshard.sharding.tier_placement import PAGE_BYTES
+from zeroshard.utils.free_list import FreeList
 
 MEMORY = Path("/dev/shm")
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int16]
@@ -626,7 +627,8 @@ def test_limits_of_the_system_and_of_the_user_are_told(tmp_path: Path) -> None:
     process = start(
         """
         import os, resource, sys, torch
-        from zeroshard.memory.disk.disk import Disk, DiskError, aligned_buffer
+        from zeroshard.memory.disk.disk import Disk, aligned_buffer
+        from zeroshard.memory.disk.file import DiskError
         disk = Disk(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         kept = disk.zeros(1 << 19, torch.uint8)

@@ -17,7 +17,7 @@ from ranks import run_processes
 
 import zeroshard
 from benchmarks.echo import Echo
-from zeroshard.memory.allocator.cublas_workspace import allocate_cublas_workspace, clear_cublas_workspaces
+from zeroshard.memory.pool import allocate_cublas_workspace, clear_cublas_workspaces
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.train.step_stats import StepStatsReducer
 

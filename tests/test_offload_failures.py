@@ -14,9 +14,10 @@ from offloaded import Case, assert_same, everything
 from plain import batches, net_loss
 
 import zeroshard
-from zeroshard.memory.buffers import MIN_MMAP_BYTES, host_zeros
-from zeroshard.memory.disk.disk import Disk, DiskError, Transfer
-from zeroshard.memory.disk.prefetch import ParamPrefetcher
+from zeroshard.memory.disk.disk import Disk, Transfer
+from zeroshard.memory.disk.file import DiskError
+from zeroshard.memory.host_memory import MIN_MMAP_BYTES, host_zeros
+from zeroshard.memory.tier_allocator import ParamPrefetcher
 from zeroshard.memory.tracker import MemoryTracker
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
 

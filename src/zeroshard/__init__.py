@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.consistency import RanksDisagreeError
     from zeroshard.config.config import Config
     from zeroshard.config.offload import Offload
-    from zeroshard.memory.profile import Profile
-    from zeroshard.memory.report import Report
+    from zeroshard.memory.tracker import Profile, Report
     from zeroshard.optim.sharded_optimizer import ShardedOptimizer
     from zeroshard.planner.plan import plan
 
@@ -65,9 +64,9 @@ _MODULE_OF = {
     "Config": "config.config",
     "Loaded": "checkpoint.load",
     "Offload": "config.offload",
-    "Profile": "memory.profile",
+    "Profile": "memory.tracker",
     "RanksDisagreeError": "comm.consistency",
-    "Report": "memory.report",
+    "Report": "memory.tracker",
     "Save": "checkpoint.async_save",
     "ShardedOptimizer": "optim.sharded_optimizer",
     "checkpoint_activations": "activations.checkpoint",

@@ -18,18 +18,19 @@ bytes. The host waits for such a stream only when a chunk itself is freed, which
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from zeroshard.memory import MemoryTracker, PoolBuffer
+from zeroshard.memory import MemoryTracker, PinnedBuffer, PoolBuffer
 from zeroshard.sharding import round_up
+from zeroshard.utils.free_list import FreeList
 
 ALIGN_BYTES = 16  # alignment of slots, for copies and collectives
 
 OptionalEvent = torch.Event | None
+StackBuffer = PoolBuffer | PinnedBuffer
 PendingFree = tuple["StackChunk", int, int, "OptionalEvent"]  # chunk, start, bytes, last use on the side stream
 
 
@@ -54,37 +55,28 @@ class StackSlot:
 class StackChunk:
     """One allocation of a stack, and its free ranges."""
 
-    def __init__(self, buffer: PoolBuffer) -> None:
+    def __init__(self, buffer: StackBuffer) -> None:
         self.buffer = buffer
         self.nbytes = buffer.tensor.numel()
         self.last_use: OptionalEvent = None  # last use of any byte on the side stream
-        self._free_ranges = [(0, self.nbytes)]  # [start, end), sorted, never adjacent
+        self._extents = FreeList()
         self._tracker: MemoryTracker | None = None
         self._tier = ""
 
     def alloc(self, nbytes: int) -> int | None:
-        """Allocate from the first free range that is large enough; return the start, or None if there is none."""
-        for index, (start, end) in enumerate(self._free_ranges):
-            if end - start >= nbytes:
-                self._free_ranges[index : index + 1] = [(start + nbytes, end)] if start + nbytes < end else []
-                return start
+        """Allocate bytes and return their start, or None if no free range is large enough."""
+        start = self._extents.alloc(nbytes)
+        if self._extents.end <= self.nbytes:
+            return start
+        self._extents.free(start, nbytes)
         return None
 
     def free(self, start: int, nbytes: int) -> None:
-        """Mark bytes as free, and merge adjacent free ranges."""
-        end = start + nbytes
-        index = bisect(self._free_ranges, (start, end))
-        if index < len(self._free_ranges) and self._free_ranges[index][0] == end:
-            end = self._free_ranges.pop(index)[1]
-        if index > 0 and self._free_ranges[index - 1][1] == start:
-            index -= 1
-            start = self._free_ranges.pop(index)[0]
-        self._free_ranges.insert(index, (start, end))
+        self._extents.free(start, nbytes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no byte is in use."""
-        return self._free_ranges == [(0, self.nbytes)]
+        return self._extents.end == 0
 
     def set_tracker(self, tracker: MemoryTracker | None, tier: str) -> None:
         """Count the bytes in ``tracker``, and no longer in the previous tracker."""
@@ -118,7 +110,7 @@ class ActivationStack:
     """
 
     def __init__(
-        self, tier: str, allocate: Callable[[int], PoolBuffer], wait_event: Callable[[OptionalEvent], None]
+        self, tier: str, allocate: Callable[[int], StackBuffer], wait_event: Callable[[OptionalEvent], None]
     ) -> None:
         self._tier = tier
         self._allocate = allocate
@@ -172,7 +164,7 @@ class ActivationStack:
         self._chunks.append(chunk)
         return chunk, chunk.alloc(nbytes) or 0
 
-    def _allocate_buffer(self, nbytes: int) -> PoolBuffer:
+    def _allocate_buffer(self, nbytes: int) -> StackBuffer:
         if not self._chunks and self._chunk_bytes > nbytes:
             try:
                 return self._allocate(self._chunk_bytes)

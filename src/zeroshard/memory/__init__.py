@@ -1,24 +1,28 @@
 """Where tensors live: the memory tracker, arenas for long-lived tensors, the bucket ring, and the tiers."""
 
-from zeroshard.memory.allocator.cublas_workspace import (
-    CublasWorkspace,
-    allocate_cublas_workspace,
-    clear_cublas_workspaces,
-)
 from zeroshard.memory.allocator.segment_preallocator import SegmentPreallocator
 from zeroshard.memory.arena import Arena
 from zeroshard.memory.bucket_ring import BucketRing, BucketSlot, buffer_lengths
-from zeroshard.memory.buffers import PinnedBuffer, PoolBuffer
-from zeroshard.memory.disk.disk import Disk, DiskError, Transfer, aligned_buffer
-from zeroshard.memory.disk.prefetch import PREFETCH_SHARDS, ParamPrefetcher
-from zeroshard.memory.host_info import CGROUP_MEMORY_FILES, available_host_memory, local_world_size
-from zeroshard.memory.pool import Pool
-from zeroshard.memory.profile import Profile, ProfileMoment
-from zeroshard.memory.report import Report
+from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
+from zeroshard.memory.disk.file import DiskError
+from zeroshard.memory.host_memory import CGROUP_MEMORY_FILES, PinnedBuffer, available_host_memory, local_world_size
+from zeroshard.memory.pool import (
+    CublasWorkspace,
+    Pool,
+    PoolBuffer,
+    allocate_cublas_workspace,
+    clear_cublas_workspaces,
+)
 from zeroshard.memory.streams import SideStream, record_blocking_event
-from zeroshard.memory.tier_allocator import STAGING_SLOTS, TierAllocator, staging_bytes
+from zeroshard.memory.tier_allocator import (
+    PREFETCH_SHARDS,
+    STAGING_SLOTS,
+    ParamPrefetcher,
+    TierAllocator,
+    staging_bytes,
+)
 from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
-from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, NowAndPeak
+from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, NowAndPeak, Profile, ProfileMoment, Report
 
 __all__ = [
     "CGROUP_MEMORY_FILES",

@@ -22,6 +22,7 @@ the pool does nothing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
@@ -90,3 +91,54 @@ class Pool:
         if self._pool is not None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)
             torch.cuda.empty_cache()
+
+
+class PoolBuffer:
+    """Device memory in its own pool: [Note: separate pool for long-lived tensors]. Activations are allocated here.
+
+    The pool is freed together with the memory: a pool that outlives it would keep the segment.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        pool = Pool(device)
+        with pool:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._pool = pool  # set last, so that it is deleted last
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces of all threads. Each is allocated again when its thread multiplies."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def allocate_cublas_workspace() -> None:
+    """Allocate the workspace of this thread, on the current device and stream, unless it exists."""
+    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+
+
+class CublasWorkspace:
+    """One cuBLAS workspace on the device, shared by all threads.
+
+    [Note: one workspace]
+    PyTorch allocates a cuBLAS workspace for each thread that multiplies, 32 MiB on Hopper, and never frees it: one for
+    the forward thread, one for the autograd thread, which do not run at the same time. So when a forward or a backward
+    starts on another thread than the last one, all workspaces are cleared, and one is allocated for this thread, in the
+    pool: if the first multiplication allocated it, it would lie in the middle of the model's largest segments. Kernels
+    that still use a cleared workspace were launched on the same stream before those that reuse its memory.
+
+    This does not hold for threads that multiply on one stream at the same time, nor for a graph that was captured after
+    a workspace had been allocated: ``Config.defragment=False`` leaves the workspaces to PyTorch.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._thread_id = 0  # thread of the last allocation
+
+    def acquire(self) -> None:
+        """Make the workspace available to this thread."""
+        thread = threading.get_ident()
+        if thread != self._thread_id and not torch.cuda.is_current_stream_capturing():
+            clear_cublas_workspaces()
+            with self._pool, torch.cuda.device(self._pool.device):
+                allocate_cublas_workspace()
+            self._thread_id = thread

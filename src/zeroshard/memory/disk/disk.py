@@ -10,76 +10,137 @@ would fill the page cache and wait for one page after the other. It uses :meth:`
 file      | tensor 0        ......| tensor 1 ..| free           | tensor 2            ...|
            starts on a page; the remainder of its last page belongs to it too
 ```
+
+[Note: threads that only wait]
+Python threads are sufficient: they spend nearly all their time inside a system call for several MiB, without the GIL.
+The first transfer starts them. They reference only the queue, and do not keep the interpreter from exiting. The memory
+of a request in progress stays valid: a request references its buffer and its file, so neither is freed, and the file
+descriptor is not reused, before the system call returns.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import threading
 import weakref
-from bisect import insort
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
-from zeroshard.memory.buffers import mmap_buffer
 from zeroshard.memory.disk.file import DiskError, OffloadFile
-from zeroshard.memory.disk.io import IO_REQUEST_BYTES, IoRequest, IoThreads, Transfer
+from zeroshard.memory.host_memory import mmap_buffer
 from zeroshard.sharding import PAGE_BYTES, round_up
 from zeroshard.utils.format import format_bytes
+from zeroshard.utils.free_list import FreeList
+
+IO_REQUEST_BYTES = 8 << 20  # size of one system call
 
 
-class FreeList:
-    """Allocates extents of a range that starts at 0 and grows without limit. A free extent is reused before it grows.
+class Transfer:
+    """A read or write that was started. Only when :meth:`wait` has returned is it complete and successful.
 
-    >>> free_list = FreeList()
-    >>> a, b, c = free_list.alloc(30), free_list.alloc(10), free_list.alloc(20)
-    >>> free_list.free(a, 30)
-    >>> free_list.free(b, 10)
-    >>> free_list.alloc(40), free_list.end  # adjacent free extents are merged
-    (0, 60)
+    >>> transfer = Transfer(requests=1)
+    >>> transfer.is_done
+    False
+    >>> transfer.finish_request(None)
+    >>> transfer.wait()
     """
 
-    def __init__(self) -> None:
-        self.end = 0  # bytes: end of the last allocated extent
-        self._gaps: list[tuple[int, int]] = []  # free extents before the end: (offset, bytes), sorted, never adjacent
+    def __init__(self, requests: int) -> None:
+        self._requests_left = requests
+        self._lock = threading.Lock()
+        self._done_event = threading.Event()
+        self._failure: tuple[str, BaseException | None] | None = None  # message and cause of the first error
+        if not requests:
+            self._done_event.set()
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes that are allocated."""
-        return self.end - sum(nbytes for _, nbytes in self._gaps)
+    def is_done(self) -> bool:
+        """Whether all requests have finished: :meth:`wait` returns, or raises, immediately."""
+        return self._done_event.is_set()
 
-    def alloc(self, nbytes: int) -> int:
-        """Return the offset of a new extent: in the smallest free extent that is large enough, else at the end."""
-        fitting = [gap for gap in self._gaps if gap[1] >= nbytes]
-        if not fitting:
-            self.end += nbytes
-            return self.end - nbytes
-        start, gap_bytes = gap = min(fitting, key=lambda gap: (gap[1], gap[0]))
-        self._gaps.remove(gap)
-        if gap_bytes > nbytes:
-            insort(self._gaps, (start + nbytes, gap_bytes - nbytes))
-        return start
+    @property
+    def has_failed(self) -> bool:
+        """Whether a request has failed; the others can be skipped."""
+        return self._failure is not None
 
-    def free(self, start: int, nbytes: int) -> None:
-        """Free an extent and merge it with adjacent free extents."""
-        stop = start + nbytes
-        for gap in list(self._gaps):
-            if gap[0] + gap[1] == start:
-                start = gap[0]
-            elif gap[0] == stop:
-                stop += gap[1]
-            else:
-                continue
-            self._gaps.remove(gap)
-        if stop == self.end:
-            self.end = start
+    def wait(self) -> None:
+        """Wait for all requests. Raise :class:`DiskError` if one failed. Either way the buffer is free afterwards."""
+        self._done_event.wait()
+        if self._failure is not None:
+            message, cause = self._failure
+            raise DiskError(message) from cause  # a new error each time: a stored one would keep its stack alive
+
+    def finish_request(self, error: BaseException | None) -> None:
+        """Count one request as finished, with its error if it failed."""
+        with self._lock:
+            if error is not None and self._failure is None:
+                message = (
+                    str(error) if isinstance(error, DiskError) else f"a transfer of the disk tier failed: {error!r}"
+                )
+                cause = error.__cause__ if isinstance(error, DiskError) else error
+                self._failure = message, cause and cause.with_traceback(None)  # its stack would keep the buffer alive
+            self._requests_left -= 1
+            if not self._requests_left:
+                self._done_event.set()
+
+
+@dataclass(frozen=True)
+class IoRequest:
+    """The work of one system call."""
+
+    transfer: Transfer
+    file: OffloadFile
+    direction: Literal["read", "write"]
+    memory: memoryview
+    owner: torch.Tensor  # keeps that memory alive
+    offset: int  # in the file
+
+    def run(self) -> None:
+        """Execute the request, unless another request of the transfer has failed."""
+        try:
+            if not self.transfer.has_failed:
+                self.file.transfer(self.direction, self.memory, self.offset)
+        except BaseException as error:  # any error: a caller waits for the transfer
+            self.transfer.finish_request(error)
         else:
-            insort(self._gaps, (start, stop - start))
+            self.transfer.finish_request(None)
 
 
-__all__ = ["Disk", "DiskError", "Transfer", "aligned_buffer"]
+class IoThreads:
+    """The I/O threads of one disk.
+
+    >>> threads = IoThreads(2)
+    >>> threads.close()
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._thread_count = threads
+        self._is_running = False
+        self._requests: queue.SimpleQueue[IoRequest | None] = queue.SimpleQueue()
+
+    def submit(self, request: IoRequest) -> None:
+        """Queue a request. Not thread-safe: one caller at a time."""
+        if not self._is_running:
+            for index in range(self._thread_count):
+                name = f"zeroshard-disk-{index}"
+                threading.Thread(target=_io_loop, args=(self._requests,), name=name, daemon=True).start()
+            self._is_running = True
+        self._requests.put(request)
+
+    def close(self) -> None:
+        """Stop the threads after the queued requests. Takes no lock: the garbage collector may call it at any point."""
+        for _ in range(self._thread_count):
+            self._requests.put(None)
+
+
+def _io_loop(requests: queue.SimpleQueue[IoRequest | None]) -> None:
+    while (request := requests.get()) is not None:
+        request.run()
+        del request  # frees its buffer while this thread waits
 
 
 class MappedExtent(NamedTuple):

@@ -1,18 +1,44 @@
-"""Buffers with their own allocation: in a separate device pool, or in pinned host memory."""
+"""Host memory: how much is available, buffers in huge pages, and pinned buffers."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import re
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroshard.memory.pool import Pool
-
 MIN_MMAP_BYTES = 2**22  # from this size on, use huge pages; below it, mmap costs more than it saves
+CGROUP_MEMORY_FILES = (  # (limit, used), for cgroup v2 and v1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available_host_memory() -> int:
+    """Return the bytes available without swapping, within the container's limits; 0 if unknown.
+
+    >>> available_host_memory() >= 0
+    True
+    """
+    candidates: list[int] = []
+    with contextlib.suppress(OSError):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        candidates += [int(available[1]) * 1024] if available is not None else []
+    for limit, used in CGROUP_MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+            candidates.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+    return min(candidates, default=0)
+
+
+def local_world_size() -> int:
+    """Return how many ranks share this machine, according to torchrun."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def host_zeros(nbytes: int) -> torch.Tensor:
@@ -38,19 +64,6 @@ def mmap_buffer(nbytes: int) -> torch.Tensor:
         with contextlib.suppress(OSError, AttributeError):  # not supported by this kernel or system
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class PoolBuffer:
-    """Device memory in its own pool: [Note: separate pool for long-lived tensors]. Activations are allocated here.
-
-    The pool is freed together with the memory: a pool that outlives it would keep the segment.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        pool = Pool(device)
-        with pool:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._pool = pool  # set last, so that it is deleted last
 
 
 class PinnedRegistration:
@@ -80,7 +93,7 @@ class PinnedRegistration:
             _cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
-class PinnedBuffer(PoolBuffer):
+class PinnedBuffer:
     """Pinned host memory.
 
     torch rounds pinned memory up to a power of two and touches its pages in one thread. Touching them with all threads
