@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zeroshard
-from zeroshard.activations.tp_traffic import TPTrafficMode
-from zeroshard.comm.collectives import MeshAxis
+from zeroshard.comm.counters import TPTrafficMode
+from zeroshard.comm.mesh import MeshAxis
 from zeroshard.models.gpt import GPT, GPTConfig
 
 LAYERS = 3

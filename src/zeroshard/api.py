@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zeroshard.activations import count_traffic
 from zeroshard.comm import CollectiveOrder, Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
 from zeroshard.config.config import Config
 from zeroshard.engine import (
@@ -360,7 +359,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     engine.comm.counters.current_step = {}  # what came since the last step (an evaluation, say) is no part of this one
     stopwatch.start()
     try:
-        with count_traffic(engine.comm) as sharded.profiled_traffic:
+        with engine.comm.count_tensor_traffic() as sharded.profiled_traffic:
             yield result
     finally:
         ledger.on_change = None

@@ -3,13 +3,11 @@
 from zeroshard.activations.block_inputs import RecomputeContext
 from zeroshard.activations.blocks import select_blocks
 from zeroshard.activations.checkpoint import CheckpointedForward, checkpoint_activations, flatten_arguments
-from zeroshard.activations.tp_traffic import count_traffic
 
 __all__ = [
     "CheckpointedForward",
     "RecomputeContext",
     "checkpoint_activations",
-    "count_traffic",
     "flatten_arguments",
     "select_blocks",
 ]

@@ -4,18 +4,13 @@ from zeroshard.comm.collective_order import CollectiveOrder
 from zeroshard.comm.collectives import (
     CollectiveWork,
     Communicator,
-    MeshAxis,
-    Traffic,
     all_gather_object,
     all_gather_sync,
     broadcast_object,
-    group_backend,
-    group_timeout_seconds,
-    mesh_axes,
-    tensor_axis_name,
 )
 from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError
-from zeroshard.comm.wait_timer import WaitTimer
+from zeroshard.comm.counters import Traffic, WaitTimer
+from zeroshard.comm.mesh import MeshAxis, group_backend, group_timeout_seconds, mesh_axes, tensor_axis_name
 
 __all__ = [
     "CollectiveOrder",

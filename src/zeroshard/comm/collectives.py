@@ -7,22 +7,19 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.consistency import POLL_INTERVAL, ConsistencyChecker, RanksDisagreeError
-from zeroshard.comm.wait_timer import WaitTimer
+from zeroshard.comm.counters import CollectiveCounters, TPTrafficMode, Traffic, WaitTimer
+from zeroshard.comm.mesh import MeshAxis, group_backend
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-TENSOR_AXIS_NAMES = ("tensor", "tp")  # accepted names of the mesh's tensor-parallel axis
 
 
 class CollectiveWork(Protocol):
@@ -30,56 +27,6 @@ class CollectiveWork(Protocol):
 
     def wait(self) -> None:
         """Make the result available to later work on this thread and stream."""
-
-
-@dataclass(frozen=True)
-class MeshAxis:
-    """One axis of the mesh: the ranks that this rank shards or replicates with."""
-
-    group: dist.ProcessGroup | None  # None: this rank only
-    size: int
-    rank: int
-
-    @classmethod
-    def from_group(cls, group: dist.ProcessGroup | None) -> MeshAxis:
-        """Describe ``group`` from this rank's view."""
-        if group is None:
-            return cls(None, 1, 0)
-        return cls(group, dist.get_world_size(group), dist.get_rank(group))
-
-
-@dataclass
-class Traffic:
-    """Collectives of one kind.
-
-    Bytes are counted as in the paper: an all-gather by its output, a reduce-scatter by its input, an all-reduce by
-    twice its length.
-    """
-
-    count: int = 0
-    bytes: int = 0
-
-
-@dataclass
-class CollectiveCounters:
-    """Traffic of the current step, of the last step, and in total."""
-
-    current_step: dict[str, Traffic] = field(default_factory=dict)
-    last_step: dict[str, Traffic] = field(default_factory=dict)
-    total: dict[str, Traffic] = field(default_factory=dict)
-
-    def add(self, kind: str, nbytes: int) -> None:
-        """Count one collective."""
-        for by_kind in (self.current_step, self.total):
-            traffic = by_kind.get(kind)
-            if traffic is None:
-                traffic = by_kind[kind] = Traffic()
-            traffic.count += 1
-            traffic.bytes += nbytes
-
-    def end_step(self) -> None:
-        """Start the counts of a new step."""
-        self.last_step, self.current_step = self.current_step, {}
 
 
 class Communicator:
@@ -186,6 +133,20 @@ class Communicator:
     def data_axes(self) -> list[MeshAxis]:
         """The data-parallel axes with more than one rank, outer first."""
         return [*self.replicate_axes, *([self.shard_axis] if self.shard_axis.size > 1 else [])]
+
+    @contextmanager
+    def count_tensor_traffic(self) -> Iterator[tuple[Traffic, Traffic] | None]:
+        """Count the traffic of tensor parallelism and of P_a inside the context; yield None without a tensor axis."""
+        if self.tensor_axis.size == 1:
+            yield None
+            return
+        total, activations = self.counters.total.setdefault("activation gather", Traffic()), Traffic()
+        count, nbytes = total.count, total.bytes
+        with TPTrafficMode(self.tensor_axis) as mode:
+            try:
+                yield mode.traffic, activations
+            finally:
+                activations.count, activations.bytes = total.count - count, total.bytes - nbytes
 
     def _start(
         self,
@@ -325,23 +286,6 @@ def _explain_errors(consistency: ConsistencyChecker | None, what: str) -> Iterat
         raise consistency.explain_failure(what, error) from error
 
 
-def group_timeout_seconds(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Return the timeout of a group's own collectives, in seconds."""
-    try:
-        seconds: float = group._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # no group, or a backend without a timeout
-        seconds = dist.distributed_c10d.default_pg_timeout.total_seconds()
-    return seconds
-
-
-def group_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the backend for tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
-    if group is None:
-        return ""
-    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return next((pair[-1] for pair in pairs if len(pair) == 1 or pair[0] == device.type), "")
-
-
 def _second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a second communicator over the same ranks, created once and then found among the job's groups."""
     if group is None or dist.get_world_size(group) == 1:
@@ -352,35 +296,3 @@ def _second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
             return other
     second: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose)
     return second
-
-
-def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
-    """Return the data-parallel axes, outer first, (shard,) or (replicate, shard), and the tensor axis.
-
-    Without a mesh, all ranks of the job shard the states. Without an axis named "tensor" (or "tp"), there is no tensor
-    parallelism.
-    """
-    single = MeshAxis(None, 1, 0)
-    if mesh is None:
-        has_group = dist.is_available() and dist.is_initialized()
-        return [MeshAxis.from_group(dist.group.WORLD if has_group else None)], single
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")
-    name = tensor_axis_name(mesh)
-    axes = [MeshAxis.from_group(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    data, tensor = (axes, single) if name is None else (axes[:-1], axes[-1])
-    if len(data) > 2:
-        raise ValueError(
-            "mesh must have one axis (shard) or two (replicate, shard) for data, and optionally a last one named "
-            f"'tensor', got {mesh}"
-        )
-    return data or [single], tensor
-
-
-def tensor_axis_name(mesh: DeviceMesh) -> str | None:
-    """Return the name of the mesh's tensor axis; None if it has none."""
-    names = mesh.mesh_dim_names or ()
-    found = [name for name in names if name in TENSOR_AXIS_NAMES]
-    if found and (len(found) > 1 or names[-1] != found[0]):
-        raise ValueError(f"mesh must have at most one tensor axis, as its last axis, got {mesh}")
-    return found[0] if found else None

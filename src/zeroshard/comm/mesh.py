@@ -1,0 +1,76 @@
+"""The axes of the mesh, and the process groups behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+TENSOR_AXIS_NAMES = ("tensor", "tp")  # accepted names of the mesh's tensor-parallel axis
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the mesh: the ranks that this rank shards or replicates with."""
+
+    group: dist.ProcessGroup | None  # None: this rank only
+    size: int
+    rank: int
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup | None) -> MeshAxis:
+        """Describe ``group`` from this rank's view."""
+        if group is None:
+            return cls(None, 1, 0)
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+
+def mesh_axes(mesh: DeviceMesh | None) -> tuple[list[MeshAxis], MeshAxis]:
+    """Return the data-parallel axes, outer first, (shard,) or (replicate, shard), and the tensor axis.
+
+    Without a mesh, all ranks of the job shard the states. Without an axis named "tensor" (or "tp"), there is no tensor
+    parallelism.
+    """
+    single = MeshAxis(None, 1, 0)
+    if mesh is None:
+        has_group = dist.is_available() and dist.is_initialized()
+        return [MeshAxis.from_group(dist.group.WORLD if has_group else None)], single
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be None or a DeviceMesh, got {type(mesh).__name__}: see init_device_mesh()")
+    name = tensor_axis_name(mesh)
+    axes = [MeshAxis.from_group(mesh.get_group(axis)) for axis in range(mesh.ndim)]
+    data, tensor = (axes, single) if name is None else (axes[:-1], axes[-1])
+    if len(data) > 2:
+        raise ValueError(
+            "mesh must have one axis (shard) or two (replicate, shard) for data, and optionally a last one named "
+            f"'tensor', got {mesh}"
+        )
+    return data or [single], tensor
+
+
+def tensor_axis_name(mesh: DeviceMesh) -> str | None:
+    """Return the name of the mesh's tensor axis; None if it has none."""
+    names = mesh.mesh_dim_names or ()
+    found = [name for name in names if name in TENSOR_AXIS_NAMES]
+    if found and (len(found) > 1 or names[-1] != found[0]):
+        raise ValueError(f"mesh must have at most one tensor axis, as its last axis, got {mesh}")
+    return found[0] if found else None
+
+
+def group_timeout_seconds(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Return the timeout of a group's own collectives, in seconds."""
+    try:
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # no group, or a backend without a timeout
+        seconds = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    return seconds
+
+
+def group_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Return the backend for tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
+    if group is None:
+        return ""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return next((pair[-1] for pair in pairs if len(pair) == 1 or pair[0] == device.type), "")
