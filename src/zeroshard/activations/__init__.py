@@ -1,8 +1,8 @@
 """Activation checkpointing: which blocks are recomputed, what is saved for it, and where (P_a, P_a+cpu, M_D)."""
 
 from zeroshard.activations.block_inputs import RecomputeContext
-from zeroshard.activations.blocks import select_blocks
-from zeroshard.activations.checkpoint import CheckpointedForward, checkpoint_activations, flatten_arguments
+from zeroshard.activations.checkpoint import CheckpointedForward, checkpoint_activations, select_blocks
+from zeroshard.activations.recompute import flatten_arguments
 
 __all__ = [
     "CheckpointedForward",

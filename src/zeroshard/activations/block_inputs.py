@@ -18,9 +18,11 @@ Backward gets a copy, never the saved bytes: the next forward overwrites those, 
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +31,11 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroshard.activations.replica_check import check_replicated
 from zeroshard.activations.store import ActivationStore, SavedActivation
-from zeroshard.activations.tensor_layout import TensorLayout
-from zeroshard.comm import Communicator, MeshAxis, all_gather_sync
+from zeroshard.activations.tensor_layout import HASH_MULTIPLIER, TensorLayout, checksum
+from zeroshard.comm import Communicator, MeshAxis, all_gather_sync, group_backend
 from zeroshard.engine import engine_of
 from zeroshard.memory import MemoryTracker
 
@@ -56,31 +56,7 @@ class SavedInput:
     saved: SavedActivation
     layout: TensorLayout
     axis: MeshAxis
-    dtensor_spec: DTensorSpec | None  # None unless the input is a DTensor
-    full_copy: torch.Tensor | None = None  # copy of the full input, if it is neither partitioned nor offloaded
-
-
-@dataclass(frozen=True)
-class DTensorSpec:
-    """Mesh, placements, shape and stride of a DTensor."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def from_tensor(cls, tensor: torch.Tensor) -> DTensorSpec | None:
-        """Return the spec of a DTensor, None for any other tensor."""
-        if not isinstance(tensor, DTensor):
-            return None
-        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-
-    def to_dtensor(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor whose local tensor is ``local``."""
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+    to_dtensor: Callable[[torch.Tensor], DTensor] | None  # None unless the input is a DTensor
 
 
 class BlockCall:
@@ -105,7 +81,7 @@ class BlockCall:
                     "replicated over the ranks of partition=…: use Replicate() there, or pass partition=False"
                 )
         with torch.no_grad():
-            check_replicated(self._name, [_local_tensor(tensor) for tensor in partitioned], self.axis)
+            _check_replicated(self._name, [_local_tensor(tensor) for tensor in partitioned], self.axis)
         return bool(partitioned)
 
     def pack(self, tensor: torch.Tensor) -> InputReference | SavedInput:
@@ -125,8 +101,8 @@ class BlockCall:
             if packed.version != _version_counter(packed.tensor):
                 raise RuntimeError(f"{_modified_input_message(self._name)} before the backward of the block.")
             return packed.tensor
-        if packed.full_copy is not None:
-            return packed.full_copy.clone()
+        if packed.saved.full_copy is not None:
+            return packed.saved.full_copy.clone()
         needed = list(self._needed_on_device())
         packed.store.evict_except(saved_input.saved for saved_input in needed)
         for saved_input in needed:
@@ -153,13 +129,12 @@ class BlockCall:
         local = _local_tensor(tensor).resolve_conj().resolve_neg()
         layout, store = TensorLayout.from_tensor(local), self._context.store_for(local.device)
         if self.axis.size == 1 and local is tensor and layout.is_dense and not store.is_offloaded:
-            saved = store.save_full(local)  # fast path: the inputs of most blocks
-            return SavedInput(store, saved, layout, self.axis, None, saved.full_copy)
+            return SavedInput(store, store.save_full(local), layout, self.axis, None)  # the inputs of most blocks
         length = -(-layout.unexpanded_numel // self.axis.size)
         values = layout.flatten(local)[length * self.axis.rank : length * (self.axis.rank + 1)]
         store.evict_except(saved_input.saved for saved_input in self._needed_on_device())
         saved = store.save(values, length * local.itemsize)
-        return SavedInput(store, saved, layout, self.axis, DTensorSpec.from_tensor(tensor))
+        return SavedInput(store, saved, layout, self.axis, _dtensor_factory(tensor))
 
     @torch.no_grad()
     def _gather_full(self, saved_input: SavedInput) -> torch.Tensor:
@@ -172,7 +147,7 @@ class BlockCall:
         else:
             all_gather_sync(full, partition, axis)
         local = layout.unflatten(full.view(layout.dtype)[: layout.unexpanded_numel])
-        return local if saved_input.dtensor_spec is None else saved_input.dtensor_spec.to_dtensor(local)
+        return local if saved_input.to_dtensor is None else saved_input.to_dtensor(local)
 
 
 def _is_kept_by_reference(tensor: torch.Tensor) -> bool:
@@ -191,12 +166,50 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def _dtensor_factory(tensor: torch.Tensor) -> Callable[[torch.Tensor], DTensor] | None:
+    """Return a function that makes a DTensor like ``tensor`` from its local tensor; None if it is not a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return partial(
+        DTensor.from_local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def _is_replicated(tensor: DTensor, axis: MeshAxis) -> bool:
     ranks = dist.get_process_group_ranks(axis.group)
     return all(
         placement.is_replicate() or dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)) != ranks
         for dim, placement in enumerate(tensor.placements)
     )
+
+
+def _check_replicated(name: str, inputs: Sequence[torch.Tensor], axis: MeshAxis) -> None:
+    """Raise the same error on all ranks of the axis if a block's inputs differ between them."""
+    device = inputs[0].device if inputs else torch.device("cpu")
+    if not inputs or group_backend(axis.group, device) == "fake":  # no other rank would answer
+        return
+    description = repr([(tuple(t.shape), t.stride(), t.dtype) for t in inputs])
+    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big", signed=True)
+    values = torch.zeros(2, dtype=torch.int64, device=device)
+    for tensor in inputs:
+        values = values * HASH_MULTIPLIER + checksum(tensor)
+    local = torch.cat([torch.tensor([digest], device=device), values])
+    table = local.new_empty(axis.size, 3)
+    all_gather_sync(table.view(-1), local, axis)
+    first, *others = table.tolist()
+    differing = [rank for rank, row in enumerate(others, start=1) if row != first]
+    if differing:
+        kind = "shape" if any(others[rank - 1][0] != first[0] for rank in differing) else "value"
+        raise ValueError(
+            f"the input of block {name!r} cannot be partitioned over {axis.size} ranks: it must be equal on all of "
+            f"them, but on ranks {differing} of the axis its {kind} differs from rank 0. Pass partition= an axis whose "
+            "ranks compute on the same data (a tensor axis without sequence parallelism), or partition=False"
+        )
 
 
 def _modified_input_message(name: str) -> str:

@@ -19,9 +19,8 @@ partitioned or offloaded. A block that calls compiled code is partitioned and of
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -30,22 +29,19 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zeroshard.activations.block_inputs import BlockCall, RecomputeContext
-from zeroshard.activations.blocks import BlockSelector, select_blocks
-from zeroshard.activations.recompute import BlockRecomputation
+from zeroshard.activations.recompute import BlockRecomputation, flatten_arguments, is_kv_cache, thread_state
 from zeroshard.comm import MeshAxis
 from zeroshard.engine import param_versions
 from zeroshard.memory import MemoryTracker
-from zeroshard.utils.tree import tensors_in
+from zeroshard.sharding import find_repeated_blocks, matches
 
+BlockSelector = int | Iterable[str | type[nn.Module] | nn.Module] | Callable[[str, nn.Module], bool] | None
 RecomputePolicy = Callable[..., Any] | list[Any]
 
-LEAF_TYPES = (torch.Tensor, bool, int, float, str, type(None))  # arguments that contain no other arguments
 _selective_contexts: Callable[..., Any] = create_selective_checkpoint_contexts
-_thread_state = threading.local()  # .inside: whether a checkpointed block is running on this thread
 
 
 def checkpoint_activations(
@@ -175,14 +171,14 @@ class CheckpointedForward:
 
     def _needs_kv_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether the block fills a KV cache that the caller needs. Training needs none."""
-        return not self._block.training and any(map(_is_kv_cache, (*args, *kwargs.values())))
+        return not self._block.training and any(map(is_kv_cache, (*args, *kwargs.values())))
 
     @_disable_dynamo  # may be called after a graph break
     def _run_checkpointed(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> Any:
         tensors, run = flatten_arguments(forward, args, kwargs)
-        if getattr(_thread_state, "inside", False):
+        if thread_state.is_in_block:
             return checkpoint(run, *tensors, **options)
         call = BlockCall(self._name, self._context, self._block)
         if self._verified_axis != call.axis and call.check_inputs_replicated(tensors):
@@ -233,60 +229,66 @@ class CheckpointedForward:
         )
 
 
-def flatten_arguments(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], Callable[..., Any]]:
-    """Return the distinct tensors among the arguments, and a function that runs the block on such tensors.
+def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:
+    """Return the modules that ``blocks`` selects, by name, in the order the model defines them.
 
-    torch's checkpointing packs only positional tensors, not those in containers or keyword arguments.
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = nn.Linear(2, 2)
+    ...     def forward(self, x):
+    ...         return self.linear(x)
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(*[Block() for _ in range(4)]))
+    >>> list(select_blocks(model, None)), list(select_blocks(model, 2)), list(select_blocks(model, ["1.[01]"]))
+    (['1.0', '1.1', '1.2', '1.3'], ['1.0', '1.2'], ['1.0', '1.1'])
     """
-    leaves, rebuild = _flatten_containers(args, kwargs)
-    leaves = [None if _is_empty_kv_cache(leaf) else leaf for leaf in leaves]
-    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
-    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-    positions = [indices.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves]
-    other_leaves = [None if position >= 0 else leaf for leaf, position in zip(leaves, positions, strict=True)]
-
-    def run(*given: torch.Tensor) -> Any:
-        filled = [
-            given[position] if position >= 0 else leaf for leaf, position in zip(other_leaves, positions, strict=True)
-        ]
-        args, kwargs = rebuild(filled)
-        was_inside, _thread_state.inside = getattr(_thread_state, "inside", False), True
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _thread_state.inside = was_inside
-
-    return tensors, run
-
-
-def _flatten_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the arguments without their containers, and a function that restores the containers."""
-    leaves, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
-    if all(isinstance(leaf, LEAF_TYPES) for leaf in leaves):  # the fast path, which most blocks take
-        return leaves, lambda filled: (filled[:count], dict(zip(names, filled[count:], strict=True)))
-    leaves, spec = tree_flatten((args, kwargs))
-    return leaves, lambda filled: tree_unflatten(filled, spec)
+    names = {module: name for name, module in model.named_modules()}
+    if blocks is None or isinstance(blocks, int):
+        found = _every_nth_block(model, 1 if blocks is None else blocks)
+    elif isinstance(blocks, (str, type)) or (isinstance(blocks, nn.Module) and not isinstance(blocks, Iterable)):
+        raise TypeError(f"blocks={blocks!r} is a single entry: pass a list, [{blocks!r}]")
+    elif isinstance(blocks, Iterable):
+        found = {module for entry in blocks for module in _match_entry(entry, names)}
+    elif callable(blocks):
+        found = {module for module, name in names.items() if name and blocks(name, module)}
+        if not found:
+            raise ValueError(f"blocks={blocks!r} selects no module. {_module_names_hint(model)}")
+    else:
+        raise TypeError(f"blocks must be None, an int, a list or a function (name, module) -> bool, got {blocks!r}")
+    selected = {name: module for module, name in names.items() if module in found}
+    for name, module in selected.items():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(f"{name!r} is a {type(module).__name__}, which is never called: select the modules in it")
+    return selected
 
 
-def _is_kv_cache(value: Any) -> bool:
-    if isinstance(value, (*LEAF_TYPES, nn.Module)):
-        return False
-    return hasattr(value, "update") and hasattr(value, "get_seq_length")
+def _every_nth_block(model: nn.Module, n: int) -> set[nn.Module]:
+    if isinstance(n, bool) or n < 1:
+        raise ValueError(f"blocks must be an int of at least 1 (every n-th block) or a list, got {n!r}")
+    found = set(find_repeated_blocks(model))
+    in_order = [module for module in model.modules() if module in found]
+    if not in_order:
+        hint = f"select some with blocks=[…]. {_module_names_hint(model)}"
+        raise ValueError(f"this {type(model).__name__} has no repeated blocks: {hint}")
+    return set(in_order[::n])  # prefer the first: backward needs the last ones first, so they gain least
 
 
-def _is_empty_kv_cache(value: Any) -> bool:
-    """Return whether an argument is an empty KV cache, which Hugging Face models create by default.
+def _match_entry(entry: Any, names: dict[nn.Module, str]) -> list[nn.Module]:
+    """Return the modules that one entry of a list selects."""
+    if isinstance(entry, nn.Module):
+        found = [module for module in names if module is entry]
+    elif isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module)):
+        found = [module for module, name in names.items() if name and matches(name, module, (entry,))]
+    else:
+        raise TypeError(f"blocks must contain name patterns, module classes or modules, got {entry!r}")
+    if not found:
+        described = f"the {type(entry).__name__} given" if isinstance(entry, nn.Module) else repr(entry)
+        raise ValueError(f"blocks: {described} matches no module of the model. {_module_names_hint(next(iter(names)))}")
+    return found
 
-    A block writes into the cache, and would do so again in recomputation. Training needs no cache, so the block is
-    called with None instead.
-    """
-    if not _is_kv_cache(value):
-        return False
-    if tensors_in(value, depth=8):
-        raise ValueError(
-            f"a checkpointed block got a {type(value).__name__} that contains keys and values, and would write into it "
-            "again when it is recomputed: call the model with use_cache=False"
-        )
-    return True
+
+def _module_names_hint(model: nn.Module) -> str:
+    """Describe the module names to choose from."""
+    names = [name for name, module in model.named_modules() if name and next(module.children(), None) is not None]
+    names = names or [name for name, _ in model.named_modules() if name]
+    return f"Examples of module names: {names[:6]}"

@@ -15,32 +15,27 @@ retained graph recomputes the block again.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from zeroshard.utils.tree import tensors_in
+
+LEAF_TYPES = (torch.Tensor, bool, int, float, str, type(None))  # arguments that contain no other arguments
 
 
-@dataclass(frozen=True)
-class AutocastState:
-    """The autocast state of one device type."""
+class ThreadState(threading.local):
+    """State of one thread."""
 
-    device_type: str
-    is_enabled: bool
-    dtype: torch.dtype
-    is_cache_enabled: bool
+    is_in_block = False  # whether a checkpointed block is running
 
-    @classmethod
-    def capture(cls, device_type: str) -> AutocastState:
-        """Return the current state."""
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        return cls(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
-    def context(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager that applies this state."""
-        return torch.amp.autocast(self.device_type, self.dtype, self.is_enabled, self.is_cache_enabled)
+thread_state = ThreadState()
 
 
 class RngAndAutocast:
@@ -49,8 +44,9 @@ class RngAndAutocast:
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         devices = dict.fromkeys(tensor.device for tensor in inputs if tensor.is_cuda)
         self._generators = [torch.default_generator, *(_cuda_generator(device) for device in devices)]
-        self._autocast_states = [
-            AutocastState.capture(device_type)
+        is_cached = torch.is_autocast_cache_enabled()
+        self._autocast_args = [
+            (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type), is_cached)
             for device_type in ("cpu", *dict.fromkeys(device.type for device in devices))
         ]
         self._rng_states = [generator.get_state() for generator in self._generators]
@@ -59,9 +55,9 @@ class RngAndAutocast:
     def restored(self) -> Iterator[None]:
         """Restore the captured state inside the context, and the current RNG state after it."""
         with contextlib.ExitStack() as stack:
-            for autocast in self._autocast_states:
-                if autocast.is_enabled or torch.is_autocast_enabled(autocast.device_type):
-                    stack.enter_context(autocast.context())
+            for device_type, dtype, is_enabled, is_cached in self._autocast_args:
+                if is_enabled or torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.amp.autocast(device_type, dtype, is_enabled, is_cached))
             current_states = [generator.get_state() for generator in self._generators]
             for generator, state, current in zip(self._generators, self._rng_states, current_states, strict=True):
                 if not torch.equal(state, current):
@@ -161,3 +157,63 @@ class BlockRecomputation:
             f"{tuple(shape)} and {dtype}, {difference}. A checkpointed block must compute the same from the "
             "same inputs: remove what changes in between, or leave the block out of checkpoint_activations()"
         )
+
+
+def flatten_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+    """Return the distinct tensors among the arguments, and a function that runs the block on such tensors.
+
+    torch's checkpointing packs only positional tensors, not those in containers or keyword arguments.
+    """
+    leaves, rebuild = _flatten_containers(args, kwargs)
+    leaves = [None if _is_empty_kv_cache(leaf) else leaf for leaf in leaves]
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    positions = [indices.get(id(leaf), -1) if isinstance(leaf, torch.Tensor) else -1 for leaf in leaves]
+    other_leaves = [None if position >= 0 else leaf for leaf, position in zip(leaves, positions, strict=True)]
+
+    def run(*given: torch.Tensor) -> Any:
+        filled = [
+            given[position] if position >= 0 else leaf for leaf, position in zip(other_leaves, positions, strict=True)
+        ]
+        args, kwargs = rebuild(filled)
+        was_in_block, thread_state.is_in_block = thread_state.is_in_block, True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            thread_state.is_in_block = was_in_block
+
+    return tensors, run
+
+
+def _flatten_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the arguments without their containers, and a function that restores the containers."""
+    leaves, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
+    if all(isinstance(leaf, LEAF_TYPES) for leaf in leaves):  # the fast path, which most blocks take
+        return leaves, lambda filled: (filled[:count], dict(zip(names, filled[count:], strict=True)))
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, lambda filled: tree_unflatten(filled, spec)
+
+
+def is_kv_cache(value: Any) -> bool:
+    """Return whether an argument is a KV cache of Hugging Face."""
+    if isinstance(value, (*LEAF_TYPES, nn.Module)):
+        return False
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")
+
+
+def _is_empty_kv_cache(value: Any) -> bool:
+    """Return whether an argument is an empty KV cache, which Hugging Face models create by default.
+
+    A block writes into the cache, and would do so again in recomputation. Training needs no cache, so the block is
+    called with None instead.
+    """
+    if not is_kv_cache(value):
+        return False
+    if tensors_in(value, depth=8):
+        raise ValueError(
+            f"a checkpointed block got a {type(value).__name__} that contains keys and values, and would write into it "
+            "again when it is recomputed: call the model with use_cache=False"
+        )
+    return True

@@ -1,4 +1,4 @@
-"""TensorLayout: flatten a tensor in storage order, so that it can be partitioned and restored with its strides."""
+"""TensorLayout: flatten a tensor in storage order, to partition it and restore it with its strides; checksums."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+
+_INT_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes per element; int64 for more
+HASH_MULTIPLIER = 0x1E3779B97F4A7C15  # odd: its multiples spread widely modulo 2**64
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,20 @@ class TensorLayout:
 
 
 _cached_layout = lru_cache(maxsize=64)(TensorLayout)  # the blocks of a model share a few layouts
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two integers on the tensor's device that change with any bit, also in NaNs, and with the element order.
+
+    >>> nan = torch.tensor([float("nan"), 1.0])
+    >>> torch.equal(checksum(nan), checksum(nan.clone())), torch.equal(checksum(nan), checksum(nan.flip(0)))
+    (True, False)
+    """
+    layout = TensorLayout.from_tensor(tensor)
+    flat = layout.flatten(tensor)
+    width = layout.unexpanded_shape[-1] if layout.unexpanded_shape else 1
+    words = max(1, flat.itemsize // 8)  # 64-bit integers per element: two for complex128
+    bits = flat.contiguous().view(_INT_DTYPE_BY_ITEMSIZE.get(flat.itemsize, torch.int64)).view(-1, width * words)
+    sums = [bits.sum(dim, dtype=torch.int64) for dim in (0, 1)]  # of columns and rows: avoids a 64-bit copy
+    numbers = [torch.arange(1, len(flat) + 1, device=flat.device) * HASH_MULTIPLIER for flat in sums]
+    return torch.stack([(flat * number).sum() for flat, number in zip(sums, numbers, strict=True)])
