@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.consistency import POLL_INTERVAL, ConsistencyChecker, RanksDisagreeError
-from zeroshard.comm.counters import CollectiveCounters, TPTrafficMode, Traffic, WaitTimer
+from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
 from zeroshard.comm.mesh import MeshAxis, group_backend
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
@@ -27,6 +28,28 @@ class CollectiveWork(Protocol):
 
     def wait(self) -> None:
         """Make the result available to later work on this thread and stream."""
+
+
+@dataclass
+class CollectiveCounters:
+    """Traffic of the current step, of the last step, and in total."""
+
+    current_step: dict[str, Traffic] = field(default_factory=dict)
+    last_step: dict[str, Traffic] = field(default_factory=dict)
+    total: dict[str, Traffic] = field(default_factory=dict)
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Count one collective."""
+        for by_kind in (self.current_step, self.total):
+            traffic = by_kind.get(kind)
+            if traffic is None:
+                traffic = by_kind[kind] = Traffic()
+            traffic.count += 1
+            traffic.bytes += nbytes
+
+    def end_step(self) -> None:
+        """Start the counts of a new step."""
+        self.last_step, self.current_step = self.current_step, {}
 
 
 class Communicator:

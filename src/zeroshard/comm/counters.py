@@ -1,9 +1,9 @@
-"""What communication costs: collectives and bytes, those of tensor parallelism, and the time that computation waits."""
+"""What communication costs: bytes of collectives, and the time that computation waits for them."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +23,6 @@ class Traffic:
 
     count: int = 0
     bytes: int = 0
-
-
-@dataclass
-class CollectiveCounters:
-    """Traffic of the current step, of the last step, and in total."""
-
-    current_step: dict[str, Traffic] = field(default_factory=dict)
-    last_step: dict[str, Traffic] = field(default_factory=dict)
-    total: dict[str, Traffic] = field(default_factory=dict)
-
-    def add(self, kind: str, nbytes: int) -> None:
-        """Count one collective."""
-        for by_kind in (self.current_step, self.total):
-            traffic = by_kind.get(kind)
-            if traffic is None:
-                traffic = by_kind[kind] = Traffic()
-            traffic.count += 1
-            traffic.bytes += nbytes
-
-    def end_step(self) -> None:
-        """Start the counts of a new step."""
-        self.last_step, self.current_step = self.current_step, {}
 
 
 class WaitTimer:
