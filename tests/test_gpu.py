@@ -17,7 +17,7 @@ from ranks import run_processes
 
 import zeroshard
 from benchmarks.echo import Echo
-from zeroshard.memory.pool import allocate_cublas_workspace, clear_cublas_workspaces
+from zeroshard.memory import CublasWorkspace
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.train.step_stats import StepStatsReducer
 
@@ -221,9 +221,9 @@ def workspaces(rank: int) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
     held = torch.cuda.memory_allocated()
-    clear_cublas_workspaces()
+    CublasWorkspace.clear_all()
     taken, held = held - torch.cuda.memory_allocated(), torch.cuda.memory_allocated()
-    allocate_cublas_workspace()
+    CublasWorkspace.allocate()
     return taken, torch.cuda.memory_allocated() - held
 
 

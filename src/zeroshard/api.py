@@ -40,7 +40,7 @@ from zeroshard.engine import (
     verify_same_model,
     verify_same_tensor_plan,
 )
-from zeroshard.memory import MemoryTracker, NowAndPeak, Pool, Profile, ProfileMoment, Report, TierAllocator
+from zeroshard.memory import MemoryTracker, Pool, Profile, Report, TierAllocator
 from zeroshard.optim import (
     ShardedOptimizer,
     check_elementwise,
@@ -324,9 +324,9 @@ def report(model: nn.Module) -> Report:
         rank=comm.consistency.rank,
         ranks=comm.data_parallel_size * comm.tensor_axis.size,
         parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
-        memory={kind: NowAndPeak(held.now, held.peak) for kind, held in kinds},
-        total=NowAndPeak(engine.tracker.total.now, engine.tracker.total.peak),
-        collectives={kind: Traffic(t.count, t.bytes) for kind, t in comm.counters.last_step.items()},
+        memory={kind: replace(held) for kind, held in kinds},
+        total=replace(engine.tracker.total),
+        collectives={kind: replace(traffic) for kind, traffic in comm.counters.last_step.items()},
         tensor_traffic=tensor,
         activation_traffic=activations,
         chosen=sharded.plan_reason,
@@ -354,7 +354,6 @@ def profile(model: nn.Module) -> Iterator[Profile]:
         torch.cuda.synchronize(device)
     held = {kind: nbytes.now for (kind, tier), nbytes in ledger.by_kind.items() if tier == "device"}
     result = Profile(held=held, device=device)
-    result.moments.append(ProfileMoment(0.0, dict(held), None))
     ledger.on_change = result.record_bytes
     engine.comm.counters.current_step = {}  # what came since the last step (an evaluation, say) is no part of this one
     stopwatch.start()

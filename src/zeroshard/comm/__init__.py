@@ -10,7 +10,7 @@ from zeroshard.comm.collectives import (
 )
 from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError
 from zeroshard.comm.counters import Traffic, WaitTimer
-from zeroshard.comm.mesh import MeshAxis, group_backend, group_timeout_seconds, mesh_axes, tensor_axis_name
+from zeroshard.comm.mesh import MeshAxis, group_timeout_seconds, mesh_axes, tensor_axis_name
 
 __all__ = [
     "CollectiveOrder",
@@ -24,7 +24,6 @@ __all__ = [
     "all_gather_object",
     "all_gather_sync",
     "broadcast_object",
-    "group_backend",
     "group_timeout_seconds",
     "mesh_axes",
     "tensor_axis_name",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config.offload import Offload
+from zeroshard.config.offload import Offload, check_option_names
 
 PRECISIONS = (None, "fp32", "bf16", "fp16")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,8 +108,8 @@ class Config:
     steps without one."""
 
     def __new__(cls, **options: Any) -> Config:
-        """Reject unknown option names, and suggest the closest one."""
-        _check_option_names(options)
+        """Reject unknown option names."""
+        check_option_names([field.name for field in fields(cls)], options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -177,12 +176,3 @@ def _parse_patterns(name: str, value: Any) -> tuple[str | type[nn.Module], ...] 
         if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
             raise ValueError(f"{name} must contain module classes or name patterns, got {item!r}")
     return tuple(value)
-
-
-def _check_option_names(options: dict[str, Any]) -> None:
-    known = [field.name for field in fields(Config)]
-    for name in options:
-        if name not in known:
-            matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {matches[0]!r}?" if matches else f"the options are {', '.join(known)}"
-            raise TypeError(f"unknown option {name!r}: {hint}")

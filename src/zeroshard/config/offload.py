@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -74,10 +75,7 @@ class Offload:
 
     def __new__(cls, **options: Any) -> Offload:
         """Reject unknown option names."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise TypeError(f"unknown offload option {name!r}: the options are {', '.join(known)}")
+        check_option_names([field.name for field in fields(cls)], options, "offload option")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -167,3 +165,18 @@ def parse_bytes(name: str, given: Any) -> int | None:
     if given is None or (type(given) is int and given >= 0):
         return given
     raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB' or '60GiB', got {given!r}")
+
+
+def check_option_names(known: Sequence[str], given: Iterable[str], what: str = "option") -> None:
+    """Raise if an option is unknown, and suggest the closest one.
+
+    >>> check_option_names(["stage", "precision"], ["stagee"])
+    Traceback (most recent call last):
+        ...
+    TypeError: unknown option 'stagee': did you mean 'stage'?
+    """
+    for name in given:
+        if name not in known:
+            matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {matches[0]!r}?" if matches else f"the options are {', '.join(known)}"
+            raise TypeError(f"unknown {what} {name!r}: {hint}")

@@ -6,13 +6,7 @@ from zeroshard.memory.bucket_ring import BucketRing, BucketSlot, buffer_lengths
 from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
 from zeroshard.memory.disk.file import DiskError
 from zeroshard.memory.host_memory import CGROUP_MEMORY_FILES, PinnedBuffer, available_host_memory, local_world_size
-from zeroshard.memory.pool import (
-    CublasWorkspace,
-    Pool,
-    PoolBuffer,
-    allocate_cublas_workspace,
-    clear_cublas_workspaces,
-)
+from zeroshard.memory.pool import CublasWorkspace, Pool, PoolBuffer
 from zeroshard.memory.streams import SideStream, record_blocking_event
 from zeroshard.memory.tier_allocator import (
     PREFETCH_SHARDS,
@@ -22,7 +16,7 @@ from zeroshard.memory.tier_allocator import (
     staging_bytes,
 )
 from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
-from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, NowAndPeak, Profile, ProfileMoment, Report
+from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, Profile, Report
 
 __all__ = [
     "CGROUP_MEMORY_FILES",
@@ -36,13 +30,11 @@ __all__ = [
     "Disk",
     "DiskError",
     "MemoryTracker",
-    "NowAndPeak",
     "ParamPrefetcher",
     "PinnedBuffer",
     "Pool",
     "PoolBuffer",
     "Profile",
-    "ProfileMoment",
     "Report",
     "SegmentPreallocator",
     "SideStream",
@@ -51,10 +43,8 @@ __all__ = [
     "TieredTensor",
     "Transfer",
     "aligned_buffer",
-    "allocate_cublas_workspace",
     "available_host_memory",
     "buffer_lengths",
-    "clear_cublas_workspaces",
     "local_world_size",
     "record_blocking_event",
     "staging_bytes",

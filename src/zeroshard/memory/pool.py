@@ -106,16 +106,6 @@ class PoolBuffer:
         self._pool = pool  # set last, so that it is deleted last
 
 
-def clear_cublas_workspaces() -> None:
-    """Free the workspaces of all threads. Each is allocated again when its thread multiplies."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
-def allocate_cublas_workspace() -> None:
-    """Allocate the workspace of this thread, on the current device and stream, unless it exists."""
-    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-
-
 class CublasWorkspace:
     """One cuBLAS workspace on the device, shared by all threads.
 
@@ -138,7 +128,17 @@ class CublasWorkspace:
         """Make the workspace available to this thread."""
         thread = threading.get_ident()
         if thread != self._thread_id and not torch.cuda.is_current_stream_capturing():
-            clear_cublas_workspaces()
+            self.clear_all()
             with self._pool, torch.cuda.device(self._pool.device):
-                allocate_cublas_workspace()
+                self.allocate()
             self._thread_id = thread
+
+    @staticmethod
+    def clear_all() -> None:
+        """Free the workspaces of all threads. Each is allocated again when its thread multiplies."""
+        torch._C._cuda_clearCublasWorkspaces()
+
+    @staticmethod
+    def allocate() -> None:
+        """Allocate the workspace of this thread, on the current device and stream, unless it exists."""
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]

@@ -177,6 +177,10 @@ class Profile:
     """Seconds in which computation waited for communication."""
     start_time: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        """Record the bytes held at the start."""
+        self.moments.append(ProfileMoment(0.0, dict(self.held), None))
+
     def phase(self, name: str) -> None:
         """Mark the start of a phase: "forward", "backward", …"""
         self.phases.append((name, time.perf_counter() - self.start_time))

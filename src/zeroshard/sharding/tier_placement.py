@@ -13,6 +13,7 @@ on the device.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,27 +56,7 @@ class TierPlacement:
         return any(tier != "device" for _, tier in self.optimizer)
 
 
-class _TierBudget:
-    """The bytes left under each tier's limit; None: no limit."""
-
-    def __init__(self, offload: Offload, buffers: int, pages: int) -> None:
-        self._bytes_left = {tier: offload.byte_limit(tier) for tier in TIERS}
-        for tier, used in (("host", buffers), ("disk", pages)):
-            limit = self._bytes_left[tier]
-            self._bytes_left[tier] = None if limit is None else max(0, limit - used)
-
-    def max_count(self, tier: str, nbytes: int) -> int | None:
-        """Return how many items of ``nbytes`` bytes still fit; None: no limit."""
-        left = self._bytes_left[tier]
-        return None if left is None else left // nbytes
-
-    def bytes_left(self, tier: str) -> int | None:
-        return self._bytes_left[tier]
-
-    def reserve(self, tier: str, nbytes: int) -> None:
-        left = self._bytes_left[tier]
-        if left is not None:
-            self._bytes_left[tier] = left - nbytes
+TierBudget = dict[str, float]  # bytes left under each tier's limit; inf: no limit
 
 
 def assign_tiers(
@@ -95,11 +76,12 @@ def assign_tiers(
         + 2
         for flat in flats
     )
-    budget = _TierBudget(offload, buffers, tensor_count * PAGE_BYTES)
+    limits = {tier: math.inf if (limit := offload.byte_limit(tier)) is None else limit for tier in TIERS}
+    used_bytes = {"device": 0, "host": buffers, "disk": tensor_count * PAGE_BYTES}
+    budget: TierBudget = {tier: max(0, limits[tier] - used_bytes[tier]) for tier in TIERS}
     placements = [TierPlacement() for _ in flats]
-    limit = offload.byte_limit("host")
     # the disk is staged through the host buffers
-    usable_tiers = [tier for tier in TIERS if tier != "disk" or limit is None or buffers <= limit]
+    usable_tiers = [tier for tier in TIERS if tier != "disk" or buffers <= limits["host"]]
     _assign_optimizer_states(flats, placements, _select_tiers(usable_tiers, offload.optimizer), budget)
     if not partitioned_gradients:
         grad_fractions: Mapping[str, float] = {}
@@ -116,7 +98,7 @@ def assign_tiers(
         placements, flat_bytes, _select_tiers(usable_tiers, offload.parameters), budget
     ):
         placement.parameters = tier
-    return placements, budget.bytes_left("host")
+    return placements, None if math.isinf(budget["host"]) else int(budget["host"])
 
 
 def _select_tiers(tiers: Sequence[str], fractions: Mapping[str, float]) -> dict[str, float]:
@@ -124,7 +106,7 @@ def _select_tiers(tiers: Sequence[str], fractions: Mapping[str, float]) -> dict[
 
 
 def _assign_optimizer_states(
-    flats: Sequence[FlatSizes], placements: list[TierPlacement], fractions: Mapping[str, float], budget: _TierBudget
+    flats: Sequence[FlatSizes], placements: list[TierPlacement], fractions: Mapping[str, float], budget: TierBudget
 ) -> None:
     total = sum(flat.numel for flat in flats if flat.is_trained)
     quotas, is_everything = {}, sum(fractions.values()) > 1 - 1e-9
@@ -141,20 +123,20 @@ def _assign_optimizer_states(
         end = flat.numel if flat.is_trained else 0
         ranges: list[tuple[Range, str]] = []
         for tier in quotas:
-            max_numel = budget.max_count(tier, flat.state_bytes_per_element)
             numel = min(end, quotas[tier])
-            numel = numel if max_numel is None else min(numel, max_numel // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
+            if numel * flat.state_bytes_per_element > budget[tier]:
+                numel = min(numel, int(budget[tier]) // flat.state_bytes_per_element // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
             if numel:
                 ranges.append((Range(end - numel, end), tier))
                 quotas[tier] -= numel
-                budget.reserve(tier, numel * flat.state_bytes_per_element)
+                budget[tier] -= numel * flat.state_bytes_per_element
                 end -= numel
         if end:
             ranges.append((Range(0, end), "device"))
         placement.optimizer = ranges[::-1]
 
 
-def _offload_matching_grads(flats: Sequence[FlatSizes], placements: list[TierPlacement], budget: _TierBudget) -> None:
+def _offload_matching_grads(flats: Sequence[FlatSizes], placements: list[TierPlacement], budget: TierBudget) -> None:
     """Place gradients on the host if all optimizer states of their flat are offloaded: the update there needs them.
 
     If some of the states are on the device, the gradients stay there: the device would have to wait for their return.
@@ -162,22 +144,22 @@ def _offload_matching_grads(flats: Sequence[FlatSizes], placements: list[TierPla
     for flat, placement in reversed(list(zip(flats, placements, strict=True))):
         nbytes = flat.numel * flat.grad_bytes_per_element
         is_offloaded = placement.has_offloaded_optimizer and all(tier != "device" for _, tier in placement.optimizer)
-        if is_offloaded and nbytes and budget.max_count("host", nbytes) != 0:
+        if is_offloaded and 0 < nbytes <= budget["host"]:
             placement.gradients = "host"
-            budget.reserve("host", nbytes)
+            budget["host"] -= nbytes
 
 
 def _assign_whole_flats(
-    placements: list[TierPlacement], sizes: list[int], fractions: Mapping[str, float], budget: _TierBudget
+    placements: list[TierPlacement], sizes: list[int], fractions: Mapping[str, float], budget: TierBudget
 ) -> list[tuple[TierPlacement, str]]:
     """Assign whole flats to tiers, so that each tier gets its fraction of the bytes as closely as possible."""
     quotas = {tier: fraction * sum(sizes) for tier, fraction in fractions.items()}
     placed = []
     for placement, nbytes in reversed(list(zip(placements, sizes, strict=True))):
         for tier in quotas if nbytes else ():
-            if quotas[tier] >= nbytes / 2 and budget.max_count(tier, nbytes) != 0:
+            if quotas[tier] >= nbytes / 2 and budget[tier] >= nbytes:
                 quotas[tier] -= nbytes
-                budget.reserve(tier, nbytes)
+                budget[tier] -= nbytes
                 placed.append((placement, tier))
                 break
     return placed

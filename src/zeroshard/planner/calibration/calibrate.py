@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.memory import DiskError, allocate_cublas_workspace, clear_cublas_workspaces
+from zeroshard.memory import CublasWorkspace, DiskError
 from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,
@@ -229,9 +229,9 @@ def _device_sizes(device: torch.device, base: Machine, ranks: CalibrationRanks) 
     if device.type == "cpu":
         return {"devices": len(ranks.local_ranks), "memory": host_memory() // len(ranks.local_ranks)}
     gc.collect()
-    clear_cublas_workspaces()
+    CublasWorkspace.clear_all()
     allocated_before = torch.cuda.memory_allocated(device)
-    allocate_cublas_workspace()
+    CublasWorkspace.allocate()
     workspace = torch.cuda.memory_allocated(device) - allocated_before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
