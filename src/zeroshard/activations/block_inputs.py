@@ -280,7 +280,6 @@ class RecomputeContext:
         return MeshAxis(None, 1, 0) if self._partition is False or comm is None else comm.tensor_axis
 
     def store_for(self, device: torch.device) -> ActivationStore:
-        """Return the store for a device's activations."""
         if device not in self._stores:
             self._stores[device] = ActivationStore(device, self._offload)
             self._stores[device].set_tracker(self.tracker)

@@ -151,7 +151,6 @@ class CheckpointedForward:
         )
 
     def restore(self) -> None:
-        """Restore the block's own forward."""
         if self._original_forward is None:
             del self._block.__dict__["forward"]
         else:

@@ -79,7 +79,6 @@ class StackChunk:
         return self._extents.end == 0
 
     def set_tracker(self, tracker: MemoryTracker | None, tier: str) -> None:
-        """Count the bytes in ``tracker``, and no longer in the previous tracker."""
         if tracker is not self._tracker:
             self._record_bytes(-self.nbytes)
             self._tracker, self._tier = tracker, tier
@@ -130,12 +129,10 @@ class ActivationStack:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use."""
         self._apply_pending_frees()
         return self._used_bytes
 
     def set_tracker(self, tracker: MemoryTracker | None) -> None:
-        """Count the allocated bytes in ``tracker``."""
         self._tracker = tracker
         for chunk in self._chunks:
             chunk.set_tracker(tracker, self._tier)

@@ -57,7 +57,6 @@ class ActivationStore:
         self._on_both_tiers: weakref.WeakSet[SavedActivation] = weakref.WeakSet()  # on the device and in host memory
 
     def set_tracker(self, tracker: MemoryTracker | None) -> None:
-        """Count the allocated bytes in ``tracker``."""
         self.device_stack.set_tracker(tracker)
         self.host_stack.set_tracker(tracker)
 

@@ -32,7 +32,6 @@ class TensorLayout:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> TensorLayout:
-        """Return the layout of a tensor."""
         return _cached_layout(tensor.shape, tensor.stride(), tensor.dtype)
 
     @cached_property

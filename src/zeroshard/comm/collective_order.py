@@ -21,10 +21,10 @@ class CollectiveOrder:
     >>> for _ in range(2):
     ...     order.begin_pass("forward")
     ...     order.check("gather unit 'a'")
-    ...     print(order.next_expected({"gather unit 'b'"}))
+    ...     print(list(order.iter_expected({"gather unit 'b'"})))
     ...     order.check("gather unit 'b'")
-    None
-    gather unit 'b'
+    []
+    ["gather unit 'b'"]
     """
 
     def __init__(self, consistency: ConsistencyChecker) -> None:
@@ -107,16 +107,11 @@ class CollectiveOrder:
         return ""
 
     def describe_last_event(self) -> str:
-        """Describe the last event of this rank."""
         if not self._pass_kind:
             return "no collective yet"
         if not self._done_events:
             return f"the start of {self._pass_kind!r}"
         return f"{self._done_events[-1]}, in its pass {self._pass_kind!r}"
-
-    def next_expected(self, candidates: Container[str]) -> str | None:
-        """Return the next expected event of this pass that is in ``candidates``."""
-        return next(self.iter_expected(candidates), None)
 
     def iter_expected(self, candidates: Container[str]) -> Iterator[str]:
         """Yield the expected events of this pass that are in ``candidates``, the next one first."""

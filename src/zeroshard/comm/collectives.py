@@ -39,7 +39,6 @@ class CollectiveCounters:
     total: dict[str, Traffic] = field(default_factory=dict)
 
     def add(self, kind: str, nbytes: int) -> None:
-        """Count one collective."""
         for by_kind in (self.current_step, self.total):
             traffic = by_kind.get(kind)
             if traffic is None:
@@ -48,7 +47,6 @@ class CollectiveCounters:
             traffic.bytes += nbytes
 
     def end_step(self) -> None:
-        """Start the counts of a new step."""
         self.last_step, self.current_step = self.current_step, {}
 
 

@@ -47,13 +47,11 @@ class WaitTimer:
         self._events: list[torch.cuda.Event] = []  # begin, end, begin, end, …
 
     def start(self) -> None:
-        """Start timing from zero."""
         self.is_running, self._host_seconds = True, 0.0
         self._events.clear()
         self._compute_stream = torch.cuda.current_stream() if self._is_on_stream else None
 
     def stop(self) -> None:
-        """Stop timing."""
         self.is_running = False
 
     @property

@@ -106,7 +106,6 @@ class FaultList:
             self._store.set(f"fault {self._store.add('faults', 1)}", json.dumps(record))
 
     def add(self, kind: str, rank: int, text: str, moment: int = -1) -> None:
-        """Add a fault to the known ones."""
         self.known.append(RankFault(kind, rank, text, moment, time.monotonic()))
         self.known.sort(key=lambda fault: fault.kind == FAULT_EXITED)
 
@@ -175,13 +174,11 @@ class PeerWatch:
             os.read(self._wake_read_fd, 64)
 
     def wake(self) -> None:
-        """End the wait of the thread."""
         with self._lock:
             if self._wake_write_fd >= 0:
                 os.write(self._wake_write_fd, b"x")
 
     def close(self) -> None:
-        """Close all file descriptors."""
         with self._lock:
             wake_write_fd, self._wake_write_fd = self._wake_write_fd, -1
             for fd in (self._wake_read_fd, wake_write_fd, *(peer.pidfd for peer in self._peers)):
@@ -330,7 +327,6 @@ class HeartbeatMonitor:
             self.wake()
 
     def wake(self) -> None:
-        """Make the thread poll now."""
         self._peers.wake()
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ class MeshAxis:
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | None) -> MeshAxis:
-        """Describe ``group`` from this rank's view."""
         if group is None:
             return cls(None, 1, 0)
         return cls(group, dist.get_world_size(group), dist.get_rank(group))

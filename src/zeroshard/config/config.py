@@ -108,7 +108,6 @@ class Config:
     steps without one."""
 
     def __new__(cls, **options: Any) -> Config:
-        """Reject unknown option names."""
         check_option_names([field.name for field in fields(cls)], options)
         return super().__new__(cls)
 

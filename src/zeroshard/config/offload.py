@@ -74,7 +74,6 @@ class Offload:
     """Threads for CPU updates. None: this rank's share of the cores, less two for PyTorch."""
 
     def __new__(cls, **options: Any) -> Offload:
-        """Reject unknown option names."""
         check_option_names([field.name for field in fields(cls)], options, "offload option")
         return super().__new__(cls)
 
@@ -128,7 +127,6 @@ class Offload:
 
     @property
     def needs_disk(self) -> bool:
-        """Whether anything is placed on disk."""
         return any("disk" in (getattr(self, kind) or ()) for kind in STATE_KINDS)
 
 

@@ -88,7 +88,6 @@ class Arena:
         self.tensor.copy_(values)
 
     def _allocation_context(self, nbytes: int) -> AbstractContextManager[object]:
-        """Return the context in which to allocate ``nbytes``."""
         if self._is_in_pool:
             self._pool.reserve([nbytes])
         return self._pool if self._is_in_pool else nullcontext()

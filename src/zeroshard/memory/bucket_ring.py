@@ -58,11 +58,9 @@ class SizedBuffers:
 
     @property
     def has_storage(self) -> bool:
-        """Whether any buffer has storage."""
         return bool(self._allocated)
 
     def free_storage(self) -> None:
-        """Free the storage of all buffers."""
         for buffer in self._allocated.values():
             buffer.untyped_storage().resize_(0)
             self._tracker.add("buckets", -buffer.nbytes)
@@ -138,7 +136,6 @@ class BucketRing:
             slot.wait()
 
     def free_storage(self) -> None:
-        """Free the storage of all buffers, until they are used again."""
         for slot in self.slots:
             slot.input_buffers.free_storage()
             slot.output_buffers.free_storage()

@@ -31,13 +31,11 @@ def staging_bytes(offload: Offload | None, flat_sizes: Sequence[FlatSizes], on_g
         nbytes += STAGING_SLOTS * min(max_numel, MAX_CHUNK_ELEMENTS["host"]) * bytes_per_element
     if offload is not None and offload.needs_disk:
         bytes_per_element = max((sizes.state_bytes_per_element for sizes in flat_sizes), default=0)
-        nbytes += STAGING_SLOTS * (
-            min(max_numel, MAX_CHUNK_ELEMENTS["disk"]) * bytes_per_element + MAX_TENSORS_PER_CHUNK * PAGE_BYTES
-        )  # each buffer is rounded up to full pages
+        chunk_bytes = min(max_numel, MAX_CHUNK_ELEMENTS["disk"]) * bytes_per_element
+        nbytes += STAGING_SLOTS * (chunk_bytes + MAX_TENSORS_PER_CHUNK * PAGE_BYTES)  # each tensor fills its last page
         if "disk" in offload.parameters:
-            nbytes += PREFETCH_BUFFERS * (
-                max_numel * max(sizes.param_bytes_per_element for sizes in flat_sizes) + PAGE_BYTES
-            )
+            bytes_per_element = max(sizes.param_bytes_per_element for sizes in flat_sizes)
+            nbytes += PREFETCH_BUFFERS * (max_numel * bytes_per_element + PAGE_BYTES)
     return nbytes
 
 
@@ -50,11 +48,14 @@ class _PrefetchBuffer:
     transfer: Transfer | None = None
     copy_done: torch.cuda.Event | None = None  # when the copy to the device is complete
 
-    def wait_unused(self) -> None:
-        """Wait until no transfer or copy uses it."""
+    def wait_for_transfer(self) -> None:
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None  # only now: until then the transfer writes into the memory
+
+    def wait_unused(self) -> None:
+        """Wait until no transfer or copy uses it."""
+        self.wait_for_transfer()
         if self.copy_done is not None:
             self.copy_done.synchronize()
             self.copy_done = None
@@ -89,9 +90,7 @@ class ParamPrefetcher:
     def acquire(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the shard in host memory, for the device to copy from. Call :meth:`release` afterwards."""
         buffer = self._buffer_by_shard.get(shard.data_ptr()) or self._start_read(shard)
-        if buffer.transfer is not None:
-            buffer.transfer.wait()
-            buffer.transfer = None
+        buffer.wait_for_transfer()
         return buffer.memory[: shard.nbytes].view(shard.dtype)
 
     def release(self, shard: torch.Tensor) -> None:
@@ -205,7 +204,6 @@ class TierAllocator:
         return buffer.tensor
 
     def free_temp(self, buffer: torch.Tensor) -> None:
-        """Free a buffer from :meth:`alloc_temp`."""
         self._tracker.add("away", -buffer.nbytes, "host")
         self._temp_buffers.pop(buffer.data_ptr(), None)
 

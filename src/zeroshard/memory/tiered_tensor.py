@@ -39,7 +39,6 @@ class TieredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all segments."""
         return self.segments[0].tensor.dtype
 
     def views_in(self, span: Range) -> Iterator[tuple[Range, torch.Tensor]]:
@@ -65,6 +64,5 @@ class TieredTensor:
         return values
 
     def write(self, span: Range, values: torch.Tensor) -> None:
-        """Copy ``values`` into ``span``."""
         for overlap, view in self.views_in(span):
             view.copy_(values[overlap.start - span.start : overlap.end - span.start])

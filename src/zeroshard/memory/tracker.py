@@ -63,7 +63,6 @@ class MemoryTracker:
         self.add(kind, nbytes - self.get(kind, tier).now, tier)
 
     def get(self, kind: str, tier: str = "device") -> NowAndPeak:
-        """Return what is held of a kind of state in a tier."""
         held = self.by_kind.get((kind, tier))
         if held is None:
             held = self.by_kind.setdefault((kind, tier), NowAndPeak())  # another thread may have added it
@@ -124,7 +123,6 @@ class Report:
         return self.activation_traffic.bytes / max(1, self.tensor_traffic.bytes)
 
     def __str__(self) -> str:
-        """Format as a table."""
         lines = [
             f"rank {self.rank} of {self.ranks}, {self.parameters:,} parameters",
             f"{'memory':<18}{'tier':<10}{'now':>9}{'peak':>11}",
@@ -178,7 +176,6 @@ class Profile:
     start_time: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Record the bytes held at the start."""
         self.moments.append(ProfileMoment(0.0, dict(self.held), None))
 
     def phase(self, name: str) -> None:

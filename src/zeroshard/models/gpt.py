@@ -70,7 +70,6 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution and zero the bias."""
         nn.init.normal_(self.weight, std=self.init_std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -80,7 +79,6 @@ class Embedding(nn.Embedding):
     """An embedding with GPT-2's initialization."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution."""
         nn.init.normal_(self.weight, std=INIT_STD)
 
 

@@ -53,21 +53,17 @@ class Range:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return self.end - self.start
 
     @property
     def slice(self) -> slice:
-        """Return the range as a slice."""
         return slice(self.start, self.end)
 
     def intersect(self, other: Range) -> Range | None:
-        """Return the intersection of both ranges, or None if it is empty."""
         start, end = max(self.start, other.start), min(self.end, other.end)
         return Range(start, end) if start < end else None
 
     def shift(self, offset: int) -> Range:
-        """Return the range shifted by ``offset``."""
         return Range(self.start + offset, self.end + offset)
 
 

@@ -38,7 +38,6 @@ class FlatSizes:
 
     @property
     def numel(self) -> int:
-        """Return the elements of the shard."""
         return self.shard_ranges[-1].end if self.shard_ranges else 0
 
 
@@ -52,7 +51,6 @@ class TierPlacement:
 
     @property
     def has_offloaded_optimizer(self) -> bool:
-        """Return whether any optimizer states are offloaded."""
         return any(tier != "device" for _, tier in self.optimizer)
 
 

@@ -66,11 +66,9 @@ class TPShard:
 
     @property
     def local_shape(self) -> torch.Size:
-        """The shape of this rank's shard."""
         return self.shape_on_rank(self.rank)
 
     def shape_on_rank(self, rank: int) -> torch.Size:
-        """Return the shape of a rank's shard."""
         length = sum(range_.numel for range_ in self.rank_ranges[rank])
         return torch.Size((*self.full_shape[: self.dim], length, *self.full_shape[self.dim + 1 :]))
 

@@ -19,7 +19,7 @@ empty cache instead, so that no segment of one pass fragments the next.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -64,23 +64,20 @@ class SegmentPreallocator:
             return
         reserved, retries = self._reserved_and_retries()
         if retries > self._last_retries or self._empty_cache_passes_left:
-            self._empty_cache_passes_left = (
-                EMPTY_CACHE_PASSES if retries > self._last_retries else self._empty_cache_passes_left - 1
-            )
+            was_full = retries > self._last_retries
+            self._empty_cache_passes_left = EMPTY_CACHE_PASSES if was_full else self._empty_cache_passes_left - 1
             self.stop_recording()
-            self._candidates, self._segment_sizes = [], ()
-            self._preallocate()
+            self._candidates = []
+            self._preallocate(())
         elif self._is_recording:
             self._evaluated, self._candidates = [], SegmentSearch(self._recorded_requests()).search(SEARCH_SECONDS)
-            self._apply(self._candidates[0])
-        elif (
-            self._candidates and self._last_input_numel > self._searched_input_numel
-        ):  # not comparable: the pass had larger inputs than the recorded one
-            self._candidates = []
+            self._preallocate(self._candidates[0].sizes)
+        elif self._candidates and self._last_input_numel > self._searched_input_numel:
+            self._candidates = []  # not comparable: the pass had larger inputs than the recorded one
         elif self._candidates:
             self._evaluate(reserved - self._reserved_without_cache)
         elif reserved < 0.9 * self._last_reserved:  # the user emptied the cache
-            self._preallocate()
+            self._preallocate(self._segment_sizes)
         if (
             input_numel > self._searched_input_numel * INPUT_GROWTH_RATIO
             and self._search_count < MAX_SEARCHES
@@ -92,7 +89,6 @@ class SegmentPreallocator:
         self._last_reserved, self._last_retries = self._reserved_and_retries()
 
     def stop_recording(self) -> None:
-        """Stop recording, if it is active."""
         if self._is_recording:
             _record_memory_history(0)
             self._is_recording = False
@@ -101,8 +97,8 @@ class SegmentPreallocator:
         """Record the requests of this pass, from an empty cache, unless the user already records memory history."""
         if not torch._C._cuda_isHistoryEnabled():
             self._search_count += 1
-            self._candidates, self._segment_sizes = [], ()
-            self._preallocate()
+            self._candidates = []
+            self._preallocate(())
             _record_memory_history(MAX_TRACE_EVENTS)
             self._is_recording = True
 
@@ -114,18 +110,17 @@ class SegmentPreallocator:
         self.stop_recording()
         if len(events) >= MAX_TRACE_EVENTS:
             return []
-        pool_addresses = _PoolAddresses(snapshot["segments"])
+        # Not of pools: the cuBLAS workspace is freed and allocated there in every pass, and recorded like any request.
+        pooled = [segment for segment in snapshot["segments"] if any(segment["segment_pool_id"])]
+        pool_ranges = sorted((segment["address"], segment["address"] + segment["total_size"]) for segment in pooled)
         requests: list[AllocRequest] = []
         for event in events:
-            if event["action"] == "alloc" and event["size"] > SMALL_SIZE_BYTES and event["addr"] not in pool_addresses:
-                requests.append((event["addr"], event["size"]))
+            if event["action"] == "alloc" and event["size"] > SMALL_SIZE_BYTES:
+                if not _contains(pool_ranges, event["addr"]):
+                    requests.append((event["addr"], event["size"]))
             elif event["action"] == "free_completed":
                 requests.append((event["addr"], 0))
         return requests
-
-    def _apply(self, candidate: SegmentCandidate) -> None:
-        self._segment_sizes = candidate.sizes
-        self._preallocate()
 
     def _evaluate(self, reserved_bytes: int) -> None:
         """Keep the segments or try the next, given the bytes that the last pass reserved besides the model states."""
@@ -133,19 +128,18 @@ class SegmentPreallocator:
         self._evaluated.append(SegmentCandidate(candidate.sizes, reserved_bytes))
         if reserved_bytes <= RESERVED_SLACK_RATIO * candidate.reserved_bytes + SMALL_REQUESTS_BYTES:
             self._candidates = []
+        elif self._candidates:
+            self._preallocate(self._candidates[0].sizes)
         else:
-            self._apply(
-                self._candidates[0]
-                if self._candidates
-                else min(self._evaluated, key=lambda evaluated: evaluated.reserved_bytes)
-            )
+            self._preallocate(min(self._evaluated, key=lambda evaluated: evaluated.reserved_bytes).sizes)
 
-    def _preallocate(self) -> None:
-        """Empty the cache, allocate the segments and leave them free."""
+    def _preallocate(self, sizes: SegmentSizes) -> None:
+        """Empty the cache, allocate segments of these sizes and leave them free."""
+        self._segment_sizes = sizes
         torch.cuda.empty_cache()
         self._reserved_without_cache, _ = self._reserved_and_retries()
         try:
-            segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in self._segment_sizes]
+            segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
             del segments
         except torch.OutOfMemoryError:  # other allocations took the memory in the meantime
             self._candidates, self._segment_sizes = [], ()
@@ -157,20 +151,10 @@ class SegmentPreallocator:
         return stats["reserved_bytes"]["all"]["current"], stats["num_alloc_retries"]
 
 
-class _PoolAddresses:
-    """The addresses that belong to pools ([Note: separate pool for long-lived tensors]).
-
-    The cuBLAS workspace is freed and allocated there in every pass, and the allocator records it like any other
-    request.
-    """
-
-    def __init__(self, segments: Iterable[Mapping[str, Any]]) -> None:
-        pooled = (segment for segment in segments if any(segment["segment_pool_id"]))
-        self._ranges = sorted((entry["address"], entry["address"] + entry["total_size"]) for entry in pooled)
-
-    def __contains__(self, address: int) -> bool:
-        index = bisect_right(self._ranges, address, key=itemgetter(0))
-        return index > 0 and address < self._ranges[index - 1][1]
+def _contains(ranges: Sequence[tuple[int, int]], address: int) -> bool:
+    """Return whether an address is in one of the sorted ranges."""
+    index = bisect_right(ranges, address, key=itemgetter(0))
+    return index > 0 and address < ranges[index - 1][1]
 
 
 def _record_memory_history(max_entries: int) -> None:

@@ -105,10 +105,8 @@ class SegmentSearch:
     def _distinct_candidates(self) -> list[SegmentCandidate]:
         found: list[SegmentSizes] = []
         for sizes in sorted(self._reserved_bytes, key=self._sort_key):
-            if (
-                self._reserved_bytes[sizes] > PRUNE_RATIO * self._least_reserved_bytes
-            ):  # a lower bound only: its simulation was stopped early
-                break
+            if self._reserved_bytes[sizes] > PRUNE_RATIO * self._least_reserved_bytes:
+                break  # a lower bound only: its simulation was stopped early
             is_close = (
                 len(sizes) == len(other) and abs(sum(sizes) - sum(other)) <= MIN_DIFFERENCE_RATIO * sum(sizes)
                 for other in found

@@ -78,10 +78,9 @@ class Transfer:
         """Count one request as finished, with its error if it failed."""
         with self._lock:
             if error is not None and self._failure is None:
-                message = (
-                    str(error) if isinstance(error, DiskError) else f"a transfer of the disk tier failed: {error!r}"
-                )
-                cause = error.__cause__ if isinstance(error, DiskError) else error
+                is_explained = isinstance(error, DiskError)
+                message = str(error) if is_explained else f"a transfer of the disk tier failed: {error!r}"
+                cause = error.__cause__ if is_explained else error
                 self._failure = message, cause and cause.with_traceback(None)  # its stack would keep the buffer alive
             self._requests_left -= 1
             if not self._requests_left:
@@ -110,37 +109,16 @@ class IoRequest:
             self.transfer.finish_request(None)
 
 
-class IoThreads:
-    """The I/O threads of one disk.
-
-    >>> threads = IoThreads(2)
-    >>> threads.close()
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._thread_count = threads
-        self._is_running = False
-        self._requests: queue.SimpleQueue[IoRequest | None] = queue.SimpleQueue()
-
-    def submit(self, request: IoRequest) -> None:
-        """Queue a request. Not thread-safe: one caller at a time."""
-        if not self._is_running:
-            for index in range(self._thread_count):
-                name = f"zeroshard-disk-{index}"
-                threading.Thread(target=_io_loop, args=(self._requests,), name=name, daemon=True).start()
-            self._is_running = True
-        self._requests.put(request)
-
-    def close(self) -> None:
-        """Stop the threads after the queued requests. Takes no lock: the garbage collector may call it at any point."""
-        for _ in range(self._thread_count):
-            self._requests.put(None)
-
-
-def _io_loop(requests: queue.SimpleQueue[IoRequest | None]) -> None:
+def _run_requests(requests: queue.SimpleQueue[IoRequest | None]) -> None:
     while (request := requests.get()) is not None:
         request.run()
         del request  # frees its buffer while this thread waits
+
+
+def _stop_threads(requests: queue.SimpleQueue[IoRequest | None], threads: int) -> None:
+    """Stop the threads after the queued requests. Takes no lock: the garbage collector may call it at any point."""
+    for _ in range(threads):
+        requests.put(None)
 
 
 class MappedExtent(NamedTuple):
@@ -179,13 +157,14 @@ class Disk:
         self._free_list = FreeList()
         self._mappings: dict[int, MappedExtent] = {}  # by the address of the mapping
         self._is_freed_space_zeroed = True  # whether freed space reads as zeros
-        self._io_threads = IoThreads(threads)
-        self._finalizer = weakref.finalize(self, self._io_threads.close)
+        self._requests: queue.SimpleQueue[IoRequest | None] = queue.SimpleQueue()
+        self._thread_count = threads
+        self._has_threads = False  # whether they have been started
+        self._finalizer = weakref.finalize(self, _stop_threads, self._requests, threads)
         self._finalizer.atexit = False  # daemon threads need no shutdown at exit
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the file that are reserved."""
         return self._free_list.used_bytes
 
     @property
@@ -194,14 +173,7 @@ class Disk:
         return self._checked_file().is_direct_io
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` zeros on disk, as a CPU tensor. Space is reserved now, so later writes cannot run out of it.
-
-        >>> import tempfile
-        >>> Disk(tempfile.gettempdir(), limit=8192).zeros(3000, torch.float32)
-        Traceback (most recent call last):
-            ...
-        zeroshard.memory.disk.file.DiskError: cannot allocate 12.29 kB on disk: 0 B of 8.19 kB are used...
-        """
+        """Return ``numel`` zeros on disk, as a CPU tensor. Space is reserved now: later writes cannot run out of it."""
         if numel < 0:
             raise ValueError(f"numel must be at least 0, got {numel}")
         nbytes = max(PAGE_BYTES, round_up(numel * dtype.itemsize, PAGE_BYTES))
@@ -226,17 +198,7 @@ class Disk:
         return tensor if self._is_freed_space_zeroed else tensor.zero_()
 
     def check(self) -> None:
-        """Raise if the file was truncated: accessing a tensor past its end would kill the process (SIGBUS).
-
-        >>> import tempfile
-        >>> disk = Disk(tempfile.gettempdir())
-        >>> moments = disk.zeros(1000, torch.float32)
-        >>> os.truncate(disk._file.descriptor, 0)
-        >>> disk.check()
-        Traceback (most recent call last):
-            ...
-        zeroshard.memory.disk.file.DiskError: the disk tier's file in ... has 0 B, expected 4.10 kB: it was trunc...
-        """
+        """Raise if the file was truncated: accessing a tensor past its end would kill the process (SIGBUS)."""
         if self._file is None:
             return
         try:
@@ -288,13 +250,17 @@ class Disk:
             offset = self._file_offset(tensor, needs_whole_pages=direction == "write")
             memory = _checked_memory(buffer, tensor, nbytes)
             transfer = Transfer(len(starts))
+            self._start_threads()
             for start in starts:
-                self._io_threads.submit(
-                    IoRequest(
-                        transfer, file, direction, memory[start : start + IO_REQUEST_BYTES], buffer, offset + start
-                    )
-                )
+                part = memory[start : start + IO_REQUEST_BYTES]
+                self._requests.put(IoRequest(transfer, file, direction, part, buffer, offset + start))
         return transfer
+
+    def _start_threads(self) -> None:
+        for index in range(0 if self._has_threads else self._thread_count):
+            name = f"zeroshard-disk-{index}"
+            threading.Thread(target=_run_requests, args=(self._requests,), name=name, daemon=True).start()
+        self._has_threads = True
 
     def _file_offset(self, tensor: torch.Tensor, needs_whole_pages: bool) -> int:
         """Return where a tensor starts in the file.
@@ -334,16 +300,7 @@ class Disk:
         return file
 
     def close(self) -> None:
-        """Close the file after the transfers in flight. Tensors keep their values as long as they exist.
-
-        >>> import tempfile
-        >>> disk = Disk(tempfile.gettempdir())
-        >>> disk.close()
-        >>> disk.zeros(1, torch.float32)
-        Traceback (most recent call last):
-            ...
-        zeroshard.memory.disk.file.DiskError: the disk in ... is closed: create a new one
-        """
+        """Close the file after the transfers in flight. Tensors keep their values as long as they exist."""
         with self._lock:
             self._finalizer()
             self._file = None

@@ -53,13 +53,7 @@ ERRNO_ADVICE = {
 
 
 class DiskError(RuntimeError):
-    """Creating, reading or writing the disk tier failed. The message says what, where and what to do.
-
-    >>> raise DiskError("/scratch is not a directory")
-    Traceback (most recent call last):
-        ...
-    zeroshard.memory.disk.file.DiskError: /scratch is not a directory
-    """
+    """Creating, reading or writing the disk tier failed. The message says what, where and what to do."""
 
     @classmethod
     def from_os_error(cls, what: str, error: OSError) -> DiskError:
