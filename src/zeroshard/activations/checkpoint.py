@@ -144,11 +144,9 @@ class CheckpointedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Return the block's own forward, so that ``inspect.signature`` sees its signature."""
-        return (
-            self._original_forward
-            if self._original_forward is not None
-            else partial(type(self._block).forward, self._block)
-        )
+        if self._original_forward is not None:
+            return self._original_forward
+        return partial(type(self._block).forward, self._block)
 
     def restore(self) -> None:
         if self._original_forward is None:

@@ -156,10 +156,8 @@ class ReduceBuffers:
             for bucket, param_range in zip(gradient.flat.layout.buckets, gradient.single_param_buckets, strict=True)
             if param_range is None or not self._can_reduce_in_place(gradient)
         }
-        shard_lengths = buffer_lengths(self._shard_numels(dtype))
-        return BucketRing(
-            self._slot_count, buffer_lengths(packed_lengths), shard_lengths, dtype, self._comm.device, self._tracker
-        )
+        lengths = buffer_lengths(packed_lengths), buffer_lengths(self._shard_numels(dtype))
+        return BucketRing(self._slot_count, lengths, dtype, self._comm.device, self._tracker)
 
     def _grads_of_dtype(self, dtype: torch.dtype) -> list[FlatGrad]:
         return [gradient for gradient in self._flat_grads if gradient.dtype == dtype]

@@ -100,20 +100,16 @@ class BucketRing:
     def __init__(
         self,
         slots: int,
-        input_lengths: Collection[int],
-        output_lengths: Collection[int],
+        lengths: tuple[Collection[int], Collection[int]],
         dtype: torch.dtype,
         device: torch.device,
         tracker: MemoryTracker,
     ) -> None:
-        self.slots = [
-            BucketSlot(
-                index,
-                SizedBuffers(input_lengths, dtype, device, tracker),
-                SizedBuffers(output_lengths, dtype, device, tracker),
-            )
-            for index in range(slots)
-        ]
+        """``lengths``: of the input buffers, and of the output buffers."""
+        self.slots = []
+        for index in range(slots):
+            inputs, outputs = (SizedBuffers(given, dtype, device, tracker) for given in lengths)
+            self.slots.append(BucketSlot(index, inputs, outputs))
         self._next_index = 0
 
     def next_slot(self) -> BucketSlot:

@@ -33,9 +33,8 @@ class SideStream:
     def __init__(self, device: torch.device, wait_timer: WaitTimer) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._compute_event: Any = (
-            torch.Event(device) if self._stream is not None else None
-        )  # end of the compute stream at the last entry
+        # end of the compute stream at the last entry
+        self._compute_event: Any = torch.Event(device) if self._stream is not None else None
         self._device_index = -1 if self._stream is None else self._stream.device_index
         self._wait_timer = wait_timer
         self._has_pending_work = False  # whether compute must still wait for some of it

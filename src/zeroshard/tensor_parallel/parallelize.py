@@ -82,9 +82,7 @@ class TensorParallelState:
         for module_ref, attribute, value in self._resized_attributes:
             setattr(module_ref(), attribute, value)
         for module in self._live_modules() if self._added_hooks else ():
-            module.__dict__.pop(
-                "_distribute_module_applied", None
-            )  # torch's mark: remove it, so that the model can be parallelized again
+            module.__dict__.pop("_distribute_module_applied", None)  # torch's mark: it can be parallelized again
 
     def shard_optimizer_states(self, state: dict[str, Any], groups: list[list[str]]) -> None:
         """Shard the full optimizer states of parameters that stay DTensors because the user parallelized them."""
