@@ -6,7 +6,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.consistency import POLL_INTERVAL, ConsistencyChecker, RanksDisagreeError
+from zeroshard.comm.consistency import POLL_INTERVAL, ConsistencyChecker
 from zeroshard.comm.counters import TPTrafficMode, Traffic, WaitTimer
 from zeroshard.comm.mesh import MeshAxis, group_backend
 
@@ -246,7 +246,7 @@ def all_gather_object(
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     size = dist.get_world_size(group)
-    with _explain_errors(consistency, what):
+    with consistency.explain_errors(what) if consistency is not None else nullcontext():
         if consistency is None or group_backend(group, torch.device("cpu")) != "gloo":
             values: list[Any] = [None] * size
             dist.all_gather_object(values, value, group=group)
@@ -272,7 +272,7 @@ def broadcast_object(
     """
     if group is None or dist.get_world_size(group) == 1:
         return value
-    with _explain_errors(consistency, what):
+    with consistency.explain_errors(what) if consistency is not None else nullcontext():
         if consistency is None or group_backend(group, torch.device("cpu")) != "gloo":
             values = [value]
             dist.broadcast_object_list(values, group=group, group_src=0)
@@ -292,19 +292,6 @@ def _to_byte_tensor(value: Any) -> torch.Tensor:
 
 def _wait_monitored(work: Any, what: str, consistency: ConsistencyChecker) -> None:
     _MonitoredWork(work, what, consistency, WaitTimer(on_stream=False)).wait()
-
-
-@contextmanager
-def _explain_errors(consistency: ConsistencyChecker | None, what: str) -> Iterator[None]:
-    """Turn a failure into an error that names the rank that caused it, if there are other ranks."""
-    try:
-        yield
-    except RanksDisagreeError:
-        raise
-    except Exception as error:  # any error: an aborted collective may leave arbitrary bytes
-        if consistency is None or not (isinstance(error, RuntimeError) or consistency.faults):
-            raise
-        raise consistency.explain_failure(what, error) from error
 
 
 def _second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

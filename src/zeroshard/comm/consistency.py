@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -127,7 +127,7 @@ class ConsistencyChecker:
         if self._store is None:
             return
         start, ranks = time.monotonic(), len(self.global_ranks)
-        try:
+        with self.explain_errors(what, start):
             self._last_announced = (event_index, what)
             self._store.set(f"rank {self.rank}", f"{event_index}:{what}")
             self._store.add(f"{event_index}/{what}", 1)
@@ -142,10 +142,6 @@ class ConsistencyChecker:
             if is_last:  # every rank has read the previous result by now
                 for stale in self._stale_keys:
                     self._store.delete_key(stale)
-        except RanksDisagreeError:
-            raise
-        except RuntimeError as error:
-            raise self.explain_failure(what, error, start) from error
         self._last_confirmed = event_index
         self._stale_keys = [f"{event_index}/{key}" for key in (what, "all", "verdict")]
 
@@ -173,18 +169,14 @@ class ConsistencyChecker:
     def _wait_for_text(self, key: str, what: str) -> str:
         assert self._store is not None and self._monitor is not None
         start = time.monotonic()
-        try:
+        with self.explain_errors(what, start):
             if self._wait_for_key(key, what, None, start):
                 return self._store.get(key).decode()
             missing = self._monitor.missing_ranks()
-            hint = f"ranks {missing} have not called it" if missing else "one of them has not"
-            text = f"rank {self.rank} waited {_elapsed(start)} to {what}: all ranks must call shard(), {hint}"
-            self._monitor.faults.post(FAULT_ERROR, text)
-            raise RanksDisagreeError(text)
-        except RanksDisagreeError:
-            raise
-        except RuntimeError as error:
-            raise self.explain_failure(what, error, start) from error
+        hint = f"ranks {missing} have not called it" if missing else "one of them has not"
+        text = f"rank {self.rank} waited {_elapsed(start)} to {what}: all ranks must call shard(), {hint}"
+        self._monitor.faults.post(FAULT_ERROR, text)
+        raise RanksDisagreeError(text)
 
     def _wait_for_key(self, key: str, what: str, event_index: int | None, began: float) -> bool:
         """Wait until a key is in the store. Return False at the timeout; raise if it will never be there."""
@@ -214,17 +206,27 @@ class ConsistencyChecker:
         """Wait for a collective that took longer than a poll interval; raise when it will never complete."""
         while True:
             if work.is_completed():
-                try:
+                with self.explain_errors(what, began):
                     work.wait()
-                    return
-                except RuntimeError as error:
-                    raise self.explain_failure(what, error, began) from error
+                return
             if any(fault.is_final for fault in self.faults):
                 raise self._fault_error(what, began, None)
             if time.monotonic() - began > self.timeout:
                 raise self._disagreement_error(f"could not {what} within {_elapsed(began)}")
             with contextlib.suppress(RuntimeError):  # not complete, or failed: is_completed() shows which
                 work.wait(POLL_INTERVAL / 4)
+
+    @contextlib.contextmanager
+    def explain_errors(self, what: str, began: float | None = None) -> Iterator[None]:
+        """Turn a failure of a collective or of the store into an error that names the rank that caused it."""
+        try:
+            yield
+        except RanksDisagreeError:
+            raise
+        except Exception as error:
+            if not (isinstance(error, RuntimeError) or self.faults):  # an aborted collective leaves arbitrary bytes
+                raise
+            raise self.explain_failure(what, error, began) from error
 
     def explain_failure(self, what: str, error: BaseException, began: float | None = None) -> RanksDisagreeError:
         """Return an error that explains a failed collective or store access: usually a rank has died."""
