@@ -134,16 +134,16 @@ class ConsistencyChecker:
             is_last = self._store.add(f"{event_index}/all", 1) == ranks
             if is_last:
                 is_equal = self._store.add(f"{event_index}/{what}", 0) == ranks
-                self._store.set(f"{event_index}/verdict", "go" if is_equal else "differ")
-            if not self._wait_for_key(f"{event_index}/verdict", what, event_index, start):
+                self._store.set(f"{event_index}/result", "go" if is_equal else "differ")
+            if not self._wait_for_key(f"{event_index}/result", what, event_index, start):
                 raise self._disagreement_error(f"waited {_elapsed(start)} to {what}, but the order expects: {expected}")
-            if self._store.get(f"{event_index}/verdict") != b"go":
+            if self._store.get(f"{event_index}/result") != b"go":
                 raise self._disagreement_error(f"is about to {what}, but the recorded order expects: {expected}")
             if is_last:  # every rank has read the previous result by now
                 for stale in self._stale_keys:
                     self._store.delete_key(stale)
         self._last_confirmed = event_index
-        self._stale_keys = [f"{event_index}/{key}" for key in (what, "all", "verdict")]
+        self._stale_keys = [f"{event_index}/{key}" for key in (what, "all", "result")]
 
     def broadcast_text(self, topic: str, text: str) -> str | None:
         """Return rank 0's text on a topic; None if there is only one rank."""
@@ -160,8 +160,8 @@ class ConsistencyChecker:
         self._store.set(f"{topic} {self.rank}", text)
         self._store.add(f"{topic} errors", 1 if text else 0)
         if self._store.add(f"{topic} all", 1) == len(self.global_ranks):
-            self._store.set(f"{topic} verdict", str(self._store.add(f"{topic} errors", 0)))
-        if self._wait_for_text(f"{topic} verdict", f"read all ranks' {topic}") == "0":
+            self._store.set(f"{topic} result", str(self._store.add(f"{topic} errors", 0)))
+        if self._wait_for_text(f"{topic} result", f"read all ranks' {topic}") == "0":
             return {}
         texts = {rank: self._store.get(f"{topic} {rank}").decode() for rank in range(len(self.global_ranks))}
         return {rank: text for rank, text in texts.items() if text}

@@ -67,12 +67,12 @@ class RankFault:
     kind: str  # FAULT_ERROR: ranks differ, the job cannot continue; FAULT_DIED; FAULT_EXITED: it ended by itself
     rank: int  # in the mesh
     text: str
-    moment: int = -1  # FAULT_EXITED: the number of events it joined
+    event_count: int = -1  # FAULT_EXITED: the number of events it joined
     known_since: float = 0.0
 
     def is_blocking(self, event_index: int | None) -> bool:
         """Whether this rank cannot reach ``event_index`` (None: whether it cannot continue at all)."""
-        return self.kind != FAULT_EXITED or event_index is None or event_index > self.moment
+        return self.kind != FAULT_EXITED or event_index is None or event_index > self.event_count
 
     @property
     def is_final(self) -> bool:
@@ -99,14 +99,14 @@ class FaultList:
         self._read_count = 0
         store.add("faults", 0)
 
-    def post(self, kind: str, text: str, moment: int = -1, rank: int | None = None) -> None:
+    def post(self, kind: str, text: str, event_count: int = -1, rank: int | None = None) -> None:
         """Add a fault of this rank, or of another, to the list in the store."""
-        record = {"kind": kind, "rank": self._rank if rank is None else rank, "text": text, "moment": moment}
+        record = {"kind": kind, "rank": self._rank if rank is None else rank, "text": text, "event_count": event_count}
         with contextlib.suppress(RuntimeError):  # the store died with its rank
             self._store.set(f"fault {self._store.add('faults', 1)}", json.dumps(record))
 
-    def add(self, kind: str, rank: int, text: str, moment: int = -1) -> None:
-        self.known.append(RankFault(kind, rank, text, moment, time.monotonic()))
+    def add(self, kind: str, rank: int, text: str, event_count: int = -1) -> None:
+        self.known.append(RankFault(kind, rank, text, event_count, time.monotonic()))
         self.known.sort(key=lambda fault: fault.kind == FAULT_EXITED)
 
     def read_new(self) -> None:
@@ -132,6 +132,36 @@ class FaultList:
             while unread and time.monotonic() < deadline:
                 time.sleep(0.05)
                 unread = [key for key in unread if self._store.add(key, 0) < readers]
+
+
+class AnnouncementReader:
+    """What the other ranks have announced, read again whenever a rank requests a comparison."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self.events: Announcements = {}  # what they are about to do
+        self.failures: Announcements = {}  # why they left a pass
+        self._store, self._other_ranks = store, [other for other in range(ranks) if other != rank]
+        self._requests = b"0"
+        store.add("late", 0)
+
+    def read_new(self) -> None:
+        """Read the announcements if a rank has requested a comparison since the last call."""
+        requests = self._store.get("late")
+        if requests != self._requests:
+            self._requests = requests
+            self.events = read_announcements(self._store, "rank", self._other_ranks)
+            self.failures = read_announcements(self._store, "note", self._other_ranks)
+
+
+def read_announcements(store: Store, topic: str, ranks: Iterable[int]) -> Announcements:
+    """Return what ranks have announced on a topic."""
+    announcements = {}
+    for rank in ranks:
+        key = f"{topic} {rank}"
+        if store.check([key]):
+            index, _, text = store.get(key).decode().partition(":")
+            announcements[rank] = (int(index), text)
+    return announcements
 
 
 @dataclass
@@ -299,15 +329,11 @@ class HeartbeatMonitor:
         self.faults = FaultList(self._store, rank)
         self._peers = PeerWatch(self._store, rank, len(global_ranks))
         self._barriers = BarrierDetector()
+        self._announcements = AnnouncementReader(self._store, rank, len(global_ranks))
         self._position = (0, "")
-        self._heartbeat_count = 0
-        self._comparison_requests = b"0"
-        self._announcements: Announcements = {}
-        self._failures: Announcements = {}
         self._has_aborted = False  # whether NCCL communicators were aborted
         self._has_group = False  # whether the rank had a process group at the last poll
         self._is_closed = self._is_model_dropped = False
-        self._store.add("late", 0)
         self._exit_finalizer = util.Finalize(None, self._at_exit, exitpriority=100)  # also in child processes
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
@@ -370,8 +396,7 @@ class HeartbeatMonitor:
         self._position = monitored.position()
         had_group, self._has_group = self._has_group, dist.is_initialized()
         try:
-            self._heartbeat_count += 1
-            self._store.set(f"beat {self._rank}", f"{self._heartbeat_count} {self._position[0]} {self._position[1]}")
+            self._store.set(f"beat {self._rank}", f"{time.time_ns()} {self._position[0]} {self._position[1]}")
             if had_group and not self._has_group:
                 self._post_exit("has destroyed its process group")
             self._peers.find_peers()
@@ -380,8 +405,8 @@ class HeartbeatMonitor:
             for peer in self._peers.pop_silent(self._heartbeat_timeout):
                 machine = peer.machine.split()[0]
                 self._report_death(peer, f"no heartbeat from machine {machine} for {self._heartbeat_timeout:g} s")
-            stuck_barrier = self._barriers.poll() if self._announcements else None
-            conflict = monitored.describe_conflict(self._announcements, self._failures, stuck_barrier)
+            events, failures = self._announcements.events, self._announcements.failures
+            conflict = monitored.describe_conflict(events, failures, self._barriers.poll() if events else None)
             if conflict:
                 self.faults.post(FAULT_ERROR, conflict)
                 self._read_store()
@@ -400,12 +425,7 @@ class HeartbeatMonitor:
     def _read_store(self) -> None:
         self.faults.read_new()
         self._abort_hung_collectives()  # also for known faults: this rank may have advanced since
-        comparison_requests = self._store.get("late")
-        if comparison_requests != self._comparison_requests:
-            self._comparison_requests = comparison_requests
-            others = [rank for rank in range(len(self._global_ranks)) if rank != self._rank]
-            self._announcements = read_announcements(self._store, "rank", others)
-            self._failures = read_announcements(self._store, "note", others)
+        self._announcements.read_new()
 
     def _report_ended(self, is_store_reachable: bool = True) -> None:
         """Report the ranks on this machine whose process has ended."""
@@ -455,19 +475,8 @@ class HeartbeatMonitor:
         self._stop()
 
     def _post_exit(self, how: str) -> None:
-        moment, last = self._position
-        self.faults.post(FAULT_EXITED, f"rank {self._rank} {how}. Its last event: {last}", moment)
-
-
-def read_announcements(store: Store, topic: str, ranks: Iterable[int]) -> Announcements:
-    """Return what ranks have announced on a topic."""
-    announcements = {}
-    for rank in ranks:
-        key = f"{topic} {rank}"
-        if store.check([key]):
-            index, _, text = store.get(key).decode().partition(":")
-            announcements[rank] = (int(index), text)
-    return announcements
+        event_count, last = self._position
+        self.faults.post(FAULT_EXITED, f"rank {self._rank} {how}. Its last event: {last}", event_count)
 
 
 def _ending_error() -> BaseException | None:
