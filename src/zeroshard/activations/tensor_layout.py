@@ -61,14 +61,9 @@ class TensorLayout:
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements as a 1-D tensor: a view if the tensor has no gaps, otherwise a copy."""
-        unexpanded = (
-            tensor
-            if self.unexpanded_shape == self.shape
-            else tensor[tuple(slice(0, size) for size in self.unexpanded_shape)]
-        )
         if self._storage_extent == self.unexpanded_numel:
-            return unexpanded.as_strided((self.unexpanded_numel,), (1,), tensor.storage_offset())
-        return unexpanded.reshape(-1)
+            return tensor.as_strided((self.unexpanded_numel,), (1,), tensor.storage_offset())
+        return tensor.as_strided(self.unexpanded_shape, self.stride, tensor.storage_offset()).reshape(-1)
 
     def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor of this layout with the elements of ``flat``."""

@@ -85,12 +85,8 @@ class CollectiveOrder:
         self._starting_pass = None
         is_complete = self._position == len(self._expected_events)
         if not is_complete or self._next_pass.get(self._pass_kind) != kind:
-            expected = (
-                self._next_pass.get(self._pass_kind, "nothing yet")
-                if is_complete
-                else self._expected_events[self._position]
-            )
-            self._confirm(PASS_START + kind, expected)
+            next_pass = self._next_pass.get(self._pass_kind, "nothing yet")
+            self._confirm(PASS_START + kind, next_pass if is_complete else self._expected_events[self._position])
         self._past_passes.append((self._pass_start, self._pass_kind, self._done_events))
         self._events_by_pass[self._pass_kind] = self._done_events
         self._next_pass[self._pass_kind] = kind

@@ -81,20 +81,15 @@ def assign_tiers(
     # the disk is staged through the host buffers
     usable_tiers = [tier for tier in TIERS if tier != "disk" or buffers <= limits["host"]]
     _assign_optimizer_states(flats, placements, _select_tiers(usable_tiers, offload.optimizer), budget)
-    if not partitioned_gradients:
-        grad_fractions: Mapping[str, float] = {}
-    elif offload.gradients is None:
+    if partitioned_gradients and offload.gradients is None:
         _offload_matching_grads(flats, placements, budget)
-        grad_fractions = {}
-    else:
-        grad_fractions = offload.gradients
+    grad_fractions = (offload.gradients or {}) if partitioned_gradients else {}
     flat_bytes = [flat.numel * flat.grad_bytes_per_element if flat.is_trained else 0 for flat in flats]
     for placement, tier in _assign_whole_flats(placements, flat_bytes, grad_fractions, budget):
         placement.gradients = tier
     flat_bytes = [flat.numel * flat.param_bytes_per_element for flat in flats]
-    for placement, tier in _assign_whole_flats(
-        placements, flat_bytes, _select_tiers(usable_tiers, offload.parameters), budget
-    ):
+    param_fractions = _select_tiers(usable_tiers, offload.parameters)
+    for placement, tier in _assign_whole_flats(placements, flat_bytes, param_fractions, budget):
         placement.parameters = tier
     return placements, None if math.isinf(budget["host"]) else int(budget["host"])
 
@@ -110,11 +105,8 @@ def _assign_optimizer_states(
     quotas, is_everything = {}, sum(fractions.values()) > 1 - 1e-9
     left = total
     for position, (tier, fraction) in enumerate(fractions.items(), 1):
-        wanted = (
-            left
-            if is_everything and position == len(fractions)
-            else round(total * fraction / ALIGN_ELEMENTS) * ALIGN_ELEMENTS
-        )
+        is_remainder = is_everything and position == len(fractions)
+        wanted = left if is_remainder else round(total * fraction / ALIGN_ELEMENTS) * ALIGN_ELEMENTS
         quotas[tier] = min(wanted, left)
         left -= quotas[tier]
     for flat, placement in reversed(list(zip(flats, placements, strict=True))):

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from zeroshard.memory.allocator.simulator import ROUND_LARGE_BYTES, AllocatorSimulator, AllocRequest
+from zeroshard.sharding import round_up
 
 FIRST_SEGMENT_RATIOS = (1.0, 1.125, 1.25, 2.0, 2.125, 2.25, 2.375, 3.0, 3.125, 3.25, 3.375)  # times the largest request
 SECOND_SEGMENT_RATIOS = (0.0, 0.0625, 0.125, 0.25, 0.375, 0.5, 0.5625, 0.625, 1.0, 1.125, 1.25, 2.0)
@@ -199,11 +200,10 @@ def _replayed_reserved_bytes(sizes: SegmentSizes, requests: Sequence[AllocReques
 
 def _round_up_to_segment(nbytes: float) -> int:
     """Round up to the size of a segment."""
-    return -(-int(nbytes) // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+    return round_up(int(nbytes), ROUND_LARGE_BYTES)
 
 
 def _peak_bytes_in_use(requests: Sequence[AllocRequest]) -> int:
-    """Return the peak bytes in use."""
     held: dict[int, int] = {}
     now = peak = 0
     for tensor, nbytes in requests:

@@ -11,6 +11,8 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
+from zeroshard.sharding import round_up
+
 ROUND_LARGE_BYTES = 2 << 20  # segment sizes are multiples of this
 LARGE_BUFFER_BYTES = 20 << 20  # size of the segment that requests under half of it share
 SMALL_SIZE_BYTES = 1 << 20  # requests up to this size have separate segments
@@ -62,11 +64,7 @@ class AllocatorSimulator:
             self._free_block(block)
 
     def _new_segment(self, nbytes: int) -> SimulatedBlock:
-        size = (
-            LARGE_BUFFER_BYTES
-            if nbytes < LARGE_BUFFER_BYTES // 2
-            else -(-nbytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        )
+        size = LARGE_BUFFER_BYTES if nbytes < LARGE_BUFFER_BYTES // 2 else round_up(nbytes, ROUND_LARGE_BYTES)
         block = SimulatedBlock(size, self.reserved_bytes)
         self.segments.append(size)
         self.reserved_bytes += size
