@@ -106,8 +106,9 @@ class FaultList:
             self._store.set(f"fault {self._store.add('faults', 1)}", json.dumps(record))
 
     def add(self, kind: str, rank: int, text: str, event_count: int = -1) -> None:
-        self.known.append(RankFault(kind, rank, text, event_count, time.monotonic()))
-        self.known.sort(key=lambda fault: fault.kind == FAULT_EXITED)
+        fault = RankFault(kind, rank, text, event_count, time.monotonic())
+        # In one assignment: other threads read the list, and list.sort() would empty it meanwhile.
+        self.known[:] = sorted([*self.known, fault], key=lambda known: known.kind == FAULT_EXITED)
 
     def read_new(self) -> None:
         """Read the faults that were posted since the last call."""
