@@ -1,7 +1,7 @@
-# make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (ARGS="--stage 2 --ranks 4" to change)
-# make test    run the tests (PYTEST_ARGS="-x -k gpt" override)
-# make lint    ruff and mypy
-# make dev     set up all that tests and linters need, and nothing else
+# make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
+# make test    run the tests (other pytest options: PYTEST_ARGS="-x -k gpt")
+# make lint    run ruff and mypy
+# make dev     install what tests and linters need
 # make clean   remove the virtual environment and all caches
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Torch goes first and alone: the extras then find it satisfied and do not choose another build.
+# Install torch first and separately, so that the extras do not select another build.
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)

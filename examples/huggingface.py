@@ -1,10 +1,10 @@
-"""Train a causal language model of transformers, unmodified, in one's own loop, and let it speak.
+"""Train an unmodified causal language model of transformers in your own loop, and generate text.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface.py
-    torchrun --standalone --nproc-per-node 2 examples/huggingface.py --model DIRECTORY  # of a model on this machine
+    torchrun --standalone --nproc-per-node 2 examples/huggingface.py --model DIRECTORY  # a local model
 
-Without --model a tiny Llama begins anew, on bytes. With it, the stored weights go straight into the ranks' partitions.
-Either way no rank holds the whole model before, during or after training, unless --save asks for it.
+Without --model, a tiny Llama on bytes is trained from scratch. With it, weights are read directly into the shards.
+In both cases no rank ever holds the full model, except for --save.
 """
 
 import argparse
@@ -28,19 +28,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a model of transformers with zeroshard.")
     parser.add_argument("--model", type=Path, help="directory with config.json, safetensors and a tokenizer")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--context", type=int, default=64, help="tokens a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
+    parser.add_argument("--context", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--save", type=Path, help="directory for the trained model, as save_pretrained writes it")
+    parser.add_argument("--save", type=Path, help="directory for the trained model, in the format of save_pretrained")
     return parser.parse_args()
 
 
 def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
-    """Return a model on the meta device, the function that gives its modules their values, and a tokenizer."""
+    """Return a model on the meta device, a function that initialises its modules, and a tokenizer."""
     if path is not None:
-        stored = open_model(path)  # looks at the files' headers; init_fn reads each tensor when its turn has come
+        stored = open_model(path)  # reads only file headers; init_fn reads each tensor when shard() builds its unit
         return stored.module, stored.init_fn, transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # 256 bytes and 3 special tokens; needs no files
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # 256 bytes and 3 special tokens; no files needed
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -52,15 +52,15 @@ def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.device("meta"):  # shapes without memory
+    with torch.device("meta"):  # no memory is allocated
         model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    return model, model._init_weights, tokenizer  # transformers' own initialisation, module by module
+    return model, model._init_weights, tokenizer  # transformers' own initialisation
 
 
 def train(model: Any, optimizer: Any, tokens: torch.Tensor, args: argparse.Namespace) -> None:
-    """Run `args.steps` steps on random pieces of the text, and print how they went."""
+    """Train for `args.steps` steps on random sequences of the text, and print the loss."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)  # every rank reads other pages
+    generator = torch.Generator().manual_seed(rank)  # different sequences on every rank
     model.train()
     for step in range(1, args.steps + 1):
         starts = torch.randint(len(tokens) - args.context, (args.batch, 1), generator=generator)
@@ -74,13 +74,13 @@ def train(model: Any, optimizer: Any, tokens: torch.Tensor, args: argparse.Names
             mean = loss.detach() / ranks
             dist.all_reduce(mean)
             if rank == 0:
-                print(f"step {step:3d}  loss {mean.item():.3f}")  # nats a token
+                print(f"step {step:3d}  loss {mean.item():.3f}")  # in nats per token
 
 
 def main() -> None:
-    """Join the process group, train, speak, and leave it."""
+    """Initialise the process group, train, generate, and save."""
     args = parse()
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # a GPU for each rank of this machine
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one GPU per local rank
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -88,17 +88,17 @@ def main() -> None:
     torch.manual_seed(0)
     model, init_fn, tokenizer = build(args.model)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    _, optimizer = zeroshard.shard(model, adamw, stage=3, init_fn=init_fn)  # the model stays the same object
+    _, optimizer = zeroshard.shard(model, adamw, stage=3, init_fn=init_fn)  # the model is changed in place
     tokens = tokenizer.encode(shakespeare()[:200_000], add_special_tokens=False)
     train(model, optimizer, torch.tensor(tokens), args)
 
     prompt = tokenizer("ROMEO. ", return_tensors="pt", add_special_tokens=False).to(model.device)
-    said = model.eval().generate(**prompt, max_new_tokens=40, do_sample=False)  # all ranks together, the same tokens
+    said = model.eval().generate(**prompt, max_new_tokens=40, do_sample=False)  # all ranks get the same tokens
     if dist.get_rank() == 0:
         print(repr(tokenizer.decode(said[0])))
         print(zeroshard.report(model))
     if args.save is not None:
-        with zeroshard.gathered(model):  # whole on every rank; open_model(…).save writes tensor by tensor instead
+        with zeroshard.gathered(model):  # the full model on every rank; open_model(…).save() avoids that
             if dist.get_rank() == 0:
                 model.save_pretrained(args.save)
                 tokenizer.save_pretrained(args.save)

@@ -1,9 +1,9 @@
-"""Fine-tune a frozen model of transformers with PEFT's LoRA, all of it partitioned over the ranks.
+"""Fine-tune a transformers model with PEFT's LoRA; base and adapters are partitioned over the ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/lora.py --save adapter
 
-The frozen base costs its bytes divided by the ranks, and neither gradients nor optimizer states. What --save writes is
-a PEFT adapter like any other. `zeroshard train --model DIRECTORY --lora` does the same without code.
+The frozen base takes its bytes divided by the number of ranks, without gradients or optimizer states. --save writes a
+normal PEFT adapter. `zeroshard train --model DIRECTORY --lora` does the same without code.
 """
 
 import argparse
@@ -25,19 +25,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fine-tune a model of transformers with LoRA and zeroshard.")
     parser.add_argument("--model", type=Path, help="directory of the base and its tokenizer (default: a tiny Llama)")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--context", type=int, default=64, help="tokens a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
+    parser.add_argument("--context", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--save", type=Path, help="directory for the adapter")
     return parser.parse_args()
 
 
 def build(path: Path | None) -> tuple[Any, Any]:
-    """Return the base and a tokenizer. Whole on every rank here; see huggingface.py for a base too large for that."""
+    """Return the base model, in full on every rank, and a tokenizer. For large models see huggingface.py."""
     if path is not None:
         base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         return base, transformers.AutoTokenizer.from_pretrained(path)
-    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # 256 bytes and 3 special tokens; needs no files
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # 256 bytes and 3 special tokens; no files needed
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -45,15 +45,15 @@ def build(path: Path | None) -> tuple[Any, Any]:
         num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=256,
-        initializer_range=0.1,  # not 0.02: the frozen random head must reach some way from a uniform guess
+        initializer_range=0.1,  # not 0.02: with a frozen head of small random weights, all logits would be close to 0
     )
     return transformers.AutoModelForCausalLM.from_config(config), tokenizer  # type: ignore[no-untyped-call]
 
 
 def train(model: Any, optimizer: Any, tokens: torch.Tensor, args: argparse.Namespace) -> None:
-    """Run `args.steps` steps on random pieces of the text, and print how they went."""
+    """Train for `args.steps` steps on random sequences of the text, and print the loss."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)  # every rank reads other pages
+    generator = torch.Generator().manual_seed(rank)  # different sequences on every rank
     model.train()
     for step in range(1, args.steps + 1):
         starts = torch.randint(len(tokens) - args.context, (args.batch, 1), generator=generator)
@@ -66,21 +66,21 @@ def train(model: Any, optimizer: Any, tokens: torch.Tensor, args: argparse.Names
             mean = loss.detach() / ranks
             dist.all_reduce(mean)
             if rank == 0:
-                print(f"step {step:3d}  loss {mean.item():.3f}")  # nats a token
+                print(f"step {step:3d}  loss {mean.item():.3f}")  # in nats per token
 
 
 def save(model: Any, directory: Path) -> None:
-    """Write the adapter with PEFT's own function. The base is never gathered."""
+    """Save the adapter with PEFT, without gathering the base."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    adapter = {name: zeroshard.full_parameter(model, name) for name in names}  # every rank brings its part
+    adapter = {name: zeroshard.full_parameter(model, name) for name in names}  # on all ranks
     if dist.get_rank() == 0:
         model.save_pretrained(directory, state_dict=adapter)
 
 
 def main() -> None:
-    """Join the process group, fine-tune, report, save, and leave it."""
+    """Initialise the process group, fine-tune, print a report, and save."""
     args = parse()
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # a GPU for each rank of this machine
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one GPU per local rank
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
@@ -91,7 +91,7 @@ def main() -> None:
     model: Any = peft.get_peft_model(base, lora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=args.lr)
-    _, optimizer = zeroshard.shard(model, adamw, stage=3)  # the model stays the same object
+    _, optimizer = zeroshard.shard(model, adamw, stage=3)  # the model is changed in place
     tokens = tokenizer.encode(shakespeare()[:200_000], add_special_tokens=False)
     train(model, optimizer, torch.tensor(tokens), args)
 
@@ -100,7 +100,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(report)
         print(f"trained: {sum(p.numel() for p in trained):,} of {report.parameters:,} parameters")
-        print(f"optimizer states: {states:,} B a rank; {8 * report.parameters // report.ranks:,} B if all were trained")
+        if_all_trained = 8 * report.parameters // report.ranks
+        print(f"optimizer states: {states:,} B per rank; {if_all_trained:,} B if all parameters were trained")
     if args.save is not None:
         save(model, args.save)
     dist.destroy_process_group()

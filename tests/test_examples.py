@@ -97,7 +97,7 @@ def test_the_plain_loop_learns_reports_and_leaves_checkpoints_that_it_goes_on_fr
     output = run("plain_loop.py", *options, 40)
     losses = series(output, "loss")
     assert losses[-1] < losses[0] - 1
-    assert "stage 3, fp32, 512 letters a step" in output  # 2 ranks × 8 sequences × 32
+    assert "stage 3, fp32, 512 characters per step" in output  # 2 ranks × 8 sequences × 32
     assert re.search(r"^rank 0 of 2, [\d,]+ parameters$", output, re.M)
 
     model = GPT(GPTConfig(vocab_size=128, context=32, layers=2, heads=1, width=32))
@@ -172,7 +172,7 @@ def test_lora_learns_without_states_for_the_base_and_peft_loads_the_adapter(
     output = run("lora.py", "--model", base[0], "--steps", 40, "--context", 32, "--save", tmp_path)
     losses = series(output, "loss")
     assert losses[-1] < losses[0]
-    told = re.search(r"^trained: ([\d,]+) of [\d,]+ parameters\noptimizer states: ([\d,]+) B a rank", output, re.M)
+    told = re.search(r"^trained: ([\d,]+) of [\d,]+ parameters\noptimizer states: ([\d,]+) B per rank", output, re.M)
     assert told is not None
     trained, states = (int(number.replace(",", "")) for number in told.groups())
     assert 8 * trained / 2 <= states < 8 * trained / 2 * 1.1  # Adam's two fp32 numbers, over two ranks, and padding

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Train over several nodes with torchrun. Start the same line on each of them:
+# Train on several nodes with torchrun. Run the same command on each node:
 #
 #   HEAD=node0 OUT=/shared/runs/xl bash torchrun.sh --model gpt2-xl --steps 10000
 #
-# HEAD  name or address of one of the nodes, where all meet
-# OUT   directory of the run, on a file system that all nodes share
-# NODES, GPUS, PORT  2 nodes, 8 ranks on each, port 29400, unless they say otherwise
+# HEAD  name or address of the node that hosts the rendezvous
+# OUT   run directory, on a file system that all nodes share
+# NODES, GPUS, PORT  number of nodes (default 2), ranks per node (8), port of the rendezvous (29400)
 #
-# When a rank dies, all start again from the last whole checkpoint; so they do when a node has died and the line was
-# started there again. Three times at most.
+# If a rank dies, all ranks restart from the last complete checkpoint, at most three times. The same happens if a node
+# died and the command is run there again.
 set -euo pipefail
 
-: "${HEAD:?name of a node where all meet}" "${OUT:?directory of the run, shared by all nodes}"
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else ranks that start again find the addresses of those before them
+: "${HEAD:?set it to the node that hosts the rendezvous}" "${OUT:?set it to the run directory, shared by all nodes}"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else restarted ranks find the addresses of the previous ones
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120} # seconds for the last checkpoint
 
 exec torchrun \
