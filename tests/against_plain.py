@@ -1,9 +1,9 @@
-"""One training step, written once, run sharded on every rank's part of a batch and plainly on the same global batch.
+"""Run the same training step sharded, on every rank's part of a batch, and plain, on the global batch.
 
-A step is a function of a model and a part of a batch: it runs forward and backward as a user's loop would and returns
-the loss. Sharded, rank r runs it on part r. Plainly it runs on the whole batch at once or, where a mean over the batch
-is not the mean of the parts' means (batch norm, routers, parameters used in one part only), on part after part, with
-gradients averaged: what data parallelism means.
+A step is a function of a model and a part of a batch: it runs forward and backward like a user's loop and returns the
+loss. Sharded, rank r runs it on part r. Plain, it runs on the full batch. If the mean over the batch is not the mean
+over the parts (batch norm, routers, parameters that only one part uses), it runs on one part after the other and
+averages the gradients, as data parallelism does.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ Result = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]  #
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum and weight decay, and an update in proportion to the gradient: a wrong scale shows."""
+    """Return SGD with momentum and weight decay. Its update is proportional to the gradient, so a wrong scale shows."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with an epsilon above the gradients' rounding, which its division would blow up to the size of a step."""
+    """Return AdamW with an epsilon above the rounding errors of gradients, which it would scale up to a full step."""
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> Any:
-    """Make a model from a seed."""
+    """Build a model from a seed."""
     with seeded(seed):
         return make()
 
 
 def tokens(steps: int, vocabulary: int, rows: int = 6, length: int = 5) -> list[torch.Tensor]:
-    """Global batches of random tokens; 6 rows divide over 2 and 3 ranks."""
+    """Return global batches of random tokens; 6 rows can be split over 2 and 3 ranks."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(steps)]
 
 
 def numbers(steps: int, *shape: int, seed: int = 2) -> list[torch.Tensor]:
-    """Global batches of random numbers."""
+    """Return global batches of random numbers."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for _ in range(steps)]
 
@@ -61,14 +61,14 @@ def token_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def token_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """One forward and one backward."""
+    """Run one forward and one backward."""
     loss = token_loss(model, ids)
     loss.backward()
     return loss
 
 
 def backwards_in_turn(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Two forwards, then their backwards, the first one first."""
+    """Run two forwards, then their backwards in the same order."""
     first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
     first.backward()
     second.backward()
@@ -76,7 +76,7 @@ def backwards_in_turn(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def backwards_in_reverse(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The same, the second one first."""
+    """Run two forwards, then their backwards in reverse order."""
     first, second = token_loss(model, ids), token_loss(model, ids.flip(1))
     second.backward()
     first.backward()
@@ -84,24 +84,24 @@ def backwards_in_reverse(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def part(batch: Any, rank: int, world: int) -> Any:
-    """One rank's rows of every tensor in a batch."""
+    """Return one rank's rows of every tensor in a batch."""
     return pytree.tree_map(lambda tensor: tensor.chunk(world)[rank], batch)
 
 
 def copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers, which every rank holds whole."""
+    """Return copies of the buffers."""
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def copied(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A plain model's parameters and buffers."""
+    """Return copies of a plain model's parameters and buffers."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}, copied_buffers(model)
 
 
 def train_plainly(
     model: nn.Module, step: Step, batches: Sequence[Any], make_optimizer: MakeOptimizer, parts: int
 ) -> Result:
-    """Train a copy on the whole batches, cut into so many parts. Buffers are those that the first part leaves."""
+    """Train a copy on the global batches, split into ``parts``. The buffers of the first part are kept."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model)
     losses = []
@@ -131,7 +131,7 @@ def train_rank(
     make_optimizer: MakeOptimizer,
     options: dict[str, Any],
 ) -> Result:
-    """Train a sharded copy on this rank's parts."""
+    """Train a sharded copy on this rank's parts of the batches."""
     model = copy.deepcopy(model)
     model, optimizer = zeroshard.shard(model, make_optimizer(model), **{"timeout": 20, **options})
     losses = []
@@ -154,7 +154,7 @@ def assert_same(
     relative: float = 1e-6,
     **options: Any,
 ) -> None:
-    """Train both ways and compare losses, parameters and rank 0's buffers to ``relative`` of each's largest value."""
+    """Train both ways; compare losses, parameters and rank 0's buffers within ``relative`` of their largest value."""
     losses, parameters, buffers = train_plainly(model, step, batches, make_optimizer, 1 if whole else world)
     results = run(world, train_rank, world, model, step, batches, make_optimizer, options)
     mean = torch.tensor([result[0] for result in results]).mean(0)

@@ -1,4 +1,4 @@
-"""What all tests share: the path of the rank harness, one torch thread, and no process left at the end."""
+"""Setup of all tests: the path of the rank harness, one torch thread, and no processes left at the end."""
 
 import gc
 import os
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_threads`, also in its worker processes
+sys.path.insert(0, str(Path(__file__).parent))  # for `from ranks import run_threads`, also in its worker processes
 import ranks
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each program that a test starts compiles the library again
-ranks.settle_torch()  # also while tests are collected; one thread, so that ranks do not fight over cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles the library again
+ranks.settle_torch()  # also during collection; one thread, so that ranks do not compete for cores
 
-LONG = (  # files of few tests that start programs; begun last, one would still run when all others are done
+LONG = (  # slow files, started first: started last, one would still run when all others are done
     "test_train_command",
     "test_examples",
     "test_checkpoint_faults",
@@ -29,19 +29,19 @@ LONG = (  # files of few tests that start programs; begun last, one would still 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; pytest-xdist keeps the order with `--no-loadscope-reorder`."""
+    """Run the slowest files first; pytest-xdist keeps the order with `--no-loadscope-reorder`."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:
-    """Leave the modules out of every later look for garbage or live tensors: there are a million objects in them."""
+    """Exclude the imported modules, with a million objects, from garbage collection and from counts of live tensors."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def settled() -> Iterator[None]:
-    """Give every test the same sums, whatever ran before it."""
+    """Reset torch's settings, so that sums are the same whatever ran before."""
     ranks.settle_torch()
     yield
 
@@ -51,14 +51,14 @@ _traces: dict[Any, Any] = {}
 
 @pytest.fixture(scope="module")
 def traced_once() -> Iterator[None]:
-    """Trace a GPT that is planned for once for all tests: a trace takes a second, and many plan for the same one."""
+    """Cache traces of GPTs over all tests: a trace takes a second, and many tests plan for the same model."""
     from zeroshard.models import GPT
     from zeroshard.planner import traced_model
 
     trace = traced_model.trace_model
 
     def remembered(model: Any, inputs: Any = None, **options: Any) -> Any:
-        touched = any("forward" in vars(module) for module in model.modules())  # one that recomputes, say
+        touched = any("forward" in vars(module) for module in model.modules())  # e.g. by checkpoint_activations
         if type(model) is not GPT or touched or inputs is not None or options.get("loss") is not None:
             return trace(model, inputs, **options)
         held = tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters())
@@ -74,8 +74,8 @@ def traced_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def native_kernels() -> Any:
-    """The host's native update."""
-    from zeroshard.optim.cpu.kernels import load_kernels  # late: most tests have no use for it
+    """Return the native CPU kernels."""
+    from zeroshard.optim.cpu.kernels import load_kernels  # late: most tests do not need it
 
     found = load_kernels()
     if found is None:

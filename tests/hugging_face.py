@@ -1,4 +1,4 @@
-"""Small Hugging Face models that several tests train."""
+"""Small Hugging Face models for several tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def llama(vocabulary: int, layers: int = 3) -> Any:
-    """A Llama whose heads share keys and values, and which has no special tokens."""
+    """Return a Llama with grouped-query attention and without special tokens."""
     import transformers
 
     config = transformers.LlamaConfig(

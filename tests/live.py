@@ -1,4 +1,4 @@
-"""What torch really holds in this process, counted without asking the library under test."""
+"""Measure what torch holds in this process, independently of zeroshard's own counters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.checkpoint.flat_shards import FlatShards
 from zeroshard.engine.sharded_gradient import ShardedGradient
 
-PROBE = 12_347  # bytes that nobody else asks for
-# tensors around others, which are found by themselves
+PROBE = 12_347  # bytes; no other allocation has this size
+# wrappers around other tensors, which are counted themselves
 WITHOUT_MEMORY = (FlatShards, DTensor, AsyncCollectiveTensor, ShardedGradient)
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of every storage that some Python tensor of this process, or its gradient, looks at, by address."""
+    """Return the bytes of every storage used by a Python tensor of this process or by its gradient, by address."""
     found: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for thing in gc.get_objects():
@@ -31,7 +31,7 @@ def live_storages() -> dict[int, int]:
                 continue
             try:
                 gradient = torch.Tensor.grad.__get__(thing) if torch.Tensor.is_leaf.__get__(thing) else None
-            except RuntimeError:  # a view that an earlier test left, of what was changed since
+            except RuntimeError:  # a view left by an earlier test, whose base was modified since
                 gradient = None
             for tensor in (thing, gradient):
                 if tensor is None or issubclass(type(tensor), WITHOUT_MEMORY):
@@ -44,13 +44,15 @@ def live_storages() -> dict[int, int]:
 
 
 def live_bytes() -> int:
-    """Bytes of all storages that Python tensors of this process look at."""
+    """Return the bytes of all storages used by Python tensors of this process."""
     return sum(live_storages().values())
 
 
 def live_beyond(limit: int) -> int:
-    """Live bytes beyond ``limit``, at least 0. Gloo's own threads let go of a tensor a moment after its collective has
-    ended, so what is too much is looked at again for a while."""
+    """Return the live bytes beyond ``limit``, at least 0.
+
+    gloo's threads release a tensor slightly after its collective has finished, so this retries for a while.
+    """
     deadline = time.monotonic() + 2
     while (beyond := max(0, live_bytes() - limit)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -58,17 +60,17 @@ def live_beyond(limit: int) -> int:
 
 
 class BlindProfilerError(Exception):
-    """Torch's profiler has not seen an allocation that was surely made."""
+    """torch's profiler missed an allocation that was made."""
 
 
 def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:
-    """Run ``body``; return the most that torch's CPU allocator held beyond what it held before, and what is left.
+    """Run ``body``; return the peak and the final bytes of torch's CPU allocator, relative to the start.
 
-    Workspaces are left out: what one operator allocates and frees itself. oneDNN takes some for bf16 products and for
-    convolutions; how much depends on the processor and the version, and the library has no part in it.
+    Workspaces, which one operator allocates and frees itself, do not count. oneDNN uses some for bf16 products and
+    convolutions; their size depends on CPU and version, not on zeroshard.
 
-    Memory that was allocated while no profiler ran is not seen to be freed. And now and then, after thousands of tests
-    in one process, nothing is seen at all: then it raises.
+    Frees of memory that was allocated before the profiler started are not seen. Occasionally, after thousands of tests
+    in one process, the profiler sees nothing at all: then this raises.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         torch.empty(PROBE, dtype=torch.uint8)
@@ -85,9 +87,9 @@ def allocated_bytes(body: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _changes_without_workspaces(events: Any) -> list[int]:
-    """Bytes that were allocated, or freed (negative), in order; without pairs that one operator itself has made."""
-    running: defaultdict[int, list[Any]] = defaultdict(list)  # by thread: operators, the innermost last
-    taken: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by operator and bytes: where in `changes`
+    """Return bytes allocated or freed (negative), in order, without pairs from within one operator."""
+    running: defaultdict[int, list[Any]] = defaultdict(list)  # by thread: running operators, the innermost last
+    taken: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by operator and bytes: indices in `changes`
     changes: list[int] = []
     for event in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
         stack = running[event.start_thread_id()]
@@ -108,7 +110,7 @@ def _changes_without_workspaces(events: Any) -> list[int]:
 
 
 class Collectives(TorchDispatchMode):
-    """Records (name, bytes as the paper counts them) of each collective issued on this thread, and chosen ops."""
+    """Records each collective on this thread as (name, bytes as counted in the paper), and selected ops."""
 
     def __init__(self, ops: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -124,12 +126,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, name: str) -> list[Any]:
-        """What was recorded under a name."""
+        """Return what was recorded under a name."""
         return [what for event, what in self.events if event == name]
 
     @property
     def communicated(self) -> int:
-        """Bytes of all collectives."""
+        """Return the bytes of all collectives."""
         return sum(what for event, what in self.events if event in _KINDS.values())
 
 

@@ -1,25 +1,24 @@
-"""A sharded model and a plain one that are told the same, one call after the other, and must stay equal.
+"""Apply the same calls to a sharded model and a plain one, and check after each that they stay equal.
 
 `Lockstep` holds both sides. Each of its methods does one thing that a user may do, first to the sharded model on every
-rank, then to the plain model. One of these has to come out, or `Counterexample` is raised:
+rank, then to the plain model. It raises `Counterexample` unless one of these is the result:
 
-- both went through, and gave the same numbers (to `Tolerance`);
-- the sharded side raised an error of the project's own, on all ranks: the plain side then skips the call, so that
-  whatever is compared later shows that the refusal has changed nothing;
-- both raised, and the text is torch's own for that (a graph that is gone, a saved tensor that was changed) or the
-  machine's (`Trouble`).
+- both succeeded with the same numbers (within the tolerance of `Lockstep.same`);
+- the sharded side raised one of zeroshard's own errors on all ranks. The plain side then skips the call, so later
+  comparisons show that the rejected call changed nothing;
+- both raised, and the error is torch's own (a freed graph, a saved tensor that was modified) or the test's (`Trouble`).
 
-An error is the project's own where the innermost frame is a `raise` statement inside zeroshard, and its text quotes
-nothing of torch's inside. A call that a plain loop makes every step may not be refused at all (`must`).
+An error is zeroshard's own if the innermost frame is a `raise` statement inside zeroshard and its text does not quote
+torch internals. A call that a plain loop makes in every step must not be rejected at all (`must`).
 
 [Note: the plain side]
-There is one plain model however many ranks there are: it computes each rank's loss and accumulates their mean. Under
-bf16 and fp16 its parameters are the fp32 masters, and each forward casts them. Buffers are kept for each rank, and rank
-0's are copied to all before a forward, as under DDP.
+There is one plain model for any number of ranks: it computes each rank's loss and accumulates their mean. Under bf16
+and fp16 its parameters are the fp32 master weights, and each forward casts them. Buffers are kept per rank, and rank
+0's are copied to all before a forward, as in DDP.
 
 [Note: what is read when]
-Reading everything after each call would hide that something was stale, because reads wait for updates and gather. So
-each call is followed by a look of a drawn kind, often by none; the last one is full.
+Reading everything after each call would hide stale values, because reads wait for updates and all-gather. So after each
+call a random kind of read follows, often none; the last one reads everything.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ import zeroshard
 
 WIDTH, HIDDEN, BATCH = 4, 6, 3
 PACKAGE = str(Path(zeroshard.__file__).parent)
-RAW = (  # what torch and Python say where nobody has thought of it
+RAW = (  # parts of low-level errors that users should not see
     "setStorage",
     "resize storage",
     "out of bounds for storage",
@@ -60,7 +59,7 @@ RAW = (  # what torch and Python say where nobody has thought of it
     "list index",
     "tuple index",
 )
-TORCHS_OWN = (  # what a plain model says as well
+TORCHS_OWN = (  # parts of errors that a plain model raises too
     "backward through the graph a second time",
     "modified by an inplace operation",
     "does not require grad",
@@ -71,16 +70,16 @@ LOOKS = ("none", "none", "direct", "numpy", "full", "gathered", "optimizer")
 
 
 class Counterexample(AssertionError):
-    """The two sides are not equal, or an error was not clear."""
+    """The two sides differ, or an error is not one of zeroshard's own."""
 
 
 class Trouble(Exception):
-    """Raised by the machine itself, in the middle of something."""
+    """Raised by the test itself, in the middle of a forward, backward or hook."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """One sharded model of many."""
+    """How the model is built and sharded."""
 
     stage: int = 0
     world: int = 1
@@ -89,7 +88,7 @@ class Options:
     offload: str | None = None  # "host", "disk", "parameters"
     optimizer: str = "sgd"
     blocks: int = 2
-    frozen: bool = False  # a weight is, when shard() is called
+    frozen: bool = False  # a weight is frozen when shard() is called
     held_out: bool = False  # a parameter is in no group until add_param_group()
     checkpointed: bool = False
     hook: str | None = None  # "own", "other", "gathered": what a forward hook of the first block reads
@@ -103,7 +102,7 @@ class Options:
         offload: Any = self.offload
         if self.offload == "disk":
             offload = {"optimizer": "disk", "directory": scratch}
-        elif self.offload == "parameters":  # in the other stages all of them are there
+        elif self.offload == "parameters":  # parameters can only be offloaded in stage 3
             offload = "host" if self.stage != 3 else {"optimizer": "host", "parameters": "host"}
         return {
             "stage": self.stage,
@@ -127,7 +126,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, a parameter of its own, a weight used outside its module, a layer that few batches use, buffers."""
+    """Blocks, a root parameter, a weight used outside its module, a layer that few batches use, and buffers."""
 
     mean: torch.Tensor
     calls: torch.Tensor
@@ -227,7 +226,7 @@ class Side:
     model: Net
     optimizer: Any
     rank: int = 0
-    original: Any = None  # the optimizer that was given to shard()
+    original: Any = None  # the optimizer that was passed to shard()
     graphs: dict[int, torch.Tensor] = field(default_factory=dict)
     contexts: list[Any] = field(default_factory=list)
     saves: list[zeroshard.Save] = field(default_factory=list)
@@ -238,7 +237,7 @@ class Side:
 
 @dataclass
 class Saved:
-    """What the plain side was at some moment."""
+    """A snapshot of the plain side."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -247,7 +246,7 @@ class Saved:
 
 @dataclass
 class Opened:
-    """A `gathered()` that was entered."""
+    """An open `gathered()` or `no_sync()` context."""
 
     kind: str
     writes: bool = False
@@ -267,7 +266,7 @@ class Plain:
         self.dtype = options.dtype
         self.optimizer = make_optimizer(options.optimizer, net, options.held_out)
         self.graphs: dict[int, list[torch.Tensor]] = {}
-        self.versions: dict[int, list[int]] = {}  # of the parameters, when each graph was made
+        self.versions: dict[int, list[int]] = {}  # version counters of the parameters when each graph was created
         self.buffers = [{k: b.clone() for k, b in net.named_buffers()} for _ in range(self.world)]
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -281,7 +280,7 @@ class Plain:
         return functional_call(module, cast, (first, *args[1:]))
 
     def run(self, body: Callable[[Callable[..., torch.Tensor], int], Any]) -> list[Any]:
-        """Call it for each rank, each with its buffers; stop where it raises."""
+        """Call ``body`` for each rank with its buffers; afterwards raise the first `Trouble`, if any."""
         found, raised = [], []
         for mine in self.buffers[1:]:
             for key, buffer in mine.items():
@@ -333,7 +332,7 @@ class Plain:
 
 
 def is_clear(error: BaseException) -> bool:
-    """Whether an error is one that zeroshard raises itself, in words of its own."""
+    """Return whether zeroshard itself raised the error, with its own text."""
     if isinstance(error, (KeyError, IndexError, AttributeError, AssertionError, Trouble)):
         return False
     if any(raw in str(error) for raw in RAW):
@@ -350,23 +349,23 @@ def told(error: BaseException | None) -> str:
 
 
 class Lockstep:
-    """Both sides: see the top."""
+    """Both sides: see the top of the file."""
 
-    lenient = False  # whether what a plain loop does every step may be refused
+    lenient = False  # whether calls that a plain loop makes in every step may be rejected
 
     def __init__(self, options: Options, log: Callable[[str], None] = lambda text: None) -> None:
         self.options = options
         self.log = log
         self.refused: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
-        self.over = False  # the sharded side has refused to go on, as it should
+        self.over = False  # the sharded model cannot be used any more, as expected
         self.away = False
         self.opened: list[Opened] = []
         self.checkpoints: list[tuple[str, Saved]] = []
-        self.snapshots: list[tuple[list[Any], Saved]] = []  # of the optimizer: (each rank's, plain)
+        self.snapshots: list[tuple[list[Any], Saved]] = []  # optimizer state dicts: (of each rank, plain)
         self.thawed: set[str] = set()
-        self.by_hand = False  # gradients were set, which carry no loss scale
-        self._last: dict[tuple[str, ...], tuple[int, int | None]] = {}  # forward with a graph, by what is gathered
+        self.by_hand = False  # gradients were set by hand, without the loss scale
+        self._last: dict[tuple[str, ...], tuple[int, int | None]] = {}  # last forward, by gathered parameters
         self._ids = itertools.count()
         self._scratch = contextlib.ExitStack()
         self.scratch = self._scratch.enter_context(tempfile.TemporaryDirectory())
@@ -405,7 +404,7 @@ class Lockstep:
     # -- both sides -----------------------------------------------------------------------------------------------
 
     def _call(self, title: str, act: Callable[[int], Any]) -> list[Any]:
-        """On every rank; whatever is raised is a counterexample."""
+        """Call ``act`` on every rank; any error is a counterexample."""
         outcomes = self._outcomes(title, act)
         for _, error in outcomes:
             if error is not None:
@@ -433,9 +432,9 @@ class Lockstep:
         must: bool = False,
         stale: bool = False,
     ) -> tuple[list[Any], Any] | None:
-        """Do it to both sides; None where it was refused, or both raised.
+        """Run a call on both sides; return None if it was rejected or both raised.
 
-        ``stale``: torch's own error about parameters that were changed in place is right, whatever the plain side does.
+        ``stale``: torch's error about parameters modified in place is correct, whatever the plain side does.
         """
         outcomes = self._outcomes(title, lambda rank: act(self.sides[rank]))
         errors = [error for _, error in outcomes if error is not None]
@@ -475,7 +474,7 @@ class Lockstep:
 
     @property
     def ordinary(self) -> bool:
-        """Whether nothing is special: a plain loop's calls may not be refused."""
+        """Return whether the model is in its normal state, in which calls of a plain loop must not be rejected."""
         return not (
             self.lenient
             or self.away
@@ -488,12 +487,12 @@ class Lockstep:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """The parameters that are copies now."""
+        """Return the names of the parameters that are gathered now."""
         return tuple(sorted({name for o in self.opened if o.kind == "gathered" for name in o.names}))
 
     @property
     def _given_to_frozen(self) -> bool:
-        """Whether somebody has set the gradient of a parameter that was frozen at shard(): no step is made then."""
+        """Return whether a parameter that was frozen at shard() has a gradient: then step() raises."""
         return any(self.plain.parameter(name).grad is not None for name in self.frozen_at_shard)
 
     @property
@@ -501,7 +500,7 @@ class Lockstep:
         return any(self.plain.parameter(name).grad is not None for name in self.names)
 
     def habit(self, what: str) -> None:
-        """What plain models let pass: a conversion, a copy, a print."""
+        """Do something that plain models allow: a conversion, a copy, a print."""
         kind, _, how = what.partition(" ")
         if kind == "cast":
             self.cast(how)
@@ -513,7 +512,7 @@ class Lockstep:
     # -- comparing ------------------------------------------------------------------------------------------------
 
     def same(self, what: str, got: Any, expected: Any, loose: float = 1.0) -> None:
-        """Compare numbers to the tolerance of the precision."""
+        """Compare numbers within the tolerance of the precision."""
         if got is None or expected is None:
             if got is not expected:
                 raise Counterexample(f"{what}: {got} instead of {expected}")
@@ -543,7 +542,7 @@ class Lockstep:
             self.read_optimizer()
 
     def _look_direct(self, numpy: bool = False) -> None:
-        """As a user's own code would: an average of weights, a histogram."""
+        """Read parameters directly, as user code for averages or histograms does."""
         apart = [o for o in self.opened if o.apart]
         for name in self.names:
             done = self._do(
@@ -576,7 +575,7 @@ class Lockstep:
             )
             for value in done[0] if done is not None else ():
                 self.same(f"full_parameter {name}", value, self.plain.parameter(name))
-            if done is not None and self.options.dtype is not None:  # so that rounding does not add up
+            if done is not None and self.options.dtype is not None:  # so that rounding errors do not accumulate
                 self.plain.parameter(name).data.copy_(done[0][0])
         for name in self.names:
             done = self._do(
@@ -618,7 +617,7 @@ class Lockstep:
     # -- forward and backward -------------------------------------------------------------------------------------
 
     def forward(self, seed: int, route: int = 0, part: int | None = None) -> None:
-        """A forward with a graph, of the whole model or one block."""
+        """Run a forward with a graph, of the full model or one block."""
         number = next(self._ids)
         apart = any(o.apart for o in self.opened)
         if apart:
@@ -639,7 +638,7 @@ class Lockstep:
 
             return self.plain.run(body)
 
-        # a block that is no unit itself is over for zeroshard with its last layer, before its hooks
+        # for zeroshard, a block that is not a unit ends with its last layer, before its own hooks run
         alone = part is not None and self.options.blocks == 1 and self.options.hook is not None
         done = self._do(f"forward({seed}, route={route}, part={part})", act, plain, must=not alone)
         if done is None:
@@ -686,7 +685,7 @@ class Lockstep:
             self._drop(number)
 
     def evaluate(self, seed: int, route: int = 0, mode: bool = False, inference: bool = False) -> None:
-        """A forward without a graph."""
+        """Run a forward without a graph."""
         if any(o.apart for o in self.opened):
             return
         quiet = torch.inference_mode if inference else torch.no_grad
@@ -719,9 +718,9 @@ class Lockstep:
             self._same_outputs("evaluation", done)
 
     def fail_forward(self, where: str, index: int, seed: int, only: int | None = None) -> None:
-        """Raise in the middle of a forward, or in a hook of it, on all ranks or one; the batch is skipped.
+        """Raise in a forward or in one of its hooks, on all ranks or on one; the batch is skipped.
 
-        On one alone where the forward before was the same: else the rank cannot know what the others expect of it.
+        On one rank only if the previous forward was the same: otherwise the rank cannot know what the others expect.
         """
         if any(o.apart for o in self.opened):
             return
@@ -758,7 +757,7 @@ class Lockstep:
         self._last.pop(self.gathered, None)
 
     def backward(self, which: int = -1, retain: bool = False, both: bool = False, scaled: bool = True) -> None:
-        """A backward of one graph, or of the sum of all."""
+        """Run a backward of one graph, or of the sum of all."""
         if not self.plain.graphs or any(o.apart for o in self.opened):
             return
         known = list(self.plain.graphs)
@@ -775,22 +774,22 @@ class Lockstep:
                 loss = sum(losses[1:], losses[0]) / self.options.world
                 loss.backward(retain_graph=retain)
 
-        # The plain side's graphs save casts of the parameters, so torch does not notice there that those have changed.
+        # The plain side's graphs save casts of the parameters, so torch does not notice that the parameters changed.
         changed = any(self.plain.versions[number] != self.plain.version() for number in numbers)
         stale = changed and self.options.dtype is not None
         done = self._do(f"backward({numbers}, retain={retain}, scaled={scaled})", act, plain, stale=stale)
-        if done is None:  # what it has accumulated until then stays, as in torch: a loop that goes on drops it
+        if done is None:  # gradients accumulated so far stay, as in torch; a loop that continues clears them
             for number in numbers:
                 self._drop(number)
             self.zero_grad("optimizer")
             self.zero_grad("model")
 
     def fail_backward(self, index: int, seed: int) -> None:
-        """Raise in the middle of a backward; what it leaves of gradients is dropped, as a loop that goes on would."""
+        """Raise in the middle of a backward, and clear the gradients, as a loop that continues does."""
         if any(o.apart for o in self.opened):
             return
         index %= self.options.blocks
-        if self.options.precision == "fp16" and self.has_gradients:  # perhaps of a loss that was not scaled
+        if self.options.precision == "fp16" and self.has_gradients:  # they may come from a loss that was not scaled
             return
 
         def act(side: Side) -> None:
@@ -820,9 +819,9 @@ class Lockstep:
 
     def step(self, closure: int | None = None) -> None:
         if any(o.edited and not o.writes for o in self.opened) or any(o.apart for o in self.opened):
-            return  # nobody can say what is undone at the end
+            return  # it is undefined what is undone at the end
         if closure is not None and self.options.precision == "fp16" and self.has_gradients:
-            return  # what zero_grad() leaves may be of a loss that was not scaled
+            return  # what zero_grad() leaves may come from a loss that was not scaled
         seed = closure
         called: list[int] = []
 
@@ -864,14 +863,14 @@ class Lockstep:
             return found
 
         done = self._do(f"step(closure={closure})", act, plain, must=True)
-        if done is None and called:  # the closure has cleared them before it was refused
+        if done is None and called:  # the closure cleared the gradients before the step was rejected
             self.plain.optimizer.zero_grad()
         if done is not None and seed is not None:
             for mine, theirs in zip(*done, strict=True):
                 self.same("the closure's loss", mine, theirs, loose=2)
 
     def train(self, seed: int, clear: str = "optimizer") -> None:
-        """One round of a plain loop."""
+        """Run one step of a plain loop."""
         self.forward(seed)
         self.backward()
         self.step()
@@ -888,7 +887,7 @@ class Lockstep:
         )
 
     def clip(self, by: str, most: float, infinite: bool = False) -> None:
-        """Clip gradients, by norm or by value, in one of the ways there are."""
+        """Clip gradients by norm or by value, with torch or with the optimizer."""
         kind = float("inf") if infinite else 2.0
 
         def clipped(model: nn.Module, optimizer: Any) -> Any:
@@ -917,7 +916,7 @@ class Lockstep:
                 self.same("the gradients' norm", norm, done[1], loose=2)
 
     def step_original(self) -> None:
-        """Step the optimizer that was given to shard(): an error, where there are gradients."""
+        """Step the optimizer that was passed to shard(): an error if there are gradients."""
         if not self.has_gradients:
             return
         outcomes = self._outcomes("step_original", lambda rank: self.sides[rank].original.step())
@@ -937,7 +936,7 @@ class Lockstep:
         )
 
     def add_group(self) -> None:
-        """Give the parameter that no group has to the optimizer; where there is none, it must be refused."""
+        """Add the parameter that is in no group to the optimizer; if it is in one, the call must be rejected."""
 
         def add(model: Net, optimizer: Any) -> None:
             optimizer.add_param_group({"params": [model.scale], "lr": 0.1})
@@ -955,7 +954,7 @@ class Lockstep:
         )
 
     def load_optimizer(self, which: int, plains: bool) -> None:
-        """Load an earlier state dict of the optimizer's, its own or the plain one's."""
+        """Load an earlier state dict of the sharded or of the plain optimizer."""
         if not self.snapshots:
             return
         theirs, saved = self.snapshots[which % len(self.snapshots)]
@@ -970,7 +969,7 @@ class Lockstep:
     # -- gradients ------------------------------------------------------------------------------------------------
 
     def read_gradient(self, name: str, halve: bool = False) -> None:
-        """Read ``p.grad``, and perhaps write into it."""
+        """Read ``p.grad``, and optionally write to it."""
 
         def act(side: Side) -> torch.Tensor | None:
             gradient = side.parameter(name).grad
@@ -991,7 +990,7 @@ class Lockstep:
             self.same(f"{name}.grad", value, done[1] if done is not None else None, loose=2)
 
     def assign_gradient(self, name: str, seed: int | None) -> None:
-        """Set ``p.grad``, to values (as of another loss) or None."""
+        """Set ``p.grad`` to new values or None."""
 
         def act(side: Side) -> None:
             parameter = side.parameter(name)
@@ -1013,7 +1012,7 @@ class Lockstep:
         def plain() -> None:
             self.plain.parameter(name).requires_grad_(requires_grad)
 
-        if self.options.checkpointed:  # torch's own checkpoints do not bear it between forward and backward
+        if self.options.checkpointed:  # torch's checkpointing does not allow it between forward and backward
             self.drop_graphs()
         if self._do(f"freeze({name}, {requires_grad})", act, plain) is None:
             return
@@ -1021,7 +1020,7 @@ class Lockstep:
             self.thawed = self.thawed | {name} if requires_grad else self.thawed - {name}
 
     def edit(self, name: str, how: str, seed: int, only_writer: bool = False) -> None:
-        """Change a parameter's values, as user code does between steps or inside gathered()."""
+        """Edit a parameter's values, as user code does between steps or inside gathered()."""
         inside = [o for o in self.opened if o.kind == "gathered"]
         if inside and name not in inside[-1].names:
             return
@@ -1044,19 +1043,21 @@ class Lockstep:
             _edit(cast, how, values(seed, parameter.shape))
             self.plain.set(name, cast.detach().float())
 
-        if how.startswith(("data", "vector")):  # torch notices nothing of it, so a graph would mix old and new values
+        if how.startswith(("data", "vector")):  # torch does not notice, so a graph would mix old and new values
             self.drop_graphs()
         done = self._do(f"edit({name}, {how}, only_writer={only_writer})", act, plain)
         if done is not None and how in ("data", "vector") and not inside and self._refuses_forward(how):
-            self.over = True  # other tensors than those that are trained: noticed in time
+            self.over = True  # the trained tensors were replaced, and the next forward detected it
         if done is not None and inside:
             for o in inside:
                 o.edited = True
                 o.apart = o.apart or only_writer
 
     def cast(self, how: str) -> None:
-        """`.to()` and the like. What changes nothing is no error; what changes dtypes is one, at the latest in the next
-        forward, after which the sequence ends."""
+        """Call `.to()` or similar. It must succeed if it changes nothing.
+
+        A change of dtype must raise, at the latest in the next forward, and ends the sequence.
+        """
         calls: dict[str, Callable[[nn.Module], Any]] = {
             "to cpu": lambda m: m.to("cpu"),
             "cpu": lambda m: m.cpu(),
@@ -1080,7 +1081,7 @@ class Lockstep:
         self.over = True
 
     def _refuses_forward(self, how: str) -> bool:
-        """Whether a forward is refused on all ranks after something that the sharded side has let pass."""
+        """Return whether a forward raises on all ranks after a call that the sharded side accepted."""
         outcomes = self._outcomes(
             f"forward after {how}",
             lambda rank: self._loss(lambda m, *a: m(*a), self.sides[rank].model, rank, 0, 0, None).item(),
@@ -1098,7 +1099,7 @@ class Lockstep:
         return bool(errors)
 
     def duplicate(self, what: str) -> None:
-        """Copy or pickle the model or the optimizer: a clear error, or the same values."""
+        """Copy or pickle the model or the optimizer: zeroshard's own error, or the same values."""
 
         def act(side: Side) -> dict[str, torch.Tensor] | None:
             if what == "deepcopy":
@@ -1167,7 +1168,7 @@ class Lockstep:
     # -- contexts -------------------------------------------------------------------------------------------------
 
     def enter(self, kind: str, writer: int | None = None, part: int | None = None) -> None:
-        """Enter gathered(), of the model or a block, or no_sync()."""
+        """Enter gathered() of the model or a block, or no_sync()."""
         if len(self.opened) >= 2 or (writer is not None and any(o.edited for o in self.opened)):
             return
         if any(o.apart for o in self.opened):
@@ -1193,7 +1194,7 @@ class Lockstep:
         self.opened.append(Opened(kind, writer is not None, writer or 0, names, before))
 
     def leave(self, raising: bool = False) -> None:
-        """Leave the context that was entered last, perhaps by an exception."""
+        """Leave the innermost context, optionally with an exception."""
         if not self.opened:
             return
         opened = self.opened.pop()
@@ -1209,7 +1210,7 @@ class Lockstep:
                 context.__exit__(Trouble, trouble, None)
 
         if opened.edited and not (opened.writes and not raising):
-            outer = {name for o in self.opened if o.kind == "gathered" for name in o.names}  # whose end decides
+            outer = {name for o in self.opened if o.kind == "gathered" for name in o.names}  # the outer context decides
             for name, value in opened.before.items():
                 if name not in outer:
                     self.plain.set(name, value)
@@ -1218,12 +1219,12 @@ class Lockstep:
                 o.before |= {
                     name: self.plain.parameter(name).detach().clone() for name in o.before if name in opened.names
                 }
-        # A plain model has nothing to leave: whatever is raised here is one error too many.
+        # A plain model has no contexts, so any error here is a counterexample.
         self._call(f"leave({opened.kind}, raising={raising})", act)
         if opened.edited:
             self.drop_graphs()
 
-    # -- the rest -------------------------------------------------------------------------------------------------
+    # -- other calls ----------------------------------------------------------------------------------------------
 
     def save(self, wait: bool = True) -> None:
         if any(o.edited for o in self.opened):
@@ -1260,7 +1261,7 @@ class Lockstep:
             self.away = False
 
     def reshard(self, stage: int, freeze: str | None = None, thaw: bool = False) -> None:
-        """unwrap(), freeze or thaw something, and shard() again in another stage."""
+        """unwrap(), freeze or unfreeze parameters, and shard() again in another stage."""
 
         def take_apart(side: Side) -> None:
             side.model, side.optimizer = zeroshard.unwrap(side.model, side.optimizer)
@@ -1303,7 +1304,7 @@ class Lockstep:
         self._do("report", act, lambda: None, must=True)
 
     def finish(self) -> None:
-        """Compare everything once more."""
+        """Compare everything a last time."""
         for side in self.sides:
             for save in side.saves:
                 save.wait()
@@ -1358,6 +1359,6 @@ def _replace(model: nn.Module) -> None:
 
 
 def names_of(blocks: int) -> Iterator[str]:
-    """The parameters of a net, by name."""
+    """Yield the parameter names of a net."""
     for name, _ in Net(blocks).named_parameters():
         yield name

@@ -1,4 +1,4 @@
-"""The plain, unsharded run that every sharded run is compared with, and small models to compare on."""
+"""The plain, unsharded runs that sharded runs are compared with, and small models for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Block(nn.Module):
-    """A residual block with sizes that do not divide."""
+    """A residual block with sizes that are not divisible by the number of ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head, a one-element and a zero-element parameter."""
+    """Embedding, blocks, head, and parameters with one and with zero elements."""
 
     def __init__(self, width: int = 7, blocks: int = 3, vocabulary: int = 11) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def make_net(seed: int = 0, **sizes: int) -> Net:
-    """Build a net from a seed without touching the global generator's course."""
+    """Build a net from a seed, without changing the state of the global generator."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Net(**sizes)
@@ -62,20 +62,20 @@ def net_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def batches(steps: int, rows: int = 12, length: int = 5, vocabulary: int = 11, seed: int = 1) -> list[torch.Tensor]:
-    """Global batches; 12 rows divide over 1, 2, 3 and 4 ranks."""
+    """Return global batches; 12 rows can be split over 1, 2, 3 and 4 ranks."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (rows, length), generator=generator) for _ in range(steps)]
 
 
 def split(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """One rank's rows of a global batch."""
+    """Return one rank's rows of a global batch."""
     return batch.chunk(world)[rank]
 
 
 def train_plain(
     model: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loss_of: Loss = net_loss
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train without any sharding, on global batches; return losses and final parameters."""
+    """Train without sharding on global batches; return losses and final parameters."""
     optimizer = make_optimizer(model)
     losses = []
     for batch in data:
@@ -110,16 +110,16 @@ def train_sharded(
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full values of a sharded model, copied."""
+    """Return copies of the full parameters of a sharded model."""
     with zeroshard.gathered(model):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], relative: float = 1e-6) -> None:
-    """Each tensor equals the plain one to ``relative`` of its largest value.
+    """Assert that each tensor equals the plain one within ``relative`` of its largest value.
 
-    A tensor that began at zero is as small as the steps it has taken, and there Adam shows how gradients were summed:
-    where they nearly cancel, their last bits are a good part of them. So no tensor counts as smaller than 0.25.
+    A tensor that started at zero is as small as the steps it took, and Adam amplifies the summation order of gradients
+    that nearly cancel. So the largest value counts as at least 0.25.
     """
     assert ours.keys() == plain.keys()
     for name, value in plain.items():
@@ -130,7 +130,7 @@ def assert_close(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], 
 
 
 def assert_equal(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Each tensor equals the other bit for bit."""
+    """Assert that the tensors are bitwise equal."""
     assert ours.keys() == other.keys()
     for name, value in other.items():
         assert torch.equal(ours[name], value), name
@@ -140,7 +140,7 @@ Loop = Callable[[nn.Module, torch.optim.Optimizer, list[torch.Tensor]], Any]
 
 
 def simple_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[torch.Tensor]) -> None:
-    """One step a batch. Like every loop, it takes the plain pair and the sharded one alike."""
+    """Run one step per batch. Like every loop here, it works for plain and for sharded models and optimizers."""
     for batch in data:
         net_loss(model, batch).backward()
         optimizer.step()
@@ -150,7 +150,7 @@ def simple_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[t
 def run_plain(
     base: nn.Module, make_optimizer: MakeOptimizer, data: list[torch.Tensor], loop: Loop = simple_loop
 ) -> dict[str, torch.Tensor]:
-    """Run a loop without any sharding, on global batches; return the final parameters."""
+    """Run a loop without sharding on global batches; return the final parameters."""
     model = copy.deepcopy(base)
     loop(model, make_optimizer(model), data)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -183,7 +183,7 @@ def run_stages(
     stages: tuple[int, ...] = (0, 1, 2, 3),
     **options: Any,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Run a loop in each stage on ranks that are threads; return the parameters, the same on all ranks, by stage."""
+    """Run a loop in each stage, with threads as ranks; return the final parameters, equal on all ranks, by stage."""
     results = {}
     for stage in stages:
         body = partial(
@@ -213,7 +213,7 @@ def assert_same_training(
     relative: float = 1e-6,
     **options: Any,
 ) -> None:
-    """Every stage ends with the plain run's parameters; stages 1, 2 and 3 bit for bit with the same ones."""
+    """Assert that every stage ends with the plain run's parameters, and that stages 1, 2 and 3 are bitwise equal."""
     plain = run_plain(base, make_optimizer, data, loop)
     moved = [name for name, value in base.named_parameters() if not torch.equal(value, plain[name])]
     assert moved, "the plain run trains nothing: the comparison would say nothing"
@@ -228,7 +228,7 @@ def assert_same_training(
 
 
 class Skips(nn.Module):
-    """A layer of three that only some batches use."""
+    """Three layers, of which only some batches use the second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,24 +1,23 @@
 # mypy: allow-untyped-calls
-"""Runs of several ranks inside a test.
+"""Run several ranks inside a test.
 
-`run_threads` makes each rank a thread of this process: a run costs a few milliseconds, the numbers are true, and any
-function will do as a body. `run_processes` makes each rank a process of a pool that lives as long as the test session
-and talks gloo on the loopback device: a run costs some tens of milliseconds, and the body must be a function at the
-top level of a module. Both call `body(rank, *args)` on every rank within an initialised default process group, return
-the results in the order of the ranks, and raise `RanksFailed` when a rank raises, dies or is stuck.
+`run_threads` runs each rank in a thread of this process. A run takes a few milliseconds, collectives are real, and the
+body may be any function. `run_processes` runs each rank in a process of a pool that lives as long as the test session
+and uses gloo on the loopback device. A run takes some tens of milliseconds, and the body must be a function at the top
+level of a module. Both call `body(rank, *args)` on every rank with an initialised default process group, return the
+results in rank order, and raise `RanksFailed` if a rank raises, dies or hangs.
 
 [Note: randomness in threads]
-Threads share torch's default generator, so a body that draws from it draws whatever the other ranks left. Build the
-model once outside and `copy.deepcopy` it in every rank, or build it `with seeded(0):` in each; draw data from a
-`torch.Generator` of the rank's own. Grad mode, autocast and `with torch.device(...)` belong to each thread. Processes
-share nothing; their generator is seeded with 0 before each body, and a body's other changes to global state stay in
-the worker for later runs.
+Threads share torch's default generator, so what a body draws from it depends on the other ranks. Build the model once
+outside and `copy.deepcopy` it in every rank, or build it `with seeded(0):` in each; draw data from a `torch.Generator`
+per rank. Grad mode, autocast and `with torch.device(...)` are per thread. Processes share nothing; their generator is
+seeded with 0 before each body. Other changes of global state by a body stay in the worker for later runs.
 
 [Note: how a stuck run ends]
-Nobody waits for ever. At the timeout (or `GRACE` seconds after the first rank failed) the Python stacks of the ranks
-that are still running go into the error. A thread is then woken if it waits in a collective and gets a SystemExit
-otherwise; should it survive even that, it finds no process group left to disturb a later run with. A process is
-killed with all it started. A worker also kills itself when the process that started it is gone, however that ended.
+No run waits forever. At the timeout (or `GRACE` seconds after the first rank failed) the error gets the Python stacks
+of the ranks that are still running. A thread that waits in a collective is woken; any other gets a SystemExit. A thread
+that survives this has no process group left, so it cannot disturb a later run. A process is killed with all its
+children. A worker also kills itself when the process that started it is gone.
 """
 
 import atexit
@@ -54,15 +53,15 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
 
-GRACE = 2.0  # seconds that the other ranks have to end by themselves once one has failed
+GRACE = 2.0  # seconds for the other ranks to end by themselves after one has failed
 LOOPBACK = "127.0.0.1"
-# Imported once, in the server that all processes are forked from: an optimizer's first step imports torch._dynamo,
-# which takes a second and a half, and the modules of many bodies import the others.
+# Imported once, in the server from which all processes are forked. torch._dynamo, which the first step of an optimizer
+# imports, takes 1.5 seconds; the modules of many bodies import the others.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "zeroshard.api", "zeroshard.train.trainer", "transformers"]
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks of a run raised, died or were stuck; `accounts` has each one's own story, the first to fail first."""
+    """Some ranks of a run raised, died or hung; `accounts` has their tracebacks or stacks, the first failure first."""
 
     def __init__(self, world: int, accounts: dict[int, str]) -> None:
         self.accounts = accounts
@@ -75,7 +74,7 @@ _generator_lock = threading.RLock()
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the shared CPU generator, one thread at a time, and put it back after; no collectives inside.
+    """Seed the shared CPU generator, one thread at a time, and restore it at the end; no collectives inside.
 
     >>> with seeded(0):
     ...     first = torch.rand(2)
@@ -92,9 +91,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def run_threads(world: int, body: Callable[..., T], *args: Any, timeout: float = 120) -> list[T]:
-    """Call `body(rank, *args)` on `world` threads over torch's threaded backend. See the notes on top."""
+    """Call `body(rank, *args)` on `world` threads over torch's threaded backend. See the top of the file."""
     run: _ThreadRun[T] = _ThreadRun(world, body, args, timeout)
-    excepthook = sys.excepthook  # init_process_group wraps it, at every call once more
+    excepthook = sys.excepthook  # every init_process_group wraps it again
     _isolate_threads(True)
     threaded._install_threaded_pg()
     try:
@@ -112,10 +111,11 @@ def run_threads(world: int, body: Callable[..., T], *args: Any, timeout: float =
 
 
 class ThreadTeam:
-    """Ranks as threads that stay and take one call after the other, for sequences that are not known beforehand.
+    """Threads as ranks that run one call after another, for sequences that are not known in advance.
 
-    `call(body)` runs `body(rank)` on every rank and returns what each gave back or raised, in the order of the ranks;
-    `RanksFailed` where some are not done in time, or `GRACE` seconds after another raised. `close()` after the last.
+    `call(body)` runs `body(rank)` on every rank and returns the results or errors in rank order. It raises
+    `RanksFailed` if a rank does not finish in time, or within `GRACE` seconds after another raised. Call `close()` at
+    the end.
     """
 
     def __init__(self, world: int, lifetime: float = 3600) -> None:
@@ -135,7 +135,7 @@ class ThreadTeam:
                 self._answers.put((rank, None, error))
 
     def call(self, body: Callable[[int], T], timeout: float = 20) -> list[tuple[T | None, BaseException | None]]:
-        """Run it on every rank; see above."""
+        """Run `body` on every rank; see the class."""
         for bodies in self._bodies:
             bodies.put(body)
         answers: dict[int, tuple[T | None, BaseException | None]] = {}
@@ -169,31 +169,33 @@ class ThreadTeam:
 
 
 def _isolate_threads(on: bool) -> None:
-    """Give every thread its own table of process groups."""
+    """Give every thread its own process groups."""
     c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]  # missing from torch's stubs
 
 
 def _present_core() -> int:
-    """The number of the core that this thread is on; -1 where the system does not tell."""
+    """Return the core that this thread runs on; -1 if unknown."""
     return int(ctypes.CDLL(None).sched_getcpu()) if sys.platform == "linux" else -1
 
 
 def _stay_on(core: int) -> None:
-    """Keep this thread on a core. Python runs one thread at a time anyway, and handing its lock from core to core makes
-    a run a quarter slower."""
+    """Pin this thread to a core.
+
+    Python runs one thread at a time in any case, and moving the GIL between cores makes a run a quarter slower.
+    """
     if sys.platform == "linux" and core >= 0:
-        with contextlib.suppress(OSError):  # a container may have lost the core meanwhile
+        with contextlib.suppress(OSError):  # a container may have lost the core since
             os.sched_setaffinity(0, {core})
 
 
 class _ThreadRun(Generic[T]):
-    """One run's threads and what came of them."""
+    """The threads of one run, and their results."""
 
     def __init__(self, world: int, body: Callable[..., T], args: tuple[Any, ...], timeout: float) -> None:
         self.world, self.body, self.args, self.timeout = world, body, args, timeout
         self.results: dict[int, T] = {}
         self.accounts: dict[int, str] = {}
-        self.abandoned = False  # the caller has moved on: threads must leave torch.distributed alone
+        self.abandoned = False  # the caller has continued: threads must not use torch.distributed
         self._core = _present_core()
         self._store = HashStore()
         self._states: dict[int, threaded.WorldData] = {}  # each thread's view of torch.distributed
@@ -206,27 +208,27 @@ class _ThreadRun(Generic[T]):
             thread.start()
 
     def _be(self, rank: int) -> None:
-        with contextlib.suppress(SystemExit):  # of end(), should it come while the rank is already leaving
+        with contextlib.suppress(SystemExit):  # from end(), if the rank is already ending
             self._run_rank(rank)
 
     def _run_rank(self, rank: int) -> None:
         try:
             _stay_on(self._core)
             self._states[rank] = threaded.ThreadLocalWorld()._get_world()
-            limit = timedelta(seconds=self.timeout + 60)  # longer than ours, so that ours reports
+            limit = timedelta(seconds=self.timeout + 60)  # longer than ours, so that ours is reported
             dist.init_process_group("threaded", rank=rank, world_size=self.world, store=self._store, timeout=limit)
             self.results[rank] = self.body(rank, *self.args)
         except BaseException as error:
             sent = isinstance(error, SystemExit) and threaded.ProcessLocalGroup._terminate.is_set()
-            if not sent and not self.abandoned:  # a rank that was told to leave has not failed
+            if not sent and not self.abandoned:  # a rank that we ended has not failed
                 self.accounts.setdefault(rank, "".join(traceback.format_exception(error)))
                 self._wake()
         if not self.abandoned:
-            with contextlib.suppress(Exception):  # init_process_group may not have got far enough
+            with contextlib.suppress(Exception):  # init_process_group may have failed
                 dist.destroy_process_group()
 
     def wait(self) -> None:
-        """Return when all ranks have ended, or write the accounts of those that did not in time."""
+        """Wait until all ranks have ended; record the stacks of those that did not end in time."""
         deadline = time.monotonic() + self.timeout
         why = f"stuck: still running after {self.timeout:g} s"
         while alive := [thread for thread in self._threads if thread.is_alive()]:
@@ -242,7 +244,7 @@ class _ThreadRun(Generic[T]):
                 return
 
     def stacks(self, why: str) -> dict[int, str]:
-        """Where the ranks that are still running are."""
+        """Return the stacks of the ranks that are still running."""
         frames = sys._current_frames()
         return {
             rank: f"{why}, at (most recent call last):\n" + "".join(traceback.format_stack(frames[thread.ident]))
@@ -251,13 +253,13 @@ class _ThreadRun(Generic[T]):
         }
 
     def join(self, seconds: float) -> None:
-        """Wait for the threads, but no longer than that."""
+        """Wait at most `seconds` for the threads."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> None:
-        """Make the threads that are left end, or at least harmless."""
+        """End the remaining threads, or at least make them harmless."""
         if any(thread.is_alive() for thread in self._threads):
             self._wake()
         for thread in self._threads:
@@ -286,10 +288,10 @@ class _ThreadRun(Generic[T]):
 def run_processes(
     world: int, body: Callable[..., T], *args: Any, timeout: float = 120, env: dict[str, str] | None = None
 ) -> list[T]:
-    """Call `body(rank, *args)` in `world` gloo processes. See the notes on top.
+    """Call `body(rank, *args)` in `world` gloo processes. See the top of the file.
 
-    Arguments and results travel by `torch.save`, so tensors may be among them. `env` holds for this run only; a
-    variable that is read when a process starts (glibc's, say) comes too late.
+    Arguments and results are sent with `torch.save`, so they may contain tensors. `env` applies to this run only;
+    variables that are read at process start (such as glibc's) have no effect.
     """
     if "<" in body.__qualname__:
         raise ValueError(f"{body.__qualname__} cannot be sent to a process: move it to the top level of its module")
@@ -309,7 +311,7 @@ def close_pool() -> None:
 
 
 class _Worker:
-    """A process that runs one rank at a time, seen from the test's side."""
+    """The test's handle of a process that runs one rank at a time."""
 
     def __init__(self, store_port: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -318,13 +320,13 @@ class _Worker:
         self.connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs, store_port), daemon=True)
         self.process.start()
-        theirs.close()  # so that its death ends the connection
-        # Where its faulthandler writes; nameless, so never left behind.
+        theirs.close()  # so that the connection ends when the process dies
+        # Output of its faulthandler; unnamed, so it is never left behind.
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
         reduction.send_handle(self.connection, self._dump.fileno(), self.process.pid)
 
     def stacks(self) -> str:
-        """Have the process write the stacks of its threads, most recent call first."""
+        """Return the stacks of the process's threads, most recent call first."""
         before = len(self._dumped())
         if self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -338,10 +340,10 @@ class _Worker:
 
     def _dumped(self) -> str:
         size = os.fstat(self._dump.fileno()).st_size
-        return os.pread(self._dump.fileno(), size, 0).decode(errors="replace")  # leaves the shared offset alone
+        return os.pread(self._dump.fileno(), size, 0).decode(errors="replace")  # does not move the shared offset
 
     def epitaph(self) -> str:
-        """Say how the process ended."""
+        """Describe how the process ended."""
         self.process.join(5)
         code = self.process.exitcode
         how = f"exit code {code}" if code is None or code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -351,17 +353,17 @@ class _Worker:
         if self.process.pid is not None and self.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signal.SIGKILL)
-                os.killpg(self.process.pid, signal.SIGKILL)  # what it started
+                os.killpg(self.process.pid, signal.SIGKILL)  # its children
         self.process.join(5)
         self.connection.close()
         self._dump.close()
 
 
 class _Pool:
-    """The idle workers, and the store at which the ranks of a run meet."""
+    """The idle workers, and the store that the ranks of a run connect to."""
 
     def __init__(self) -> None:
-        listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store would listen on every interface
+        listener = socket.create_server((LOOPBACK, 0))  # else the store would listen on every interface
         port = listener.getsockname()[1]
         self._store = TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -370,16 +372,16 @@ class _Pool:
         self._runs = 0
 
     def run(self, jobs: list[bytes], timeout: float) -> list[bytes]:
-        """Give each job to a worker and return their answers; the workers of a run that fails are not used again."""
+        """Run each job on a worker and return the answers; workers of a failed run are not used again."""
         self._runs += 1
         workers, fresh = self._take(len(jobs))
         try:
-            _answers(fresh, timeout=120)  # their greeting: the clock of a run starts when its ranks are up
+            _answers(fresh, timeout=120)  # their first message: the timeout of a run starts when its ranks are up
             for worker, job in zip(workers, jobs, strict=True):
-                with contextlib.suppress(BrokenPipeError):  # dead: _answers will say so
+                with contextlib.suppress(BrokenPipeError):  # dead: _answers reports it
                     worker.connection.send((f"run {self._runs}", sys.path, job))
             answers = _answers(workers, timeout)
-            for worker in workers:  # all are done: no rank closes its sockets while another still reads from them
+            for worker in workers:  # when all are done: no rank closes its sockets while another still reads from them
                 worker.connection.send("leave")
             _answers(workers, timeout)
         except BaseException:
@@ -390,7 +392,7 @@ class _Pool:
         return answers
 
     def _take(self, number: int) -> tuple[list[_Worker], list[_Worker]]:
-        """Find so many workers; the second list has those among them that had to be started."""
+        """Return `number` workers, and those of them that were started now."""
         taken: list[_Worker] = []
         fresh: list[_Worker] = []
         while len(taken) < number and self._idle:
@@ -417,7 +419,7 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
     """Wait for one message from every worker."""
     answers: dict[int, bytes] = {}
     accounts: dict[int, str] = {}
-    moments: dict[int, float] = {}  # when they failed: several may be heard at once
+    moments: dict[int, float] = {}  # when they failed: several messages may arrive at once
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout
     why = f"stuck: still running after {timeout:g} s"
@@ -430,7 +432,7 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
             try:
                 failed, answer = connection.recv()
             except (EOFError, ConnectionResetError):
-                failed, answer = 0.0, workers[rank].epitaph()  # it died, and others fail because of that
+                failed, answer = 0.0, workers[rank].epitaph()  # it died, and others fail as a result
             if failed is None:
                 answers[rank] = answer
             else:
@@ -449,9 +451,9 @@ def _answers(workers: list[_Worker], timeout: float) -> list[bytes]:
 
 
 def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
-    """The worker process: answer every job until the connection ends."""
-    os.setsid()  # a process group of its own: whatever the body starts is killed with it
-    gc.freeze()  # what all processes share is neither looked through, and so copied, nor counted as live
+    """Run as worker process: answer every job until the connection ends."""
+    os.setsid()  # its own process group: children of the body are killed with it
+    gc.freeze()  # do not scan (and so copy) shared objects, nor count them as live
     dump = reduction.recv_handle(connection)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)
@@ -474,19 +476,19 @@ def _serve(connection: "Connection[Any, Any]", store_port: int) -> None:
         except BaseException as error:
             connection.send((time.monotonic(), "".join(traceback.format_exception(error))))
             sys.stdout.flush()
-            os._exit(1)  # closes the sockets, so that ranks waiting for this one fail at once and not at their timeout
+            os._exit(1)  # closes the sockets, so that waiting ranks fail immediately and not at their timeout
 
 
 def settle_torch() -> None:
-    """Undo what a test may have left to the next: more threads, and the kernels that torch takes for all products.
+    """Undo what a test may have changed: the number of threads, and the library that torch uses for products.
 
-    On a CPU without bf16 the first product in bf16 fails inside and makes torch use another library from then on, also
-    for fp32, which adds in another order.
+    On a CPU without bf16, the first bf16 product fails internally, and torch then uses another library for all
+    products, which sums fp32 in another order.
     """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(True)
     if torch.version.cuda is not None and not torch.cuda.is_available():
-        torch._C._ensureCUDADeviceGuardSet()  # torch's fake tensors do it in every thread, and crash if two do at once
+        torch._C._ensureCUDADeviceGuardSet()  # fake tensors do this in every thread, and crash if two do it at once
 
 
 def _run_rank(store: Store, job: bytes) -> bytes:
@@ -495,29 +497,29 @@ def _run_rank(store: Store, job: bytes) -> bytes:
     before, excepthook = os.environ.copy(), sys.excepthook
     os.environ.update(env)
     try:
-        limit = timedelta(seconds=timeout + 60)  # longer than the harness's, so that the harness reports
+        limit = timedelta(seconds=timeout + 60)  # longer than ours, so that ours is reported
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         if store.add("up", 1) == world:
             store.set("all up", "")
-        store.wait(["all up"])  # else a rank that fails at once is met as a closed connection by ranks still connecting
+        store.wait(["all up"])  # else, if a rank fails early, ranks that still connect get a closed connection
         torch.manual_seed(0)
         return _pack(body(rank, *args))
     finally:
         os.environ.clear()
         os.environ.update(before)
-        sys.excepthook = excepthook  # init_process_group has wrapped it
+        sys.excepthook = excepthook  # init_process_group wrapped it
 
 
 def _die_with(connection: "Connection[Any, Any]") -> None:
-    """End this process and its group when the other end of `connection` is gone, whatever the body is doing."""
+    """Kill this process and its group when the other end of `connection` is gone."""
     poll = select.poll()
-    poll.register(connection.fileno(), 0)  # no events asked for: only the hang-up is reported
+    poll.register(connection.fileno(), 0)  # no events requested: only a hang-up is reported
     poll.poll()
     os.killpg(0, signal.SIGKILL)
 
 
 def _pack(thing: object) -> bytes:
-    """Pickle with tensors by value: multiprocessing's own pickling would share their memory by file descriptors."""
+    """Serialize with tensors by value: multiprocessing would share their memory through file descriptors."""
     buffer = io.BytesIO()
     torch.save(thing, buffer)
     return buffer.getvalue()
