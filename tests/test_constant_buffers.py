@@ -194,7 +194,7 @@ NET = make_net(blocks=1)  # not in a rank: threads draw from one generator
 def held(optimizer: Any) -> dict[str, torch.Tensor]:
     """What this rank holds: the values of its runs and their states."""
     found = {}
-    for number, run in enumerate(optimizer._all_slices()):
+    for number, run in enumerate(optimizer._groups.all_slices):
         found[str(number)] = run.parameter.detach().clone()
         for key, value in optimizer.state.get(run.parameter, {}).items():
             found[f"{number} {key}"] = torch.as_tensor(value).clone()
@@ -330,7 +330,7 @@ def test_runs_are_no_longer_than_a_bucket_cut_between_vectors_and_hold_every_ele
     def body(rank: int) -> list[OptimizerSlice]:
         model = make_net(width=13)
         _, optimizer = zeroshard.shard(model, torch.optim.SGD(model.parameters()), precision="bf16", bucket_size=200)
-        return optimizer._all_slices()
+        return optimizer._groups.all_slices
 
     held: dict[str, int] = {}
     for runs in run_threads(3, body):
@@ -502,7 +502,7 @@ def test_after_an_error_inside_a_batch_no_gradient_is_left(monkeypatch: pytest.M
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of luck"):
         patched.setattr(torch.optim.AdamW, "step", fails_in_the_middle)
         steps(model, optimizer, 1)
-    assert all(run.parameter._grad is None for run in optimizer._all_slices())
+    assert all(run.parameter._grad is None for run in optimizer._groups.all_slices)
     assert zeroshard.report(model).memory["step", "device"].now == 0
     optimizer.zero_grad()
     steps(model, optimizer, 1)

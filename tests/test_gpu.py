@@ -190,7 +190,7 @@ def held_after_training(group: type[Echo], stage: int, bucket_size: int, backwar
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
-    return [run.parameter.detach().clone() for run in optimizer._all_slices()]
+    return [run.parameter.detach().clone() for run in optimizer._groups.all_slices]
 
 
 def late_reductions(rank: int, stage: int, bucket_size: int, backwards: int) -> None:

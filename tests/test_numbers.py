@@ -270,8 +270,8 @@ def test_a_group_added_after_some_steps_equals_the_plain_run(kind: str, named: b
 @pytest.mark.parametrize(
     ("choose", "words"),
     [
-        (lambda model: model.head.weight, "'head.weight' is in a parameter group already"),
-        (lambda model: nn.Parameter(torch.ones(2)), "parameters of the sharded model itself"),
+        (lambda model: model.head.weight, "'head.weight' is already in a parameter group"),
+        (lambda model: nn.Parameter(torch.ones(2)), "parameters of the sharded model only"),
         (lambda model: model.nothing, "trainable"),
     ],
 )

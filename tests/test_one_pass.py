@@ -143,8 +143,10 @@ def test_every_element_is_updated_once_and_written_where_it_computes(stage: int)
         optimizer.step()
         masters = zeroshard.report(model).memory["master weights", "device"].now // 4
         assert not copied and zeroshard.report(model).memory["step", "device"].peak == 0
-        runs = optimizer._all_slices()
-        owned = sum(piece.elements.numel for flat in optimizer._flats for piece in flat.owned_ranges)
+        runs = optimizer._groups.all_slices
+        owned = sum(
+            piece.elements.numel for flat in optimizer._engine.gradients.flat_grads for piece in flat.owned_ranges
+        )
         assert owned == sum(within.numel for run in runs for _, _, within, _ in run.param_ranges())
         return masters, sum(run.parameter.numel() for run in runs)
 
@@ -347,7 +349,7 @@ def test_what_is_noted_holds_until_something_moves() -> None:
             return len(kernels[0].laid)
 
         assert (step(), step(), step()) == (1, 1, 1)
-        for run in optimizer._all_slices()[:1]:
+        for run in optimizer._groups.all_slices[:1]:
             state = optimizer.state[run.parameter]
             state["exp_avg"] = state["exp_avg"].clone()
         assert (step(), step()) == (2, 2)
@@ -358,7 +360,8 @@ def test_what_is_noted_holds_until_something_moves() -> None:
         step()
         strips = kernels[0].laid[-1]
         moments = {
-            optimizer.state[run.parameter]["exp_avg"].untyped_storage().data_ptr() for run in optimizer._all_slices()
+            optimizer.state[run.parameter]["exp_avg"].untyped_storage().data_ptr()
+            for run in optimizer._groups.all_slices
         }
         assert {strip.exp_avg.untyped_storage().data_ptr() for strip in strips} == moments - {0}
 
@@ -497,7 +500,7 @@ def test_units_of_stage_3_lie_in_a_row_for_each_piece_of_the_gradients() -> None
         model, optimizer = zeroshard.shard(model, fused(model), stage=3, precision="bf16")
         model(torch.ones(1, 8)).float().sum().backward()
         optimizer.step()
-        return len(optimizer._all_slices())
+        return len(optimizer._groups.all_slices)
 
     with in_one_pass() as kernels:
         assert run_threads(2, body) == [4, 4]

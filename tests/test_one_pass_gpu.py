@@ -226,7 +226,7 @@ class Skips(nn.Module):
 def held(optimizer: Any) -> dict[str, torch.Tensor]:
     """Everything that this rank holds."""
     found: dict[str, torch.Tensor] = {}
-    for number, run in enumerate(optimizer._all_slices()):
+    for number, run in enumerate(optimizer._groups.all_slices):
         found[f"run {number} master"] = run.parameter.detach().clone()
         for key, value in optimizer.state.get(run.parameter, {}).items():
             found[f"run {number} {key}"] = torch.as_tensor(value).clone()

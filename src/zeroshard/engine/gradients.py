@@ -364,6 +364,11 @@ class Gradients:
         self._cached_parameter_norms.clear()
 
     @property
+    def scaled_suffix(self) -> str:
+        """Return a suffix for pass names: ranks with and without a loss scale must not reduce together."""
+        return "" if self.inverse_scale is None else " of scaled losses"
+
+    @property
     def has_grads(self) -> bool:
         """Return whether there may be gradients, on this rank or another."""
         return self.has_unreduced or self.memory.has_grads

@@ -1,16 +1,21 @@
-"""Parameter groups as the user sees them, and a check that their hyper-parameters are equal on all ranks."""
+"""Parameter groups: as users see them, the slices that replace their parameters, and equal options on all ranks."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from zeroshard.engine import Engine, FlatGrad
 from zeroshard.memory import record_blocking_event
+from zeroshard.optim.cpu.updates import CpuUpdates
+from zeroshard.optim.slices import OptimizerSlice, SliceGuard, make_slices
 
 DIGEST_BYTES = 8
 
@@ -174,3 +179,156 @@ def _numeric_value(value: Any) -> Any:
     if isinstance(value, (tuple, list)) and all(isinstance(item, (bool, int, float)) for item in value):
         return tuple(value)
     return None
+
+
+@dataclass
+class FrozenParamStates:
+    """The states of a frozen parameter in a group. No optimizer slice holds them."""
+
+    elementwise: dict[str, torch.Tensor]  # this rank's elements, packed contiguously
+    scalars: dict[str, Any]
+
+
+class ParamGroups:
+    """The parameter groups of one optimizer: the names of their parameters, and the slices that replace them."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        engine: Engine,
+        cpu_updates: CpuUpdates | None,
+        slice_guard: SliceGuard,
+        max_slice_numel: int | None,
+    ) -> None:
+        self.inner, self._engine, self._cpu_updates = inner, engine, cpu_updates
+        self._slice_guard, self._max_slice_numel = slice_guard, max_slice_numel
+        self.names: list[list[str]] = []  # per group, in the order the user gave them
+        self.views: list[dict[str, Any]] = []  # the groups as users see them
+        self.slices: list[list[OptimizerSlice]] = []  # per group
+        self.all_slices: list[OptimizerSlice] = []
+        self.grouped_names: set[str] = set()
+        self.has_ungrouped = False  # whether a trainable parameter is in no group: its gradient is not touched
+        self.frozen_states: dict[str, FrozenParamStates] = {}  # states of frozen parameters, by name
+        self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
+        self._used_flags_cache: tuple[list[bool], torch.Tensor] | None = None
+        self._hyperparam_checker = HyperparamChecker(engine.comm.device)
+        self._params: list[nn.Parameter] = []  # the trainable parameters in groups
+
+    def add(self, names: list[str]) -> None:
+        """Replace the parameters of the inner optimizer's next group by slices."""
+        index, flats = len(self.names), list(self._engine.gradients.flat_grads)
+        parameters = {
+            name: p for unit in self._engine.units for flat in unit.flats for name, p in flat.named_parameters
+        }
+        self.names.append(names)
+        self.views.append(ParamGroupView(self.inner.param_groups[index], [parameters[name] for name in names]))
+        self.grouped_names.update(names)
+        trainable = {name: p for flat in flats for name, p in flat.named_parameters}
+        self.has_ungrouped = not trainable.keys() <= self.grouped_names
+        self._params = [p for name, p in trainable.items() if name in self.grouped_names]
+        self.slices.append([])
+        segments = self._engine.gradients.memory.segments
+        self._set_slices(index, make_slices(flats, set(names), self._max_slice_numel, segments))
+
+    def split(self, index: int) -> None:
+        """Split the slices of a group permanently into one slice per parameter, with their states."""
+        split = []
+        for slice_ in self.slices[index]:
+            for param_slice, state in slice_.split_per_param(self.inner.state.pop(slice_.parameter, {})):
+                split.append(param_slice)
+                if state:
+                    self.inner.state[param_slice.parameter] = state
+        self._set_slices(index, split)
+
+    def _set_slices(self, index: int, slices: list[OptimizerSlice]) -> None:
+        self.slices[index] = slices
+        self.all_slices = [slice_ for group in self.slices for slice_ in group]
+        self.inner.param_groups[index]["params"] = [slice_.parameter for slice_ in slices]
+        self._slice_guard.guard_slices(slices)
+        for slice_ in slices:
+            slice_.param_group = self.inner.param_groups[index]
+        if self._cpu_updates is not None:
+            self._cpu_updates.set_slices(self.all_slices)
+
+    def state_tensors(self, tier: str | None = None) -> list[torch.Tensor]:
+        """Return this rank's optimizer states, in all tiers or in one, without the master weights."""
+        tensors = [
+            value
+            for slice_ in self.all_slices
+            if tier is None or tier == ("device" if slice_.tier_segment is None else slice_.tier_segment.tier)
+            for value in list(self.inner.state.get(slice_.parameter, {}).values())  # a pending update may add to it
+            if isinstance(value, torch.Tensor)
+        ]
+        for frozen in self.frozen_states.values() if tier in (None, "device") else ():
+            tensors += frozen.elementwise.values()
+        return tensors
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def grouped_params(self) -> list[tuple[FlatGrad, int]]:
+        """Return the trainable parameters in groups: (gradient of the flat, index in the flat)."""
+        return [
+            (flat_grad, index)
+            for flat, flat_grad in self._engine.gradients.flat_grads.items()
+            for index, name in enumerate(flat.names)
+            if name in self.grouped_names
+        ]
+
+    def grad_shards(self) -> list[torch.Tensor]:
+        """Return this rank's reduced gradients of the parameters in groups."""
+        if not self.has_ungrouped:
+            return self._engine.gradients.shards()
+        return [shard for flat_grad, index in self.grouped_params() for _, shard in flat_grad.param_shards(index)]
+
+    def sync_unused_params(self) -> None:
+        """Find the parameters that have no gradient on any rank; split slices that mix used and unused parameters.
+
+        All ranks join the all-reduce, but only a rank that misses a gradient reads the result: for the others every
+        parameter is used. So if all parameters are used, there is no host sync.
+        """
+        comm, gradients = self._engine.comm, self._engine.gradients
+        flags = [flag for flat_grad in gradients.flat_grads.values() for flag in flat_grad.is_param_used]
+        if comm.data_axes and comm.consistency.is_distributed:
+            if self._used_flags_cache is None or self._used_flags_cache[0] != flags:
+                self._used_flags_cache = (flags, torch.tensor(flags, dtype=torch.uint8, device=comm.device))
+            digest = self._hyperparam_checker.local_digest(self.inner.param_groups)
+            merged = torch.cat([self._used_flags_cache[1], digest])
+            what = "agree on unused parameters"
+            self._engine.order.check(what)
+            comm.all_reduce_over_mesh(merged, what, dist.ReduceOp.MAX)
+            self._hyperparam_checker.compare(merged[len(flags) :], comm.consistency.rank)
+            if not all(flags):
+                flags = [bool(flag) for flag in comm.read_to_host(merged[: len(flags)], what)]
+                gradients.set_used_params(flags)
+        self._is_every_param_used = all(flags)
+        if self._is_every_param_used:
+            return
+        for index, slices in enumerate(self.slices):  # per group: so every stage splits and rounds the same way
+            if len({used for slice_ in slices for used in self._used_flags_of(slice_)}) > 1:
+                if self._cpu_updates is not None:
+                    self._cpu_updates.wait()  # the previous step's update may still write to the slice
+                self.split(index)
+
+    def _used_flags_of(self, slice_: OptimizerSlice) -> set[bool]:
+        flat_grads = self._engine.gradients.flat_grads
+        return {flat_grads[flat].is_param_used[index] for flat, index, _, _ in slice_.param_ranges()}
+
+    def slices_with_grad(self) -> list[OptimizerSlice]:
+        """Return the slices to update, after :meth:`sync_unused_params`."""
+        flat_grads = self._engine.gradients.flat_grads
+        found, reduced = self.all_slices, {flat for flat, flat_grad in flat_grads.items() if flat_grad.has_shard}
+        if len(reduced) < len(flat_grads):
+            found = [slice_ for slice_ in found if any(part.flat in reduced for part in slice_.flat_ranges)]
+        return found if self._is_every_param_used else [s for s in found if True in self._used_flags_of(s)]
+
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """Return the parameters in groups that have a gradient, after :meth:`sync_unused_params`."""
+        if self._is_every_param_used:
+            return self._params
+        used = {
+            id(parameter)
+            for flat, flat_grad in self._engine.gradients.flat_grads.items()
+            for parameter, is_used in zip(flat.parameters, flat_grad.is_param_used, strict=True)
+            if is_used
+        }
+        return [parameter for parameter in self._params if id(parameter) in used]

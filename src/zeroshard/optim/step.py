@@ -127,19 +127,16 @@ class OptimizerStep:
             self._step_fused(fused, GradScale(gradients.inverse_scale, gradients.clip_coef))
             self._step_batches(pending)
             self._defer_clip(fused, stepped)
-            self._step_offloaded(
-                slices, is_async, backwards, GradScaleReadback(gradients.inverse_scale, gradients.clip_coef)
-            )
+            self._step_offloaded(slices, is_async, backwards)
             return master_only_flats
         self._loss_scale.check_overflow(*self._overflow_inputs(slices))
         what = "look for overflow"
         self._engine.order.check(what)
         self._engine.comm.all_reduce_over_mesh(self._loss_scale.found_inf, what, dist.ReduceOp.MAX)
-        readback = GradScaleReadback(gradients.inverse_scale, gradients.clip_coef, self._loss_scale.found_inf)
         self._step_fused(fused, GradScale(gradients.inverse_scale, gradients.clip_coef, self._loss_scale.found_inf))
         updated = self._step_unless_overflow(pending, self._loss_scale)
         self._defer_clip(fused, stepped)
-        self._step_offloaded(slices, is_async, backwards, readback)
+        self._step_offloaded(slices, is_async, backwards, self._loss_scale.found_inf)
         if gradients.inverse_scale is not None:
             self._loss_scale.update()
         else:  # no loss was scaled, so this step must not change the scale
@@ -188,15 +185,16 @@ class OptimizerStep:
         gradients.deferred_scales.append((views, gradients.clip_coef))
 
     def _step_offloaded(
-        self, slices: list[OptimizerSlice], is_async: bool, backwards: int, readback: GradScaleReadback
+        self, slices: list[OptimizerSlice], is_async: bool, backwards: int, found_inf: torch.Tensor | None = None
     ) -> None:
         if self._cpu_updates is None:
             return
         if not is_async:
             self._cpu_updates.write_through(slices)
             return
-        self._cpu_updates.step(slices, readback, backwards)
         gradients = self._engine.gradients
+        readback = GradScaleReadback(gradients.inverse_scale, gradients.clip_coef, found_inf)
+        self._cpu_updates.step(slices, readback, backwards)
         if gradients.clip_coef is not None:
             offloaded = [
                 view

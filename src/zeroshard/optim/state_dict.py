@@ -1,0 +1,308 @@
+"""OptimizerStates: read, load and allocate optimizer states by parameter name, as shards or in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from zeroshard.engine import Engine, FlatParam, assemble_full_tensor, find_parameter, param_versions
+from zeroshard.memory import TieredTensor, TierSegment
+from zeroshard.optim.cpu.updates import CpuUpdates
+from zeroshard.optim.param_groups import FrozenParamStates, ParamGroups
+from zeroshard.optim.slices import OptimizerSlice, is_elementwise, is_scalar_state
+from zeroshard.sharding import Range
+
+
+class OptimizerStates:
+    """The states of one sharded optimizer, by parameter name.
+
+    A description of a state is its dtype if it is elementwise, else its value: a step count, for example.
+    """
+
+    def __init__(self, engine: Engine, groups: ParamGroups, cpu_updates: CpuUpdates | None) -> None:
+        self._engine, self._groups, self._cpu_updates = engine, groups, cpu_updates
+        self._states = groups.inner.state
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def describe(self, names: Iterable[str] | None, what: str) -> dict[str, dict[str, Any]]:
+        """Describe the states of all parameters, or of ``names``, without gathering them. All ranks call it together.
+
+        ``what`` names the operation in errors.
+        """
+        engine = self._engine
+        engine.order.begin_pass(f"to {what}")
+        engine.state_guard.wait_updates()
+        engine.state_guard.check_valid("optimizer")
+        local: dict[str, dict[str, Any]] = {
+            name: {} for name in (names or [name for group in self._groups.names for name in group])
+        }
+        error_text = ""
+        for slice_ in self._groups.all_slices:
+            state = self._states.get(slice_.parameter, {})
+            described = _describe(state, slice_.parameter.shape)
+            for flat, parameter, _, _ in slice_.param_ranges() if described else ():
+                if flat.names[parameter] in local:
+                    local[flat.names[parameter]] = described
+                    error_text = error_text or self._state_error(flat.names[parameter], slice_.parameter, state)
+        for name, frozen in self._groups.frozen_states.items():
+            if name in local:
+                local[name] = {key: flattened.dtype for key, flattened in frozen.elementwise.items()} | frozen.scalars
+        if engine.comm.shard_axis.size > 1 or engine.comm.tensor_axis.size > 1:
+            engine.order.check(what)
+        gathered = engine.comm.all_gather_object((error_text, {} if error_text else local), what)
+        for error, _ in gathered:
+            if error:
+                raise RuntimeError(error)
+        return {name: self._merge(name, [rank[name] for _, rank in gathered if rank[name]]) for name in local}
+
+    def _merge(self, name: str, descriptions: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the description that all ranks share."""
+        merged = descriptions[0] if descriptions else {}
+        for other in descriptions[1:]:
+            different = [key for key, value in merged.items() if key in other and not _is_equal(value, other[key])]
+            if different:
+                raise RuntimeError(
+                    f"the state {different[0]!r} of {name!r} differs between ranks, so it has no full value: "
+                    f"{type(self._groups.inner).__name__} computes it from the slices of each rank"
+                )
+        return merged
+
+    def _state_error(self, name: str, parameter: torch.Tensor, state: dict[str, Any]) -> str:
+        """Return why the states of a slice are not valid states of its parameter; empty if they are."""
+        for key, value in state.items():
+            if not is_elementwise(key, value, parameter.shape) and not is_scalar_state(value):
+                what = f"has shape {tuple(value.shape)}" if torch.is_tensor(value) else f"is a {type(value).__name__}"
+                return (
+                    f"the state {key!r} that {type(self._groups.inner).__name__} keeps for {name!r} cannot be saved or "
+                    f"read in full: it {what} for a slice of {parameter.numel()} elements, so it belongs to this "
+                    "rank's slice and not to the parameter or its elements. Train with an optimizer whose states are "
+                    "elementwise or numbers (AdamW, …), or save the model without the optimizer"
+                )
+        return ""
+
+    def full(self, name: str, described: dict[str, Any]) -> dict[str, Any]:
+        """Return the full states of a parameter, which has these states. All ranks call it together."""
+        flat, index = find_parameter(self._engine.units, name)
+        ranges = self._local_ranges(flat, index)
+        result: dict[str, Any] = {}
+        for key, value in described.items():
+            if not isinstance(value, torch.dtype):
+                result[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            flattened = torch.zeros(flat.layout.numels[index], dtype=value, device=flat.device)
+            for state, within, at in ranges:
+                flattened[within.start : within.end] = state[key][at : at + within.numel]
+            result[key] = assemble_full_tensor(self._engine.comm, flattened, flat, index)
+        return result
+
+    def _local_ranges(self, flat: FlatParam, index: int) -> list[tuple[dict[str, Any], Range, int]]:
+        """Return this rank's states of a parameter: (states, range in the parameter, offset in the state tensors)."""
+        frozen = self._groups.frozen_states.get(flat.names[index])
+        if frozen is not None:
+            return [(frozen.elementwise, *place) for place in _owned_param_ranges(flat, index)]
+        return [
+            (self._states[slice_.parameter], within, at)
+            for slice_ in self._groups.all_slices
+            if any(flat_range.flat is flat for flat_range in slice_.flat_ranges)
+            for other, parameter, within, at in slice_.param_ranges()
+            if other is flat and parameter == index
+        ]
+
+    def local(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
+        """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
+        for name, frozen in self._groups.frozen_states.items():
+            ranges = _owned_param_ranges(*find_parameter(self._engine.units, name))
+            for key, value in frozen.elementwise.items():
+                for within, at in ranges:
+                    yield name, key, within, value[at : at + within.numel]
+        for slice_ in self._groups.all_slices:
+            for key, value in self._states.get(slice_.parameter, {}).items():
+                if is_elementwise(key, value, slice_.parameter.shape):
+                    for flat, parameter, within, at in slice_.param_ranges():
+                        yield flat.names[parameter], key, within, value[at : at + within.numel]
+
+    def local_scalars(self) -> dict[str, dict[str, Any]]:
+        """Return the states that are not elementwise, such as step counts, by name of the parameters on this rank."""
+        found = {name: frozen.scalars for name, frozen in self._groups.frozen_states.items()}
+        for slice_ in self._groups.all_slices:
+            state = self._states.get(slice_.parameter, {})
+            scalars = {k: v for k, v in state.items() if not is_elementwise(k, v, slice_.parameter.shape)}
+            for flat, parameter, _, _ in slice_.param_ranges() if state else ():
+                name = flat.names[parameter]
+                error = self._state_error(name, slice_.parameter, scalars)
+                if error:
+                    raise RuntimeError(error)
+                found[name] = scalars
+        return found
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def check_full(self, states: dict[str, dict[str, Any]]) -> None:
+        """Raise if full states, by parameter name, cannot be sharded."""
+        check_shardable_states(describe_full_states(states, self._full_shapes()))
+
+    def load_full(self, states: dict[str, dict[str, Any]]) -> None:
+        """Replace all states by this rank's shards of full states, by parameter name."""
+        self._states.clear()
+        self._groups.frozen_states.clear()
+        if not states:
+            return
+        self.allocate(describe_full_states(states, self._full_shapes()))
+        for slice_ in self._groups.all_slices:
+            for flat, parameter, within, at in slice_.param_ranges():
+                for key, value in states.get(flat.names[parameter], {}).items():
+                    if is_elementwise(key, value, flat.full_shapes[parameter]):
+                        flattened = _flatten_local_state(value, flat, parameter)
+                        target = self._states[slice_.parameter][key]
+                        target[at : at + within.numel] = flattened[within.start : within.end]
+        for name, frozen in self._groups.frozen_states.items():
+            flat, parameter = find_parameter(self._engine.units, name)
+            for key, values in frozen.elementwise.items():
+                flattened = _flatten_local_state(states[name][key], flat, parameter)
+                for within, at in _owned_param_ranges(flat, parameter):
+                    values[at : at + within.numel] = flattened[within.start : within.end]
+
+    def allocate(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace all states, by their descriptions: allocate zeros for a dtype, copy any other value.
+
+        As in torch, floating point states take their parameter's dtype, and step counts are placed where the
+        optimizer's kernels need them.
+        """
+        check_shardable_states(states)
+        self._engine.state_guard.wait_updates()
+        self._engine.state_guard.invalidate_speculation()
+        before = dict(self._states)
+        self._states.clear()
+        self._allocate_frozen(states)
+        for index, slices in enumerate(self._groups.slices):
+            if not _have_equal_scalars(slices, states):
+                self._groups.split(index)
+        before = {s.parameter: before[s.parameter] for s in self._groups.all_slices if s.parameter in before}
+        for slice_ in self._groups.all_slices:
+            old_states = before.pop(slice_.parameter, {})  # freed as soon as its slice has new states
+            for flat, parameter, _, _ in slice_.param_ranges():
+                for key, value in states.get(flat.names[parameter], {}).items():
+                    if key not in self._states[slice_.parameter]:
+                        new_state = self._allocate(slice_, key, value, old_states.pop(key, None))
+                        self._states[slice_.parameter][key] = new_state
+
+    def _allocate(self, slice_: OptimizerSlice, key: str, value: Any, reuse: Any) -> Any:
+        if slice_.tier_segment is not None and self._cpu_updates is not None and isinstance(value, torch.dtype):
+            dtype = _state_dtype(value, slice_.parameter)
+            reuse = self._cpu_updates.state_buffer(slice_.tier_segment, slice_, key, dtype)
+        on_device = bool(slice_.param_group.get("capturable") or slice_.param_group.get("fused"))
+        return allocate_state(key, value, slice_.parameter, on_device, reuse)
+
+    def _allocate_frozen(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Allocate the states of parameters that are in a group and currently frozen.
+
+        No optimizer slice holds them. Each rank keeps its shard; they are saved and restored like all other states.
+        """
+        trainable = {name for flat in self._engine.gradients.flat_grads for name in flat.names}
+        self._groups.frozen_states.clear()
+        for name, state in states.items():
+            if state and name not in trainable:
+                flat, index = find_parameter(self._engine.units, name)
+                numel = sum(within.numel for within, _ in _owned_param_ranges(flat, index))
+                dtypes = {key: value for key, value in state.items() if isinstance(value, torch.dtype)}
+                self._groups.frozen_states[name] = FrozenParamStates(
+                    {key: torch.zeros(numel, dtype=dtype, device=flat.device) for key, dtype in dtypes.items()},
+                    {key: value for key, value in state.items() if key not in dtypes},
+                )
+
+    def _full_shapes(self) -> dict[str, torch.Size]:
+        flats = [flat for unit in self._engine.units for flat in unit.flats]
+        return {name: shape for flat in flats for name, shape in zip(flat.names, flat.full_shapes, strict=True)}
+
+
+def allocate_masters(engine: Engine, names: set[str]) -> None:
+    """Allocate fp32 master weights for flats that had none because no group trained the named parameters."""
+    for flat in engine.gradients.flat_grads:
+        if flat.master is None and names & set(flat.names) and engine.precision.has_master(flat.dtype):
+            master = torch.empty(flat.layout.shard_numel, device=flat.device)
+            flat.master = TieredTensor([TierSegment(Range(0, flat.layout.shard_numel), "device", master)])
+            engine.tracker.add("master weights", master.nbytes)
+            for shard_range, local_shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
+                flat.master.write(shard_range, local_shard)
+            flat.known_versions = param_versions(flat.parameters)
+    engine.state_guard.expose_reduced_grads()  # from now on, detect in-place edits of these parameters
+
+
+def check_shardable_states(states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise if a state cannot be sharded: it is neither elementwise (given as a dtype) nor a scalar.
+
+    >>> check_shardable_states({"weight": {"exp_avg": torch.float32, "step": torch.tensor(3.0)}})
+    """
+    for name, state in states.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.dtype) and not is_scalar_state(value):
+                what = f"of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+                raise ValueError(
+                    f"the state {key!r} of {name!r}, {what}, is neither elementwise nor a number, so it cannot be "
+                    "sharded: use an optimizer that is not sharded, or drop these states (a new optimizer; "
+                    "load(path, model) for the weights alone)"
+                )
+
+
+def describe_full_states(
+    states: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]
+) -> dict[str, dict[str, Any]]:
+    """Describe full states by parameter: elementwise states by their dtype, others by their value."""
+    return {name: _describe(state, shapes[name]) for name, state in states.items()}
+
+
+def _describe(state: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
+    return {key: value.dtype if is_elementwise(key, value, shape) else value for key, value in state.items()}
+
+
+def _have_equal_scalars(slices: list[OptimizerSlice], states: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether all parameters of the slices have equal scalar states, so that one set per slice is enough."""
+    ranges = (place for slice_ in slices for place in slice_.param_ranges())
+    seen = [states.get(flat.names[parameter], {}) for flat, parameter, _, _ in ranges]
+    return all(
+        one.keys() == seen[0].keys() and all(_is_equal(one[key], seen[0][key]) for key in one) for one in seen[1:]
+    )
+
+
+def _owned_param_ranges(flat: FlatParam, index: int) -> list[tuple[Range, int]]:
+    """Return this rank's ranges of a parameter, each with its offset when they are packed contiguously."""
+    ranges, offset = [], 0
+    for param_range in flat.owned_ranges:
+        if param_range.param_index == index:
+            ranges.append((param_range.elements, offset))
+            offset += param_range.elements.numel
+    return ranges
+
+
+def _flatten_local_state(value: torch.Tensor, flat: FlatParam, index: int) -> torch.Tensor:
+    """Return this tensor rank's TP shard of a full state, flattened like the parameter in its FlatParam."""
+    tp_shard = flat.tp_shards[index]
+    return flat.flatten((value if tp_shard is None else tp_shard.slice(value)).to(flat.device), index)
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)
+
+
+def _state_dtype(dtype: torch.dtype, parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter stores a state of ``dtype``."""
+    return parameter.dtype if dtype.is_floating_point and parameter.is_floating_point() else dtype
+
+
+def allocate_state(key: str, value: Any, parameter: torch.Tensor, on_device: bool, reuse: Any = None) -> Any:
+    """Allocate one state of a parameter. Take the memory of ``reuse`` if it fits, since allocation takes time."""
+    if isinstance(value, torch.dtype):
+        dtype = _state_dtype(value, parameter)
+        if torch.is_tensor(reuse) and reuse.dtype == dtype and reuse.shape == parameter.shape:
+            return reuse.zero_()
+        return torch.zeros_like(parameter, dtype=dtype)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step":
+        return value.clone() if not on_device else value.to(parameter.device, torch.float32, copy=True)
+    return value.to(parameter.device, copy=True)
