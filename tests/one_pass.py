@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from zeroshard.engine import GradScale
 from zeroshard.optim import step
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
 
 
 class TorchKernel:
@@ -46,9 +47,9 @@ class TorchKernel:
                 eps=numbers.eps,
                 amsgrad=False,
                 maximize=numbers.maximize,
-                found_inf=factors.overflow,
+                found_inf=factors.found_inf,
             )
-            if strip.compute_param is not None and not (factors.overflow is not None and bool(factors.overflow)):
+            if strip.compute_param is not None and not (factors.found_inf is not None and bool(factors.found_inf)):
                 strip.compute_param.copy_(strip.master)
 
 

@@ -430,3 +430,21 @@ def test_under_bf16_the_norm_is_that_of_the_reduced_gradients(world: int, mesh_s
 
     for stage in (0, 1, 2, 3):
         run_threads(world, partial(body, stage=stage))
+
+
+@every_stage
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_norm_that_is_read_after_a_clipped_step_is_that_of_clipped_gradients(
+    precision: str | None, stage: int
+) -> None:
+    """Also if it was read before: neither the norm of then nor the gradients before the clip are given out."""
+
+    def body(rank: int) -> tuple[float, float]:
+        model, optimizer = after_backward(rank, 2, None, stage=stage, precision=precision)
+        before = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+        optimizer.clip_grad_norm_(before / 4)
+        optimizer.step()
+        return before, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+    for before, after in run_threads(2, body):
+        assert after == pytest.approx(before / 4, rel=1e-2)

@@ -21,8 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from zeroshard.engine import GradScale
 from zeroshard.optim import step
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -143,9 +144,9 @@ def test_the_kernel_writes_nothing_after_an_overflow() -> None:
     copy = torch.zeros(5000, dtype=torch.float16, device="cuda")
     before = [tensor.clone() for tensor in (*states, copy)]
     laid, step = kernel.prepare([SliceTensors(0, gradient.half(), *states, copy)], 1), torch.ones((), device="cuda")
-    kernel.run(laid, [step], CHOSEN["decay"], GradScale(overflow=torch.ones((), device="cuda")))
+    kernel.run(laid, [step], CHOSEN["decay"], GradScale(found_inf=torch.ones((), device="cuda")))
     assert not "".join(difference(str(i), a, b) for i, (a, b) in enumerate(zip((*states, copy), before, strict=True)))
-    kernel.run(laid, [step], CHOSEN["decay"], GradScale(overflow=torch.zeros((), device="cuda")))
+    kernel.run(laid, [step], CHOSEN["decay"], GradScale(found_inf=torch.zeros((), device="cuda")))
     assert difference("copy", copy, before[-1])
 
 
@@ -242,7 +243,7 @@ def inject(optimizer: Any, step: int) -> None:
     """On the fake backend nothing arrives from other ranks: put known gradients in the place of what did not."""
     optimizer.clip_grad_norm_(1.0)  # reduces what is still to be reduced
     gradients = optimizer._engine.gradients
-    gradients.clip_coef = None
+    gradients.scale = GradScale()
     for number, gradient in enumerate(gradients.flat_grads.values()):
         generator = torch.Generator().manual_seed(1000 * step + number)
         gradient.shard.copy_(torch.randn(gradient.shard.shape, generator=generator) * 1e-2)

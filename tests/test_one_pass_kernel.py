@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from zeroshard.engine import GradScale
 from zeroshard.optim.cpu.kernels import AdamHyperparams, _beta_power_table
 from zeroshard.optim.fused_adam import triton_kernel
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS
 
 triton = pytest.importorskip("triton")
@@ -89,7 +90,7 @@ def test_after_an_overflow_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -
     ours = triton_kernel.TritonKernel(torch.device("cpu"), block=64)
     laid = ours.prepare([strip], 1)
     for overflow in (1.0, 0.0):
-        ours.run(laid, [torch.tensor(1.0)], PLAIN, GradScale(overflow=torch.tensor(overflow)))
+        ours.run(laid, [torch.tensor(1.0)], PLAIN, GradScale(found_inf=torch.tensor(overflow)))
         after = [strip.master, strip.exp_avg, strip.exp_avg_sq, strip.compute_param]
         assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [overflow == 1.0] * 4
 

@@ -13,7 +13,7 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.sharding import precision as precision_module
+from zeroshard.optim import loss_scale as loss_scale_module
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -563,7 +563,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_leaves_no_trace(
 
 @every_stage
 def test_the_scale_doubles_after_a_streak_without_overflow(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision_module, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(loss_scale_module, "GROWTH_INTERVAL", 3)
 
     def body(rank: int) -> list[float]:
         model = copy.deepcopy(net())

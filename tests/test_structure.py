@@ -70,8 +70,8 @@ FACES = "activations checkpoint comm engine memory models optim page sharding te
 BUDGETS = {
     "forward": (16, 113, 23, 540),
     "backward": (18, 155, 24, 712),
-    "step": (19, 115, 23, 292),
-    "zero_grad": (10, 29, 11, 76),
+    "step": (17, 103, 23, 204),
+    "zero_grad": (10, 28, 11, 75),
 }
 
 

@@ -48,7 +48,7 @@ from zeroshard.optim import (
     describe_full_states,
     state_bytes_per_element,
 )
-from zeroshard.sharding import LossScale, Placement, Precision, plan_units
+from zeroshard.sharding import Placement, Precision, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
 
 
@@ -165,8 +165,7 @@ def shard(
     comm.counters.end_step()
     if optimizer is None:
         return model, None
-    scale = LossScale(config.loss_scale, device) if config.precision == "fp16" else None
-    return model, ShardedOptimizer(optimizer, engine, names, scale, tiers)
+    return model, ShardedOptimizer(optimizer, engine, names, tiers)
 
 
 def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:

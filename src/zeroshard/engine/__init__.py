@@ -7,6 +7,7 @@ from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.full_tensors import assemble_full_tensor, find_parameter
 from zeroshard.engine.grad_memory import assign_segments
+from zeroshard.engine.grad_scale import GradScale, on_scaled_loss
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install_hooks
 from zeroshard.engine.model_checks import check_max_norm
@@ -31,6 +32,7 @@ __all__ = [
     "FlatGrad",
     "FlatParam",
     "ForwardRecord",
+    "GradScale",
     "Gradients",
     "ModuleCall",
     "OffloadedStates",
@@ -48,6 +50,7 @@ __all__ = [
     "install_hooks",
     "local_data",
     "make_plain",
+    "on_scaled_loss",
     "open_consistency_checker",
     "open_tiers",
     "param_info",

@@ -25,6 +25,7 @@ from zeroshard.engine.autograd_hooks import (
     prepend_hook,
 )
 from zeroshard.engine.context import ShardContext
+from zeroshard.engine.grad_scale import current_inverse_scale
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.out_of_module_use import OutOfModuleUse
@@ -34,7 +35,6 @@ from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
 from zeroshard.memory import PREFETCH_SHARDS, CublasWorkspace, DiskError, SegmentPreallocator
-from zeroshard.sharding import current_inverse_scale
 
 
 class ScheduleExecutor:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from zeroshard.config.config import Config
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.grad_memory import GradMemory
+from zeroshard.engine.grad_scale import GradScale
 from zeroshard.engine.parameter import zero_autograd_grads
 from zeroshard.engine.reduce import ReduceBuffers
 from zeroshard.engine.unit import Unit
@@ -58,13 +60,12 @@ class Gradients:
         self._unit_grads = {unit: [self.flat_grads[flat] for flat in unit.flats if flat.is_trainable] for unit in units}
         self.is_partitioned = placement.gradients
         self.reduce_queue: list[Unit] | None = None  # the fixed reduce order, once all ranks have confirmed it
-        self.clip_coef: torch.Tensor | None = None  # of a clip that the optimizer has not applied yet
-        # gradients, and the factor that they have not been multiplied by yet
-        self.deferred_scales: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        self.inverse_scale: torch.Tensor | None = None  # inverse of the gradients' loss scale; None: not scaled
+        self.scale = GradScale()  # factors that no gradient has been multiplied by yet
+        # some gradients, and a factor that only these have not been multiplied by yet
+        self._deferred_scales: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         self.clear_count = 0  # how often gradients were set to None
         self._has_accumulated = False  # whether a backward has added gradients since they were cleared
-        # like ``inverse_scale``, for a backward that has not visited any module yet
+        # the inverse loss scale of a backward that has not visited any module yet
         self._unhooked_inverse_scale: torch.Tensor | None = None
         self._is_usage_synced = False  # whether ``is_param_used`` holds the result of all ranks
         self._cached_parameter_norms: dict[float, torch.Tensor] = {}  # norms, by norm type: see ``parameter_norms``
@@ -118,7 +119,7 @@ class Gradients:
         with torch.no_grad():
             self._add_untracked_grads()
         if not any(gradient.has_local_sum or gradient.has_shard for gradient in self.flat_grads.values()):
-            self.inverse_scale, self._has_accumulated = None, False
+            self.scale, self._has_accumulated = GradScale(), False
 
     def wait_reductions(self) -> None:
         """Finish the pending reductions of a backward that raised."""
@@ -150,7 +151,7 @@ class Gradients:
         """Reduce the gradients that this rank has only summed locally."""
         self._apply_deferred_scales()
         self._add_unhooked_scaled_grads()
-        if self.inverse_scale is not None:
+        if self.scale.inv_scale is not None:
             self._check_no_manual_grads()
         self._add_untracked_grads()
         if not self.has_unreduced:
@@ -180,17 +181,18 @@ class Gradients:
         self.apply_clip_coef()
         self._is_usage_synced = False
         self._cached_parameter_norms.clear()
-        if self._has_accumulated and self.inverse_scale is not inverse_scale:
-            if self.inverse_scale is None or inverse_scale is None:
-                first, second = ("was not", "was") if self.inverse_scale is None else ("was", "was not")
+        earlier = self.scale.inv_scale
+        if self._has_accumulated and earlier is not inverse_scale:
+            if earlier is None or inverse_scale is None:
+                first, second = ("was not", "was") if earlier is None else ("was", "was not")
                 raise RuntimeError(
-                    f"the gradients there are come from a loss that {first} multiplied by optimizer.scale(loss), and "
-                    f"this backward's {second}: their sum would mean nothing. Scale every loss of a step or none, or "
+                    f"the loss of the existing gradients {first} multiplied by optimizer.scale(loss), and the loss of "
+                    f"this backward {second}: the gradients cannot be added. Scale every loss of a step or none, or "
                     "call optimizer.zero_grad() in between"
                 )
             # a step has changed the scale, and the gradients were not cleared
-            self._scale_all(self.inverse_scale / inverse_scale)
-        self.inverse_scale, self._has_accumulated, self._unhooked_inverse_scale = inverse_scale, True, None
+            self._scale_all(earlier / inverse_scale)
+        self.scale, self._has_accumulated, self._unhooked_inverse_scale = GradScale(inverse_scale), True, None
 
     @torch.no_grad()
     def on_scaled_backward(self, inverse_scale: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -213,8 +215,8 @@ class Gradients:
                 for name, parameter in (pair for flat in unit.flats for pair in flat.named_parameters):
                     if parameter._grad is not None and bool(parameter._grad.any()):  # zeros need no scale
                         raise RuntimeError(
-                            f"{name!r} was given a gradient by hand, and the others come from a loss that is "
-                            "multiplied by optimizer.scale(loss): together they would mean nothing. Clear it "
+                            f"the gradient of {name!r} was set by hand, and the others come from a loss that is "
+                            "multiplied by optimizer.scale(loss): they cannot be used together. Clear it "
                             "(parameter.grad = None), and add the term to the loss"
                         )
 
@@ -224,31 +226,44 @@ class Gradients:
         self.scale_shards(
             [*self.shards(), *sums, *(g.carried_over for g in flat_grads if g.carried_over is not None)], factor
         )
-        for gradient in flat_grads:
-            gradient.clear_norms()
+        self.clear_norms()
+
+    def clip(self, coefficient: torch.Tensor) -> None:
+        """Multiply all gradients by a coefficient, at the next step or before they change."""
+        earlier = self.scale.clip_coef
+        self.scale = replace(self.scale, clip_coef=coefficient if earlier is None else earlier * coefficient)
+
+    def defer_scale(self, shards: list[torch.Tensor], factor: torch.Tensor | None) -> None:
+        """Multiply these gradients by a factor before they are read again: a step has multiplied only copies of them.
+
+        Most loops clear the gradients first, and then nothing is multiplied.
+        """
+        if shards and factor is not None:
+            self._deferred_scales.append((shards, factor))
 
     @torch.no_grad()
     def apply_clip_coef(self) -> None:
-        """Apply the clipping that was deferred to the step, because a backward is about to add gradients."""
+        """Apply the clipping that was deferred to the step, because the gradients are about to change."""
         self._apply_deferred_scales()
-        if self.clip_coef is not None:
-            self.scale_shards(self.shards(), self.clip_coef)
-            self.clip_coef = None
-            for gradient in self.flat_grads.values():
-                gradient.clear_norms()
+        if self.scale.clip_coef is not None:
+            self.scale_shards(self.shards(), self.scale.clip_coef)
+            self.scale = replace(self.scale, clip_coef=None)
+            self.clear_norms()
 
     def _apply_deferred_scales(self) -> None:
-        """Make gradients that were not cleared after a step consistent again.
-
-        The step has scaled only copies of some, or has removed the loss scale from some.
-        """
-        if not self.deferred_scales:
+        """Apply the factors of :meth:`defer_scale`."""
+        if not self._deferred_scales:
             return
         for flat in self.flat_grads:
             flat.wait_for_update()  # afterwards, its update has read the gradient
-        for shards, factor in self.deferred_scales:
+        for shards, factor in self._deferred_scales:
             self.scale_shards(shards, factor)
-        self.deferred_scales = []
+        self._deferred_scales = []
+        self.clear_norms()
+
+    def clear_norms(self) -> None:
+        """Clear all cached norms, because gradients have changed."""
+        self._cached_parameter_norms.clear()
         for gradient in self.flat_grads.values():
             gradient.clear_norms()
 
@@ -309,11 +324,8 @@ class Gradients:
         """
         if norm_type not in self._cached_parameter_norms:
             self._cached_parameter_norms[norm_type] = self._compute_parameter_norms(norm_type)
-        factor = self.clip_coef if self.inverse_scale is None else self.inverse_scale
-        if self.clip_coef is not None and self.inverse_scale is not None:
-            factor = self.clip_coef * self.inverse_scale
-        norms = self._cached_parameter_norms[norm_type]
-        return norms if factor is None or norm_type == 0 else norms * factor.abs()
+        norms, factors = self._cached_parameter_norms[norm_type], self.scale.factors
+        return norms * math.prod(factors[1:], start=factors[0]).abs() if factors and norm_type != 0 else norms
 
     def _compute_parameter_norms(self, norm_type: float) -> torch.Tensor:
         is_inf_norm, device = abs(norm_type) == math.inf, self._comm.device
@@ -366,7 +378,7 @@ class Gradients:
     @property
     def scaled_suffix(self) -> str:
         """Return a suffix for pass names: ranks with and without a loss scale must not reduce together."""
-        return "" if self.inverse_scale is None else " of scaled losses"
+        return "" if self.scale.inv_scale is None else " of scaled losses"
 
     @property
     def has_grads(self) -> bool:
@@ -384,6 +396,7 @@ class Gradients:
 
         All ranks call it together. Further calls before the next backward cost nothing.
         """
+        self._apply_deferred_scales()
         if self._is_usage_synced:
             return
         self.reduce_pending()
@@ -425,11 +438,11 @@ class Gradients:
     def clear(self, set_to_none: bool) -> None:
         """Set all gradients to None, or to zero."""
         self.wait_reductions()
-        self.clip_coef, self.deferred_scales = None, []
+        self.scale, self._deferred_scales = GradScale(None if set_to_none else self.scale.inv_scale), []
         self._cached_parameter_norms.clear()
         self._has_accumulated, self._unhooked_inverse_scale = False, None
         if set_to_none:
-            self.inverse_scale, self._is_usage_synced = None, False
+            self._is_usage_synced = False
             self.clear_count += 1
         for gradient in self.flat_grads.values():
             self._free_carried_over(gradient)

@@ -59,7 +59,7 @@ class ParamGradHandle:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the unscaled gradient: for fp16, fp32, whose range it needs without the loss scale."""
-        unscaled = self.state_guard.loss_scale is not None or self.gradients.inverse_scale is not None
+        unscaled = self.state_guard.loss_scale is not None or self.gradients.scale.inv_scale is not None
         return torch.float32 if unscaled and self.flat_grad.dtype == torch.float16 else self.flat_grad.dtype
 
     def finish_reduction(self, what: str) -> None:
@@ -114,7 +114,7 @@ class ParamGradHandle:
     ) -> None:
         """Apply an elementwise operation to this rank's shard, in place, without the loss scale."""
         flat_operands = [self.flatten_operand(value) for value in operands]
-        inverse_scale = self.gradients.inverse_scale
+        inverse_scale = self.gradients.scale.inv_scale
         all_scalars = all(not isinstance(operand, torch.Tensor) or operand.dim() == 0 for operand in flat_operands)
         works_on_scaled = inverse_scale is None or (name in LINEAR_OPS and all_scalars)
         for elements, shard in self.writable_shards():
@@ -256,6 +256,6 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         used_count = sum(sum(gradient.is_param_used) for gradient in model.flat_grads.values())
         factor = inverse_scale.to(first.comm.device)
         if len({(handle.flat_grad, handle.index) for handle in handles}) == used_count:
-            model.clip_coef = factor.clone()  # applied at the step, in fp32: small values would underflow in 16 bits
+            model.clip(factor.clone())
         else:
             model.scale_shards(shards, factor)

@@ -20,7 +20,6 @@ from zeroshard.engine.parameter import (
 from zeroshard.engine.sharded_gradient import ParamGradHandle, ShardedGradient
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import accept_edits, edited_params, write_back
-from zeroshard.sharding import LossScale
 
 
 class BackwardListener(Protocol):
@@ -55,7 +54,7 @@ class StateGuard:
         self.device_states: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
         self.check_tiers = context.tiers.check_disk  # raises if offloaded states cannot be read
         self.offloaded_states: object | None = None  # set while offload_states() holds all states
-        self.loss_scale: LossScale | None = None  # fp16's, set by the optimizer
+        self.loss_scale: object | None = None  # fp16's, set by the optimizer
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.is_trainable]
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
@@ -296,7 +295,7 @@ class StateGuard:
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
         is_unsharded = self._comm.shard_axis.size == 1 and self._comm.tensor_axis.size == 1
-        if not is_unsharded or self.loss_scale is not None or self._gradients.inverse_scale is not None:
+        if not is_unsharded or self.loss_scale is not None or self._gradients.scale.inv_scale is not None:
             clear_count = self._gradients.clear_count
             return ShardedGradient(
                 ParamGradHandle(self, self._gradients, self._comm, self._order, gradient, info.index, clear_count)

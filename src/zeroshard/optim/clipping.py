@@ -31,8 +31,7 @@ def clip_grad_norm(
         _prepare_write(engine)
         gradients.scale_shards(groups.grad_shards(), coefficient)
     else:
-        earlier = gradients.clip_coef
-        gradients.clip_coef = coefficient if earlier is None else earlier * coefficient
+        gradients.clip(coefficient)
     return norm
 
 
@@ -44,7 +43,7 @@ def clip_grad_value(engine: Engine, groups: ParamGroups, clip_value: float) -> N
     gradients.apply_clip_coef()
     _prepare_write(engine)
     limit = torch.tensor(float(clip_value), device=engine.comm.device)
-    limit = limit if gradients.inverse_scale is None else limit / gradients.inverse_scale
+    limit = limit if gradients.scale.inv_scale is None else limit / gradients.scale.inv_scale
     for shard in groups.grad_shards():
         bound = limit.to(shard.device, shard.dtype)
         torch.clamp(shard, -bound, bound, out=shard)
@@ -74,8 +73,8 @@ def _global_norm(engine: Engine, norm_type: float) -> torch.Tensor:
             engine.order.check(what)
             comm.all_reduce(total, axis, what, op).wait()
     norm = total if is_inf_norm else total.sqrt()
-    for factor in (engine.gradients.clip_coef, engine.gradients.inverse_scale):
-        norm = norm if factor is None else norm * factor
+    for factor in reversed(engine.gradients.scale.factors):
+        norm = norm * factor
     return norm
 
 

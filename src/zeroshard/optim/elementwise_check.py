@@ -47,7 +47,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.optim.slices import is_elementwise, is_scalar_state
-from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
+from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS, is_scheduler_step
 
 # These read full rows, full matrices or all parameters at once, so their result on a shard would differ.
 UNSUPPORTED_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -425,12 +425,6 @@ def copy_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> An
     clone.param_groups = []
     clone.state = defaultdict(dict)
     return clone
-
-
-def is_scheduler_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the ``step`` in an optimizer's ``__dict__`` is an LR scheduler's wrapper, which only counts."""
-    step: Any = vars(optimizer).get("step")
-    return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
 
 
 def _copy_group(

@@ -17,10 +17,11 @@ from zeroshard.memory import TierAllocator
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import check_elementwise_group
+from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.param_groups import ParamGroups
 from zeroshard.optim.state_dict import OptimizerStates, allocate_masters
 from zeroshard.optim.step import OptimizerStep
-from zeroshard.sharding import LossScale, Range
+from zeroshard.sharding import Range
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -41,11 +42,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         engine: Engine,
         names: dict[int, str],
-        loss_scale: LossScale | None,
         tiers: TierAllocator,
     ) -> None:
         self.inner = inner
         self._engine = engine
+        config = engine.config
+        loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
         self._loss_scale = engine.state_guard.loss_scale = loss_scale
         self._cpu_updates = CpuUpdates(inner, engine, tiers) if tiers.offload is not None else None
         self._step_runner = step = OptimizerStep(inner, engine, loss_scale, self._cpu_updates)
@@ -194,7 +196,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 guard.copy_masters(changed, device_only=True)
                 guard.on_values_changed(self._groups.params_with_grad())
                 guard.start_param_refresh()
-            engine.gradients.clip_coef = None
         self._track_state_bytes()
         engine.comm.counters.end_step()
         return loss

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeroshard.engine import FlatGrad, FlatParam
+from zeroshard.engine import FlatGrad, FlatParam, Gradients, GradScale
 from zeroshard.memory import TierSegment
 from zeroshard.sharding import ALIGN_ELEMENTS, Range
 
@@ -196,6 +196,13 @@ class OptimizerSlice:
                 split.append((param_slice, param_state))
             offset += flat_range.span.numel
         return split
+
+
+def defer_clip(gradients: Gradients, slices: list[OptimizerSlice], grad_scale: GradScale) -> None:
+    """Record that an update has clipped values that it read, and not the stored gradients of these slices."""
+    if grad_scale.clip_coef is not None:
+        views = [view for slice_ in slices for view in slice_.grad_views(gradients.flat_grads)]
+        gradients.defer_scale(views, grad_scale.clip_coef)
 
 
 def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:

@@ -192,7 +192,7 @@ class OptimizerStates:
     def _allocate(self, slice_: OptimizerSlice, key: str, value: Any, reuse: Any) -> Any:
         if slice_.tier_segment is not None and self._cpu_updates is not None and isinstance(value, torch.dtype):
             dtype = _state_dtype(value, slice_.parameter)
-            reuse = self._cpu_updates.state_buffer(slice_.tier_segment, slice_, key, dtype)
+            reuse = self._cpu_updates.state_buffer(slice_, key, dtype)
         on_device = bool(slice_.param_group.get("capturable") or slice_.param_group.get("fused"))
         return allocate_state(key, value, slice_.parameter, on_device, reuse)
 

@@ -2,12 +2,7 @@
 
 from zeroshard.sharding.layout import ALIGN_ELEMENTS, FlatLayout, ParamRange, Range, round_to_shared_sizes, round_up
 from zeroshard.sharding.placement import Placement
-from zeroshard.sharding.precision import (
-    LossScale,
-    Precision,
-    current_inverse_scale,
-    matches,
-)
+from zeroshard.sharding.precision import Precision, matches
 from zeroshard.sharding.shard_plan import FlatSpec, ParamSpec, ShardPlan, plan_shards
 from zeroshard.sharding.tier_placement import (
     MAX_CHUNK_ELEMENTS,
@@ -28,7 +23,6 @@ __all__ = [
     "FlatLayout",
     "FlatSizes",
     "FlatSpec",
-    "LossScale",
     "ParamRange",
     "ParamSpec",
     "Placement",
@@ -39,7 +33,6 @@ __all__ = [
     "UnitSpec",
     "assign_tiers",
     "blocks_per_group",
-    "current_inverse_scale",
     "find_repeated_blocks",
     "matches",
     "plan_shards",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine import Gradients
+from zeroshard.engine import Gradients, GradScale
 from zeroshard.memory import TierAllocator, record_blocking_event
 from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
 from zeroshard.optim.cpu.kernels import (
@@ -48,20 +48,15 @@ class GradScaleValues:
 
 
 class GradScaleReadback:
-    """A gradient scale that the device may still compute. Created on the step's thread, read on the worker.
+    """A copy of a GradScale to the host. Started on the step's thread, read on the worker.
 
-    >>> GradScaleReadback(None, torch.tensor(0.5), None).read()
+    >>> GradScaleReadback(GradScale(clip_coef=torch.tensor(0.5))).read()
     GradScaleValues(is_finite=True, inv_scale=None, clip_coef=0.5)
     """
 
-    def __init__(
-        self,
-        inv_scale: torch.Tensor | None = None,
-        clip_coef: torch.Tensor | None = None,
-        overflow: torch.Tensor | None = None,
-    ) -> None:
-        given = {"inverse": inv_scale, "coefficient": clip_coef, "overflow": overflow}
-        scalars = {name: value.detach().float().reshape(()) for name, value in given.items() if value is not None}
+    def __init__(self, grad_scale: GradScale) -> None:
+        given = {field: value for field, value in vars(grad_scale).items() if value is not None}
+        scalars = {field: value.detach().float().reshape(()) for field, value in given.items()}
         self._names = list(scalars)
         self._values: torch.Tensor | None = None
         self.ready_event: torch.cuda.Event | None = None  # the copy to the host
@@ -77,7 +72,7 @@ class GradScaleReadback:
         if self.ready_event is not None:
             self.ready_event.synchronize()
         values = dict(zip(self._names, self._values.tolist() if self._values is not None else (), strict=True))
-        return GradScaleValues(not values.get("overflow"), values.get("inverse"), values.get("coefficient"))
+        return GradScaleValues(not values.get("found_inf"), values.get("inv_scale"), values.get("clip_coef"))
 
 
 ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine import Engine, FlatParam
+from zeroshard.engine import Engine, FlatParam, GradScale
 from zeroshard.memory import DiskError, TierAllocator, TierSegment, available_host_memory, local_world_size
 from zeroshard.optim.cpu.apply import (
     ChunkUpdate,
@@ -36,7 +36,7 @@ from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
 from zeroshard.optim.cpu.kernels import CpuKernels, load_kernels
 from zeroshard.optim.cpu.staging import DiskStaging, PinnedStaging
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
-from zeroshard.optim.slices import OptimizerSlice, state_bytes_per_element
+from zeroshard.optim.slices import OptimizerSlice, defer_clip, state_bytes_per_element
 
 HOLD_OFF_STEPS = 8  # steps without speculation after a misprediction
 
@@ -136,7 +136,7 @@ class CpuUpdates:
         self._predictor = StepPredictor()
         self._speculations: dict[StateChunk, Speculation] = {}
         self._is_speculating = False
-        self._speculative_scale = GradScaleReadback()
+        self._speculative_scale = GradScaleReadback(GradScale())
         self._speculation_bytes_left = self._speculation_budget_bytes()  # for shadow buffers
 
     # -- called by the optimizer and the engine ----------------------------------------------------------------------
@@ -146,15 +146,18 @@ class CpuUpdates:
         self.invalidate()
         for chunk in self._chunk_by_segment.values():
             chunk.slices = []
-        for slice_ in slices:
-            if slice_.tier_segment is not None:
-                self._chunk_by_segment[slice_.tier_segment].slices.append(slice_)
+        for slice_ in self.select(slices):
+            self._chunk_of(slice_).slices.append(slice_)
         for chunk in self._chunk_by_segment.values():
             chunk.is_fully_covered = chunk.is_covered_by(chunk.slices)
 
-    def state_buffer(self, segment: TierSegment, slice_: OptimizerSlice, key: str, dtype: torch.dtype) -> torch.Tensor:
+    def _chunk_of(self, slice_: OptimizerSlice) -> StateChunk:
+        assert slice_.tier_segment is not None
+        return self._chunk_by_segment[slice_.tier_segment]
+
+    def state_buffer(self, slice_: OptimizerSlice, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised offloaded memory for one optimizer state of a slice."""
-        return self._chunk_by_segment[segment].state_buffer(slice_, key, dtype, self._tiers)
+        return self._chunk_of(slice_).state_buffer(slice_, key, dtype, self._tiers)
 
     def on_backward_begin(self, backwards: int) -> None:
         """Start to speculate if a step is expected after this backward: see [Note: overlapping CPU updates]."""
@@ -163,7 +166,7 @@ class CpuUpdates:
             self._predictor.expects_step(backwards) and self._speculation_bytes_left > 0 and self._kernels is not None
         )
         if self._is_speculating:
-            self._speculative_scale = GradScaleReadback(inv_scale=self._engine.gradients.inverse_scale)
+            self._speculative_scale = GradScaleReadback(GradScale(self._engine.gradients.scale.inv_scale))
 
     def on_shard_ready(self, flat: FlatParam) -> None:
         """Record that a flat's reduced gradient is ready; submit its speculative updates."""
@@ -195,16 +198,23 @@ class CpuUpdates:
                 self._discard(speculation)
             self._speculations.clear()
 
-    def step(self, slices: list[OptimizerSlice], grad_scale: GradScaleReadback, backwards: int) -> None:
+    def on_step(self, backwards: int) -> None:
+        """Learn after how many backwards the loop calls ``step()``."""
+        self._predictor.on_step(backwards)
+
+    def select(self, slices: list[OptimizerSlice]) -> list[OptimizerSlice]:
+        """Return the offloaded slices."""
+        return [slice_ for slice_ in slices if slice_.tier_segment is not None]
+
+    def step(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> bool:
         """Submit the updates of these slices."""
         self.wait()
-        self._predictor.on_step(backwards)
+        readback = GradScaleReadback(grad_scale)
         self._is_speculating = False
         speculations, self._speculations = self._speculations, {}
         slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
         for slice_ in slices:
-            if slice_.tier_segment is not None:
-                slices_by_chunk.setdefault(self._chunk_by_segment[slice_.tier_segment], []).append(slice_)
+            slices_by_chunk.setdefault(self._chunk_of(slice_), []).append(slice_)
         updates = [
             self._make_update(chunk, slices_by_chunk[chunk])
             for chunk in self._chunk_by_segment.values()
@@ -218,26 +228,27 @@ class CpuUpdates:
         pending: dict[FlatParam, list[Future[Any]]] = {}
         for update in updates:
             chunk = update.chunk
-            events = [self._grad_ready_events.get(chunk.flat, step_event), grad_scale.ready_event]
+            events = [self._grad_ready_events.get(chunk.flat, step_event), readback.ready_event]
             if chunk.param_shard.device.type == "cpu":  # the device must have read the old values first
                 events.append(step_event)
-            work = partial(self._run_update, update, grad_scale, speculations.get(chunk), step_event, upcoming)
+            work = partial(self._run_update, update, readback, speculations.get(chunk), step_event, upcoming)
             future = self._worker.submit(UpdateJob((self._chunk_order[chunk], 0), events, work, update.is_exclusive))
             pending.setdefault(chunk.flat, []).append(future)
             self._futures.append(future)
         self._grad_ready_events.clear()
         for flat, futures in pending.items():
             flat.pending_update = PendingParams(futures, self._fail)
+        defer_clip(self._engine.gradients, slices, grad_scale)
+        return True
 
     def write_through(self, slices: list[OptimizerSlice]) -> None:
         """Copy to the device what the optimizer itself has just updated, in one call for all slices."""
         step_event = self._staging.record_event()
         slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
-        for slice_ in slices:
-            if slice_.tier_segment is not None:
-                chunk = self._chunk_by_segment[slice_.tier_segment]
-                chunk.adopt_states(slice_, self._inner.state.get(slice_.parameter, {}), self._tiers)
-                slices_by_chunk.setdefault(chunk, []).append(slice_)
+        for slice_ in self.select(slices):
+            chunk = self._chunk_of(slice_)
+            chunk.adopt_states(slice_, self._inner.state.get(slice_.parameter, {}), self._tiers)
+            slices_by_chunk.setdefault(chunk, []).append(slice_)
         for chunk, chunk_slices in slices_by_chunk.items():
             event = self._updater.copy_masters_to_params(chunk, chunk_slices, step_event)
             if event is not None:

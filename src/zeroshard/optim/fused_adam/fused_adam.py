@@ -27,17 +27,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from zeroshard.engine import Engine
+from zeroshard.engine import Engine, GradScale
 from zeroshard.optim.fused_adam.kernel_inputs import (
     ADAM_STATE_KEYS,
     SUPPORTED_DTYPES,
     SUPPORTED_OPTIMIZERS,
     FusedAdamHyperparams,
-    GradScale,
     SliceTensors,
     fused_hyperparams_from_group,
 )
-from zeroshard.optim.slices import FlatRange, OptimizerSlice
+from zeroshard.optim.slices import FlatRange, OptimizerSlice, defer_clip
 
 MAX_PREPARED_LAUNCHES = (
     16  # cached launches: gradient addresses alternate between steps, and some parameters are not used in every step
@@ -124,8 +123,8 @@ class FusedAdam:
         )  # whether the kernel can update a slice: dtypes, devices, layout
         self._prepared: dict[tuple[int, ...], Any] = {}  # launches by the addresses they are valid for
 
-    def partition(self, slices: list[OptimizerSlice]) -> tuple[list[OptimizerSlice], list[OptimizerSlice]]:
-        """Return the slices that this kernel updates, and those that torch must update."""
+    def select(self, slices: list[OptimizerSlice]) -> list[OptimizerSlice]:
+        """Return the slices that this kernel can update."""
         groups = {id(slice_.param_group): slice_.param_group for slice_ in slices}
         optimizer_class, device = type(self._inner), self._engine.comm.device
         groups = {
@@ -133,11 +132,9 @@ class FusedAdam:
             for key, group in groups.items()
             if fused_hyperparams_from_group(optimizer_class, group, device) is not None
         }
-        ours = [slice_ for slice_ in slices if id(slice_.param_group) in groups and self._can_update(slice_)]
-        our_ids = set(map(id, ours))
-        return ours, [slice_ for slice_ in slices if id(slice_) not in our_ids]
+        return [slice_ for slice_ in slices if id(slice_.param_group) in groups and self._can_update(slice_)]
 
-    def step(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> None:
+    def step(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> bool:
         """Update the slices. Each must have a gradient."""
         new_state_bytes = [slice_.parameter.nbytes for slice_ in slices if not self._inner.state.get(slice_.parameter)]
         self._engine.pool.reserve(new_state_bytes * len(ADAM_STATE_KEYS))
@@ -153,8 +150,10 @@ class FusedAdam:
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             self._kernel.run(self._prepared_launch(group_slices, states), steps, hyperparams, grad_scale)
-            if grad_scale.overflow is not None:  # an overflow (1) does not count as a step
-                torch._foreach_sub_(steps, [grad_scale.overflow] * len(steps))
+            if grad_scale.found_inf is not None:  # an overflow (1) does not count as a step
+                torch._foreach_sub_(steps, [grad_scale.found_inf] * len(steps))
+        defer_clip(self._engine.gradients, slices, grad_scale)
+        return True
 
     # -- eligibility -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Inputs of the fused Adam kernel: tensors of a slice, gradient scaling and hyperparameters."""
+"""Inputs of the fused Adam kernel: tensors of a slice, and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -27,15 +27,6 @@ class SliceTensors:
     exp_avg: torch.Tensor  # fp32
     exp_avg_sq: torch.Tensor  # fp32
     compute_param: torch.Tensor | None  # in 16 bits; None: only the master weight is kept
-
-
-@dataclass(frozen=True)
-class GradScale:
-    """What a step applies to all gradients: 0-dim fp32 tensors on the device."""
-
-    inv_scale: torch.Tensor | None = None  # inverse loss scale
-    clip_coef: torch.Tensor | None = None  # clip coefficient
-    overflow: torch.Tensor | None = None  # 1 if the update must be skipped
 
 
 @dataclass(frozen=True)

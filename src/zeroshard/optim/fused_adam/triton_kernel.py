@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, GradScale, SliceTensors
+from zeroshard.engine import GradScale
+from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
 from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, make_tables
 
 try:
@@ -166,7 +167,7 @@ class TritonKernel:
             beta_powers,
             grad_scale.inv_scale,
             grad_scale.clip_coef,
-            grad_scale.overflow,
+            grad_scale.found_inf,
             hyperparams.lr,
             *hyperparams.betas,
             hyperparams.eps,
