@@ -512,9 +512,7 @@ def test_scaled_and_unscaled_losses_are_not_added_up(stage: int) -> None:
     def body(rank: int) -> None:
         model, optimizer = sharded(2, stage=stage, **FP16)
         optimizer.scale(loss_of(model, part(rank, 2))).backward()
-        with pytest.raises(
-            RuntimeError, match="and the loss of this backward was not"
-        ):
+        with pytest.raises(RuntimeError, match="and the loss of this backward was not"):
             loss_of(model, part(rank, 2)).backward()
         optimizer.zero_grad()
         loss_of(model, part(rank, 2)).backward()

@@ -150,8 +150,7 @@ def shard(
         if division is not None:
             division.restore()
         raise
-    reduce_dtypes = {flat.dtype: context.precision.reduce_dtype(flat.dtype) for unit in units for flat in unit.flats}
-    gradients = Gradients(units, placement, comm, order, tracker, context.pool, tiers, config, reduce_dtypes)
+    gradients = Gradients(context, units)
     buffers = BufferBroadcaster(model, comm, order, config.broadcast_buffers, config.bucket_size)
     engine = Engine(context, units, gradients, buffers)
     homes: dict[str, tuple[Unit, ...]] = {}

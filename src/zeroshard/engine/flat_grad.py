@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import has_autograd_grads, pop_autograd_grads, zero_autograd_grads
+from zeroshard.engine.parameter import pop_autograd_grads, zero_autograd_grads
 from zeroshard.memory import Arena
-from zeroshard.sharding import ParamRange, Range
+from zeroshard.sharding import Range
 
 
 class FlatGrad:
@@ -20,6 +20,7 @@ class FlatGrad:
         self.shard: torch.Tensor | None = None  # [shard_numel]: this rank's shard of the mean over the ranks
         # for each bucket inside one parameter, its range in that; else None
         self.single_param_buckets = [flat.layout.single_param(bucket) for bucket in flat.layout.buckets]
+        self.has_single_param_buckets = any(bucket is not None for bucket in self.single_param_buckets)
         self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket, if gradients are partitioned
         self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before ``local_sum`` was reused
         self.arena: Arena | None = None  # holds ``shard``, or ``local_sum`` if gradients are replicated
@@ -30,11 +31,7 @@ class FlatGrad:
         self.max_abs: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
         self.copy_done: torch.cuda.Event | None = None  # when an offloaded shard is complete
         self.local_sum_views: list[torch.Tensor] = []  # each parameter's view of ``local_sum``
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Return whether the reduced gradient is offloaded."""
-        return self.flat.tier_placement.gradients != "device"
+        self.is_offloaded = flat.tier_placement.gradients != "device"
 
     @property
     def needs_reduce_buffer(self) -> bool:
@@ -77,23 +74,6 @@ class FlatGrad:
             was_used or grad is not None for was_used, grad in zip(self.is_param_used, autograd_grads, strict=True)
         ]
         return autograd_grads
-
-    def in_place_input(self, param_range: ParamRange, autograd_grads: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """Return a range of a parameter's gradient that can be reduced without packing, or None."""
-        tensor = autograd_grads[param_range.param_index]
-        if (
-            tensor is None
-            or tensor.dtype != self.dtype
-            or tensor.stride() != self.flat.strides[param_range.param_index]
-        ):
-            return None
-        if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
-            return None
-        return self.flat.flatten(tensor, param_range.param_index)[param_range.elements.slice]
-
-    def has_autograd_grads(self) -> bool:
-        """Return whether autograd has stored gradients in the parameters."""
-        return has_autograd_grads(self.flat.parameters)
 
     def clear_norms(self) -> None:
         """Clear the norms that were recorded before the copy, because the gradient changes."""

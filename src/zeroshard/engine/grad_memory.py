@@ -28,9 +28,10 @@ from itertools import accumulate
 
 import torch
 
+from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory import Arena, MemoryTracker, Pool
+from zeroshard.memory import Arena
 
 MIN_SEGMENTS = 4  # segments for the gradients of one dtype, if there are enough flats
 MAX_SEGMENTS = 16
@@ -55,20 +56,15 @@ def assign_segments(sizes: Sequence[int], shard_count: int) -> list[int]:
 class GradMemory:
     """Allocates the device memory of one model's gradients: see [Note: freeing gradients between steps]."""
 
-    def __init__(
-        self,
-        flat_grads: Collection[FlatGrad],
-        is_partitioned: bool,
-        pool: Pool,
-        tracker: MemoryTracker,
-        is_persistent: bool,
-    ) -> None:
+    def __init__(self, flat_grads: Collection[FlatGrad], context: ShardContext) -> None:
+        is_partitioned, is_persistent = context.placement.gradients, context.config.offload is not None
         self.is_persistent = is_persistent
         self.is_exposed = False  # whether the user may hold a view of the current gradients
         self._has_memory = False  # whether some gradients have memory
         self._is_single_allocation = is_persistent and not is_partitioned  # whether all share one allocation
         self._peak_allocated_bytes = 0  # peak allocated bytes since the last backward
-        self._flat_grads, self._is_partitioned, self._pool, self._tracker = flat_grads, is_partitioned, pool, tracker
+        self._flat_grads, self._is_partitioned = flat_grads, is_partitioned
+        self._pool, self._tracker, self._tiers = context.pool, context.tracker, context.tiers
         on_device = [gradient for gradient in flat_grads if not gradient.is_offloaded]
         self.segments: dict[FlatParam, tuple[torch.dtype, int]] = {}  # the segment of each flat's gradient
         self._total_bytes = sum(self._grad_numel(flat_grad) * flat_grad.dtype.itemsize for flat_grad in on_device)
@@ -92,10 +88,15 @@ class GradMemory:
             self._peak_allocated_bytes = max(self._peak_allocated_bytes, self._allocated_bytes())
 
     def allocate(self, flat_grad: FlatGrad) -> None:
-        """Allocate memory for all flats in the gradient's segment.
+        """Allocate memory for all flats in the gradient's segment, or for one offloaded shard.
 
-        They share one arena, in their order, so that optimizer slices can span them.
+        The flats of a segment share one arena, in their order, so that optimizer slices can span them.
         """
+        if flat_grad.is_offloaded and self._is_partitioned:
+            if flat_grad.shard is None:
+                tier, numel = flat_grad.flat.tier_placement.gradients, flat_grad.flat.layout.shard_numel
+                flat_grad.set_shard(self._tiers.zeros("gradients", tier, numel, flat_grad.dtype, pinned=True))
+            return
         if self._is_undecided:
             self._decide_single_allocation()
         if flat_grad.arena is not None:
@@ -110,12 +111,37 @@ class GradMemory:
             other.arena = arena
             (other.set_shard if self._is_partitioned else other.set_local_sum)(arena.allocate(self._grad_numel(other)))
 
-    def allocate_local_sum(self, flat_grad: FlatGrad) -> None:
-        """Allocate memory for the local sum of a partitioned gradient, for the duration of ``no_sync``."""
-        if flat_grad.local_sum is None:
-            flat_grad.set_local_sum(
-                self._make_arena(flat_grad.flat.layout.numel, flat_grad.dtype, separate_pool=True).tensor
-            )
+    def allocate_local_sum(self, flat_grad: FlatGrad) -> torch.Tensor:
+        """Return memory for the local sum; that of a partitioned gradient is kept for the duration of ``no_sync``."""
+        flat_grad.flat.wait_for_update()  # a pending update may still read the previous step's gradient
+        if self._is_partitioned:
+            if flat_grad.local_sum is None:
+                numel = flat_grad.flat.layout.numel
+                flat_grad.set_local_sum(self._make_arena(numel, flat_grad.dtype, separate_pool=True).tensor)
+        elif flat_grad.shard is not None and flat_grad.has_shard and not flat_grad.has_local_sum:
+            # A backward after the reduction and before zero_grad(): the reduced shard is inside ``local_sum``, save it.
+            flat_grad.carried_over = flat_grad.shard.clone()
+            self._tracker.add("gradients", flat_grad.carried_over.nbytes)
+        else:
+            self.allocate(flat_grad)
+        assert flat_grad.local_sum is not None
+        return flat_grad.local_sum
+
+    def pop_local_sum(self, flat_grad: FlatGrad) -> torch.Tensor | None:
+        """Remove and return the local sum of a partitioned gradient: the caller frees it."""
+        local_sum = flat_grad.local_sum
+        if local_sum is not None:
+            self._tracker.add("gradients", -local_sum.nbytes)
+            flat_grad.local_sum, flat_grad.local_sum_views, flat_grad.has_local_sum = None, [], False
+        return local_sum
+
+    def pop_carried_over(self, flat_grad: FlatGrad) -> torch.Tensor | None:
+        """Remove and return the gradient that was reduced before ``local_sum`` was reused."""
+        carried_over = flat_grad.carried_over
+        if carried_over is not None:
+            self._tracker.add("gradients", -carried_over.nbytes)
+            flat_grad.carried_over = None
+        return carried_over
 
     def free(self) -> None:
         """Free the memory of all gradients, which were cleared, unless it is persistent."""

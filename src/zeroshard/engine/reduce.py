@@ -1,15 +1,22 @@
-"""ReduceBuffers: the buffers that gradients are packed and reduced in, and which gradients need no packing."""
+"""GradReducer: reduce gradients over the ranks, bucket by bucket, through buffers of constant size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from zeroshard.comm import Communicator
-from zeroshard.engine.flat_grad import FlatGrad
+from zeroshard.comm import CollectiveWork, Communicator
+from zeroshard.engine.context import ShardContext
+from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, buffer_lengths
+from zeroshard.engine.grad_memory import GradMemory
+from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
 
 
@@ -69,17 +76,19 @@ class ReduceBuffers:
     gets a copy nevertheless, because a hook of the user may have kept the gradient.
     """
 
-    def __init__(self, gradients: Iterable[FlatGrad], comm: Communicator, slots: int, ledger: MemoryTracker) -> None:
-        self._flat_grads, self._comm, self._slot_count, self._tracker = list(gradients), comm, slots, ledger
+    def __init__(self, flat_grads: Iterable[FlatGrad], comm: Communicator, slots: int, tracker: MemoryTracker) -> None:
+        self._flat_grads, self._comm, self._slot_count, self._tracker = list(flat_grads), comm, slots, tracker
+        # flats whose buckets inside one parameter may be reduced in place; the same on all ranks
+        self._in_place = {
+            flat_grad
+            for flat_grad in self._flat_grads
+            if not (comm.reduce_scatter_overwrites_input or flat_grad.is_offloaded)
+            and flat_grad.flat.dtype == flat_grad.dtype
+        }
         self._rings: dict[torch.dtype, BucketRing] = {}
         self._shard_buffers: dict[torch.dtype, list[torch.Tensor]] = {}
         self._packers: dict[tuple[FlatParam, int, int], GradPacker] = {}  # by flat, bucket and slot
         self.is_reading_autograd_grads = False  # whether pending reductions may read autograd's gradients
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a reduction is pending, or buffers are allocated for one."""
-        return any(ring.is_busy for ring in self._rings.values())
 
     def wait_all(self) -> None:
         """Finish all pending reductions."""
@@ -97,7 +106,7 @@ class ReduceBuffers:
     ) -> list[torch.Tensor | None]:
         """Return, for each bucket, the tensor that is reduced without packing, or None."""
         buckets, local_sum = flat_grad.flat.layout.buckets, flat_grad.local_sum
-        if not self._can_reduce_in_place(flat_grad):
+        if flat_grad not in self._in_place:
             return [None] * len(buckets)
         if flat_grad.has_local_sum and local_sum is not None:
             return [local_sum[bucket.slice] for bucket in buckets]
@@ -114,15 +123,16 @@ class ReduceBuffers:
         ring = self._rings.get(flat_grad.dtype)
         if ring is None:
             ring = self._rings[flat_grad.dtype] = self._make_ring(flat_grad.dtype)
-        slots = [ring.next_slot() for _ in in_place_inputs]
-        for bucket_index, slot in enumerate(slots):
-            if in_place_inputs[bucket_index] is None:
-                slot.input_buffers.alloc_storage(flat_grad.flat.layout.buckets[bucket_index].numel)
-            if flat_grad.needs_reduce_buffer:
+        slots, needs_reduce_buffer = [], flat_grad.needs_reduce_buffer
+        for bucket_index, in_place_input in enumerate(in_place_inputs):
+            slot = ring.next_slot()
+            if in_place_input is None:
+                bucket = flat_grad.flat.layout.buckets[bucket_index]
+                slot.input_buffers.alloc_storage(bucket.end - bucket.start)
+            if needs_reduce_buffer:
                 slot.output_buffers.alloc_storage(flat_grad.flat.shard_ranges[bucket_index].numel)
-        self.is_reading_autograd_grads |= self._can_reduce_in_place(flat_grad) and any(
-            param_range is not None for param_range in flat_grad.single_param_buckets
-        )
+            slots.append(slot)
+        self.is_reading_autograd_grads |= flat_grad in self._in_place and flat_grad.has_single_param_buckets
         return slots
 
     def pack(
@@ -154,7 +164,7 @@ class ReduceBuffers:
             bucket.numel
             for gradient in self._grads_of_dtype(dtype)
             for bucket, param_range in zip(gradient.flat.layout.buckets, gradient.single_param_buckets, strict=True)
-            if param_range is None or not self._can_reduce_in_place(gradient)
+            if param_range is None or gradient not in self._in_place
         }
         lengths = buffer_lengths(packed_lengths), buffer_lengths(self._shard_numels(dtype))
         return BucketRing(self._slot_count, lengths, dtype, self._comm.device, self._tracker)
@@ -170,17 +180,215 @@ class ReduceBuffers:
         self, flat_grad: FlatGrad, bucket: Range, param_range: ParamRange, autograd_grads: list[torch.Tensor | None]
     ) -> torch.Tensor:
         """Return a bucket inside one parameter, in place if possible, else as a packed copy."""
-        bucket_grad = flat_grad.in_place_input(param_range, autograd_grads)
-        if bucket_grad is None:
+        tensor, index, flat = autograd_grads[param_range.param_index], param_range.param_index, flat_grad.flat
+        if (
+            tensor is not None
+            and (tensor.dtype, tensor.stride()) == (flat_grad.dtype, flat.strides[index])
+            and not (tensor.is_conj() or tensor.is_neg())  # else its memory holds other values
+        ):
+            bucket_grad = flat.flatten(tensor, index)[param_range.elements.slice]
+        else:
             bucket_grad = torch.empty(bucket.numel, dtype=flat_grad.dtype, device=self._comm.device)
-            GradPacker(flat_grad.flat, bucket, bucket_grad).pack(autograd_grads)
+            GradPacker(flat, bucket, bucket_grad).pack(autograd_grads)
             self._tracker.record_transient("autograd", bucket_grad.nbytes)
         return bucket_grad
 
-    def _can_reduce_in_place(self, flat_grad: FlatGrad) -> bool:
-        """Return whether buckets inside one parameter may be reduced in place; the same on all ranks."""
-        return not (
-            self._comm.reduce_scatter_overwrites_input
-            or flat_grad.is_offloaded
-            or flat_grad.flat.dtype != flat_grad.dtype
+
+class _Reduction(NamedTuple):
+    """A pending reduction of one bucket."""
+
+    work: CollectiveWork
+    flat_grad: FlatGrad
+    bucket_index: int
+    what: str
+    adds_to_shard: bool  # the shard holds the sum of earlier backwards
+    result: torch.Tensor
+    kept: torch.Tensor | None  # the tensor that is reduced in place; if offloaded, device memory for the earlier sum
+
+
+class GradReducer:
+    """Reduces gradients over the ranks, concurrently with compute, and writes each rank's shard.
+
+    [Note: packing on the compute stream]
+    If a unit's gradients fit in one bucket, as for most units, the compute stream packs them, and autograd's gradients
+    are freed before the next unit's are computed. It first waits for the pending reduction of its ring slot, which
+    started some units ago (``Config.ring``). With more buckets than slots, it would have to wait for reductions that
+    have just started. If finishing a reduction takes more than a wait and a multiplication (an all-reduce over
+    replicas, a copy off the device), it would wait for that too. In these cases the side stream packs the gradients and
+    finishes the reductions, concurrently with compute, and autograd's gradients stay until the next unit's are ready.
+    """
+
+    def __init__(self, flat_grads: Iterable[FlatGrad], memory: GradMemory, context: ShardContext) -> None:
+        comm, config = context.comm, context.config
+        self._comm, self._tracker, self._memory, self._slot_count = comm, context.tracker, memory, config.ring
+        self._stream = SideStream(comm.device, comm.wait_timer)
+        self._buffers = ReduceBuffers(flat_grads, comm, config.ring, context.tracker)
+        self._stream_inputs: list[torch.Tensor] = []  # kept until compute has waited for the side stream
+        self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
+        self._can_finish_on_compute_stream = not comm.replicate_axes and config.offload is None
+        # set by the optimizer; weak; called with each FlatParam whose shard is complete
+        self.on_shard_ready: Callable[[], Callable[[FlatParam], None] | None] = lambda: None
+        self.needs_overflow_check = False  # fp16: the largest magnitudes of offloaded gradients are needed too
+
+    # -- partitioned gradients --------------------------------------------------------------------------------------
+
+    def begin_unit(self) -> None:
+        """Free the gradients of the previous unit, which the side stream has read."""
+        self.is_busy = True
+        if self._buffers.is_reading_autograd_grads:  # these could not be freed before
+            with self._stream:
+                self._buffers.wait_all()
+        self._wait_stream()
+
+    def start(self, flat_grad: FlatGrad, what: str) -> None:
+        """Start to reduce a flat's gradient bucket by bucket; pack it if necessary."""
+        autograd_grads = flat_grad.pop_autograd_grads()
+        in_place_inputs = self._buffers.in_place_inputs(flat_grad, autograd_grads)
+        slots = self._buffers.acquire_slots(flat_grad, in_place_inputs)
+        present = [tensor for tensor in autograd_grads if tensor is not None]
+        self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in present]))
+        on_compute_stream = (
+            self._can_finish_on_compute_stream
+            and len(slots) == 1
+            and not flat_grad.has_single_param_buckets
+            and not flat_grad.has_local_sum
         )
+        if not on_compute_stream:
+            self._stream_inputs += present
+        self._memory.allocate(flat_grad)
+        flat_grad.flat.wait_for_update()  # a pending update may still read the previous step's gradient
+        with nullcontext() if on_compute_stream else self._stream:
+            for bucket_index, slot in enumerate(slots):
+                slot.wait()
+                self._launch(flat_grad, bucket_index, slot, in_place_inputs[bucket_index], autograd_grads, what)
+        flat_grad.has_shard = True
+        self.free_local_sum(flat_grad)
+        if self._comm.device.type != "cuda":
+            self._stream_inputs.clear()
+
+    def free_local_sum(self, flat_grad: FlatGrad) -> None:
+        """Free the local sum of a partitioned gradient once the side stream has read it."""
+        if flat_grad.local_sum is not None:
+            local_sum = self._memory.pop_local_sum(flat_grad)
+            self._stream_inputs += [] if local_sum is None else [local_sum]
+
+    def _launch(
+        self,
+        flat_grad: FlatGrad,
+        bucket_index: int,
+        slot: BucketSlot,
+        in_place_input: torch.Tensor | None,
+        autograd_grads: list[torch.Tensor | None],
+        what: str,
+    ) -> None:
+        packed = in_place_input
+        if packed is None:
+            packed = self._buffers.pack(flat_grad, bucket_index, slot, autograd_grads)
+        shard, adds = flat_grad.bucket_shards[bucket_index], flat_grad.has_shard
+        # If the shard holds no values yet, reduce directly into it.
+        result = slot.output_buffers.view(shard.numel()) if flat_grad.needs_reduce_buffer else shard
+        finish, kept = self._finish_on_device, in_place_input
+        if flat_grad.is_offloaded:
+            finish, kept = self._finish_offloaded, packed[: shard.numel()]
+            if self._comm.shard_axis.size == 1:
+                result, kept = packed, result
+        work = self._comm.reduce_scatter(result, packed, what)
+        slot.finish_reduce = partial(finish, _Reduction(work, flat_grad, bucket_index, what, adds, result, kept))
+        if self._comm.data_parallel_size == 1:  # there are no other ranks to wait for
+            slot.wait()
+
+    def _finish_on_device(self, reduction: _Reduction) -> None:
+        shard = reduction.flat_grad.bucket_shards[reduction.bucket_index]
+        self._finish(reduction.work, reduction.result, shard, reduction.what, reduction.adds_to_shard)
+        if reduction.kept is not None and self._comm.device.type == "cuda":
+            self._stream_inputs.append(reduction.kept)
+        self._notify(reduction)
+
+    def _finish_offloaded(self, reduction: _Reduction) -> None:
+        """Finish the reduction of an offloaded gradient: record its norms, and copy it off the device."""
+        flat_grad, result = reduction.flat_grad, reduction.result
+        reduction.work.wait()
+        self._average(result, reduction.what)
+        shard = flat_grad.bucket_shards[reduction.bucket_index]
+        if reduction.adds_to_shard and shard.device == result.device:
+            result.add_(shard)
+        elif reduction.adds_to_shard and reduction.kept is not None:
+            result.add_(reduction.kept.copy_(shard, non_blocking=True))
+        start = flat_grad.flat.shard_ranges[reduction.bucket_index].start
+        spans = flat_grad.norm_ranges(reduction.bucket_index, include_replicated=self._comm.tensor_axis.rank == 0)
+        views = [result[span.start - start : span.end - start] for span in spans]
+        flat_grad.norms[reduction.bucket_index] = compute_norms(views, 2.0)
+        if self.needs_overflow_check:
+            flat_grad.max_abs[reduction.bucket_index] = compute_norms([result], math.inf)
+        shard.copy_(result, non_blocking=True)
+        flat_grad.copy_done = self._stream.record_blocking_event()
+        self._notify(reduction)
+
+    def _notify(self, reduction: _Reduction) -> None:
+        """Call the optimizer if all buckets of a flat are reduced."""
+        flat = reduction.flat_grad.flat
+        callback = self.on_shard_ready() if reduction.bucket_index == len(flat.shard_ranges) - 1 else None
+        if callback is not None:
+            callback(flat)
+
+    # -- replicated gradients -----------------------------------------------------------------------------------
+
+    def reduce_local_sum(self, flat_grad: FlatGrad, what: str) -> None:
+        """Reduce ``local_sum`` bucket by bucket, and write the reduced shards to its front, where they form the shard.
+
+        The target of a bucket, ``shard_range(bucket)``, is inside buckets that are already reduced. So nothing that is
+        still needed is overwritten, and stage 1 needs no memory in addition to its full gradients.
+        """
+        if not flat_grad.has_local_sum:  # no gradient on this rank: contribute zeros
+            self._memory.allocate_local_sum(flat_grad).zero_()
+        local_sum, layout = flat_grad.local_sum, flat_grad.flat.layout
+        assert local_sum is not None
+        shard = local_sum[: layout.shard_numel]
+        unfinished: deque[Callable[[], None]] = deque()
+        for bucket_index, bucket in enumerate(layout.buckets):
+            bucket_shard = shard[layout.shard_range(bucket).slice]
+            if self._comm.shard_axis.size == 1:
+                unfinished.append(partial(self._average, bucket_shard, what))
+            else:
+                reduced = self._buffers.shard_buffer(flat_grad.dtype, bucket_index)[: bucket_shard.numel()]
+                work = self._comm.reduce_scatter(reduced, local_sum[bucket.slice], what)
+                unfinished.append(partial(self._finish, work, reduced, bucket_shard, what, add=False))
+            if len(unfinished) == self._slot_count:
+                unfinished.popleft()()
+        for finish in unfinished:
+            finish()
+        flat_grad.shard = shard
+        carried_over = self._memory.pop_carried_over(flat_grad)
+        if carried_over is not None:
+            shard.add_(carried_over)
+        flat_grad.has_local_sum, flat_grad.has_shard = False, True
+
+    # -- finishing ----------------------------------------------------------------------------------------------
+
+    def _finish(self, work: CollectiveWork, result: torch.Tensor, shard: torch.Tensor, what: str, add: bool) -> None:
+        """Finish a reduction: sum over the replicas, average, and write the result to ``shard``."""
+        work.wait()
+        self._average(result, what)
+        if add:
+            shard.add_(result)
+        elif result.data_ptr() != shard.data_ptr():
+            shard.copy_(result)
+
+    def _average(self, shard: torch.Tensor, what: str) -> None:
+        for axis in self._comm.replicate_axes:
+            self._comm.all_reduce(shard, axis, what).wait()
+        if self._comm.data_parallel_size > 1:
+            shard.mul_(1 / self._comm.data_parallel_size)
+
+    def wait(self) -> None:
+        """Finish all pending reductions, so that compute may use the results."""
+        with self._stream:
+            self._buffers.wait_all()
+        self._wait_stream()
+        self._buffers.free()
+        self.is_busy = False
+
+    def _wait_stream(self) -> None:
+        """Make compute wait for the side stream, and free the tensors that it has read."""
+        self._stream.compute_wait_all()
+        self._stream_inputs.clear()

@@ -63,7 +63,7 @@ def _prepare_write(engine: Engine) -> None:
 
 def _global_norm(engine: Engine, norm_type: float) -> torch.Tensor:
     comm, is_inf_norm = engine.comm, norm_type == math.inf
-    found = engine.gradients.shard_norms(norm_type)
+    found = engine.gradients.norms.per_shard(norm_type)
     norms = torch.stack(found) if found else torch.zeros(1, device=comm.device)
     total = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if is_inf_norm else norms.square().sum()
     op = dist.ReduceOp.MAX if is_inf_norm else dist.ReduceOp.SUM

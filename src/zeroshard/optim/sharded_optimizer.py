@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from zeroshard.config.offload import TIERS
@@ -66,8 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.state_guard.device_states = weakref.WeakMethod(self._states_on_device)
         if self._cpu_updates is not None:
             engine.state_guard.backward_listener = weakref.ref(self._cpu_updates)
-            engine.gradients.on_shard_ready = weakref.WeakMethod(self._cpu_updates.on_shard_ready)
-            engine.gradients.needs_overflow_check = loss_scale is not None
+            engine.gradients.reducer.on_shard_ready = weakref.WeakMethod(self._cpu_updates.on_shard_ready)
+            engine.gradients.reducer.needs_overflow_check = loss_scale is not None
 
     @property
     def group_param_names(self) -> list[list[str]]:
@@ -186,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.reduce_pending()
             if self._needs_tp_grad_check:
                 self._needs_tp_grad_check = False
-                check_tp_replicated_grads(engine)
+                engine.gradients.norms.check_tp_replicated()
             self._groups.sync_unused_params()
             guard.wait_readers()
             guard.sync_user_edits()
@@ -336,36 +335,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for tier in TIERS if self._cpu_updates is not None else TIERS[:1]:
             nbytes = sum([tensor.nbytes for tensor in self._groups.state_tensors(tier)])
             self._engine.tracker.set("optimizer states", nbytes, tier)
-
-
-def check_tp_replicated_grads(engine: Engine) -> None:
-    """Raise if the gradient of a plain parameter differs between ranks of the tensor axis. All ranks call it together.
-
-    If such a parameter is used between tensor-parallel layers (e.g. a norm of the heads), each rank has only its part
-    of the sum.
-    """
-    comm = engine.comm
-    names, squares = engine.gradients.tp_replicated_square_sums()
-    what = "compare gradients over the tensor axis"
-    engine.order.check(what)
-    if comm.shard_axis.size > 1:
-        comm.all_reduce(squares, comm.shard_axis, what).wait()
-    largest, negated_smallest = squares.clone(), -squares
-    for tensor in (largest, negated_smallest):
-        comm.all_reduce(tensor, comm.tensor_axis, what, dist.ReduceOp.MAX).wait()
-    is_different = largest + negated_smallest > 0.1 * largest  # a different summation order changes much less,
-    is_different &= largest > 1e-6 * largest.sum()  # except in gradients that are only rounding errors
-    found = is_different.any().float()
-    comm.all_reduce_over_mesh(found, what, dist.ReduceOp.MAX)
-    if bool(found):
-        name = next(
-            (name for name, differs in zip(names, is_different.tolist(), strict=True) if differs), "a parameter"
-        )
-        raise RuntimeError(
-            f"the gradient of {name!r} is not the same on all ranks of the tensor axis: it is used between "
-            "tensor-parallel layers, where each rank has a part of the sum. Give its module a style in tensor_plan, so "
-            "that it becomes a DTensor, or do not parallelize those layers"
-        )
 
 
 def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
