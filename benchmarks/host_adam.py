@@ -24,7 +24,7 @@ import torch
 from benchmarks.record import described, machine
 from benchmarks.table import Result, ratio
 from benchmarks.trial import Trials, options, parsed
-from zeroshard.optim.cpu.kernels import AdamHyperparams, load_kernels
+from zeroshard.optim import AdamHyperparams, load_kernels
 
 CHOSEN = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STATES = 3 * 4 * 2  # bytes a parameter: master and two moments, read and written

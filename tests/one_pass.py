@@ -10,7 +10,8 @@ import torch
 
 from zeroshard.engine import GradScale
 from zeroshard.optim import step
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
+from zeroshard.optim.fused_adam.launch_table import SliceTensors
+from zeroshard.optim.hyperparams import AdamHyperparams
 
 
 class TorchKernel:
@@ -26,7 +27,7 @@ class TorchKernel:
         return list(strips)
 
     def run(
-        self, laid: list[SliceTensors], steps: Sequence[torch.Tensor], numbers: FusedAdamHyperparams, factors: GradScale
+        self, laid: list[SliceTensors], steps: Sequence[torch.Tensor], numbers: AdamHyperparams, factors: GradScale
     ) -> None:
         self.runs += 1
         for strip in laid:

@@ -17,9 +17,10 @@ from plain import batches, net_loss
 
 from zeroshard.optim.cpu import build, kernels
 from zeroshard.optim.cpu.apply import ChunkUpdater, UpdateSpec
-from zeroshard.optim.cpu.kernels import AdamHyperparams, CpuKernels, KernelHandle, KernelThreads, SGDHyperparams
+from zeroshard.optim.cpu.kernels import CpuKernels, KernelHandle, KernelThreads
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.cpu.worker import UpdateJob
+from zeroshard.optim.hyperparams import AdamHyperparams, SGDHyperparams
 
 ADAM = AdamHyperparams(lr=0.1, weight_decay=0.1)
 LENGTHS = (1, 0, 70_001, 8192, 8191, 300_000, 1, 40_003, 9000, 0)  # less than a thread is worth, one, several chunks

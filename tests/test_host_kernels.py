@@ -30,14 +30,12 @@ from zeroshard.optim.cpu import build, kernels
 from zeroshard.optim.cpu import rounding as rounding_module
 from zeroshard.optim.cpu.apply import make_update_spec
 from zeroshard.optim.cpu.kernels import (
-    AdamHyperparams,
     CpuKernels,
     Rounding,
-    SGDHyperparams,
-    hyperparams_from_group,
     load_kernels,
 )
 from zeroshard.optim.cpu.rounding import detect_torch_rounding
+from zeroshard.optim.hyperparams import AdamHyperparams, SGDHyperparams, hyperparams_from_group
 
 LENGTHS = (1, 7, 37, 64, 1025, 40_003)  # within a vector, a block, several blocks, several threads
 ADAMS = (

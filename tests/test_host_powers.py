@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from zeroshard.optim.cpu import kernels
-from zeroshard.optim.cpu.kernels import AdamHyperparams, CpuKernels, hyperparams_from_group
+from zeroshard.optim.cpu.kernels import CpuKernels
+from zeroshard.optim.hyperparams import AdamHyperparams, hyperparams_from_group
 
 LENGTHS = (1, 37, 1025, 40_003)  # within a vector, a block, several blocks, several threads
 FUSED = {"fused": True, "is_cuda_rounding": True}

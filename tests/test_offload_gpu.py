@@ -14,7 +14,8 @@ import zeroshard
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.optim.cpu.apply import make_update_spec
 from zeroshard.optim.cpu.chunk import StateChunk
-from zeroshard.optim.cpu.kernels import AdamHyperparams, load_kernels
+from zeroshard.optim.cpu.kernels import load_kernels
+from zeroshard.optim.hyperparams import AdamHyperparams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

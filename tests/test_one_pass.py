@@ -25,8 +25,8 @@ from torch import nn
 
 import zeroshard
 from zeroshard.optim.fused_adam import fused_adam, triton_kernel
-from zeroshard.optim.fused_adam.kernel_inputs import SliceTensors, fused_hyperparams_from_group
-from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, make_tables
+from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, SliceTensors, make_tables
+from zeroshard.optim.hyperparams import fused_hyperparams_from_group
 
 every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NET = make_net(blocks=2)  # not in a rank: threads draw from one generator

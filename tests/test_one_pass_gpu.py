@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.engine import GradScale
 from zeroshard.optim import step
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
+from zeroshard.optim.fused_adam.launch_table import SliceTensors
+from zeroshard.optim.hyperparams import AdamHyperparams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -82,10 +83,10 @@ def lines(numel: int, offset: int, seed: int) -> list[torch.Tensor]:
 
 
 CHOSEN = {
-    "decay": FusedAdamHyperparams(1e-2, (0.9, 0.999), 1e-8, 0.1, False),
-    "no decay, maximised": FusedAdamHyperparams(3e-4, (0.95, 0.98), 1e-8, 0.0, True),
-    "small eps": FusedAdamHyperparams(1e-3, (0.9, 0.95), 1e-15, 0.01, False),
-    "lr on the device": FusedAdamHyperparams(torch.tensor(1e-2), (0.8, 0.9999), 1e-8, 0.1, False),
+    "decay": AdamHyperparams(1e-2, (0.9, 0.999), 1e-8, 0.1),
+    "no decay, maximised": AdamHyperparams(3e-4, (0.95, 0.98), 1e-8, 0.0, maximize=True),
+    "small eps": AdamHyperparams(1e-3, (0.9, 0.95), 1e-15, 0.01),
+    "lr on the device": AdamHyperparams(torch.tensor(1e-2), (0.8, 0.9999), 1e-8, 0.1),
 }
 
 
@@ -97,7 +98,7 @@ def test_the_kernel_gives_every_bit_of_torchs(chosen: str, dtype: torch.dtype) -
     kernel, told = TritonKernel(torch.device("cuda", torch.cuda.current_device())), ""
     numbers = CHOSEN[chosen]
     if isinstance(numbers.lr, torch.Tensor):
-        numbers = FusedAdamHyperparams(**{**vars(numbers), "lr": numbers.lr.cuda()})
+        numbers = AdamHyperparams(**{**vars(numbers), "lr": numbers.lr.cuda()})
     inverse, coefficient = torch.tensor(1 / 3, device="cuda"), torch.tensor(0.7, device="cuda")
     for numel, offset in ((1, 0), (7, 0), (37, 1), (1025, 0), (40_003, 3), (1 << 20, 0)):
         gradient, *ours = (line[offset:] for line in lines(numel, offset, seed=numel))

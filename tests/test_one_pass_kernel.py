@@ -6,6 +6,7 @@ test_one_pass_gpu.py. What is compiled is looked at: which operations there are,
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from typing import Any
@@ -14,14 +15,14 @@ import pytest
 import torch
 
 from zeroshard.engine import GradScale
-from zeroshard.optim.cpu.kernels import AdamHyperparams, _beta_power_table
+from zeroshard.optim.cpu.kernels import _beta_power_table
 from zeroshard.optim.fused_adam import triton_kernel
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
-from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS
+from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, SliceTensors
+from zeroshard.optim.hyperparams import AdamHyperparams
 
 triton = pytest.importorskip("triton")
 
-PLAIN = FusedAdamHyperparams(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=False)
+PLAIN = AdamHyperparams(lr=0.01, weight_decay=0.1, fused=True, is_cuda_rounding=True)
 FACTORS = {"inv_scale": torch.tensor(1 / 3), "clip_coef": torch.tensor(0.7)}
 
 
@@ -41,12 +42,12 @@ def strips(numels: list[int], gradient: torch.dtype, copy: torch.dtype | None, o
 
 
 def host_update(
-    native: Any, strip: SliceTensors, numbers: FusedAdamHyperparams, step: int, factors: dict[str, torch.Tensor]
+    native: Any, strip: SliceTensors, numbers: AdamHyperparams, step: int, factors: dict[str, torch.Tensor]
 ) -> list[Any]:
     """What the host's native kernel makes of a strip, by the formulas of a GPU."""
     old = (strip.master.clone(), strip.exp_avg.clone(), strip.exp_avg_sq.clone())
     lr = float(numbers.lr)
-    chosen = AdamHyperparams(lr, numbers.betas, numbers.eps, numbers.weight_decay, True, numbers.maximize, True, True)
+    chosen = dataclasses.replace(numbers, lr=lr)
     powers = tuple(_beta_power_table(beta, 0, "cpu")[step] for beta in numbers.betas)
     scaled = [float(value) for key, value in factors.items() if key != "overflow"]
     native.adam(*old, strip.gradient.clone(), chosen, out=old, step=step, grad_factors=scaled, beta_powers=powers)
@@ -69,7 +70,7 @@ def test_strips_are_updated_by_the_formulas_of_a_gpu(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     gradient, copy, offset, changed, factors = CASES[case]
-    numbers = FusedAdamHyperparams(**{**vars(PLAIN), **changed})
+    numbers = AdamHyperparams(**{**vars(PLAIN), **changed})
     found = strips([64, 300, 33, 1, 128, 5], gradient, copy, offset)
     steps = [1, 7, 100]
     wanted = [host_update(native_kernels, strip, numbers, steps[strip.slice_index], factors) for strip in found]

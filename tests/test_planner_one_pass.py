@@ -12,7 +12,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.config.config import Config
-from zeroshard.optim.fused_adam.kernel_inputs import is_supported
+from zeroshard.optim import is_supported
 from zeroshard.optim.slices import max_slice_numel
 from zeroshard.planner.auto import JobTopology, choose_plan
 from zeroshard.planner.machines.machine import Machine

@@ -16,17 +16,21 @@ from zeroshard.memory import TierAllocator, record_blocking_event
 from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
 from zeroshard.optim.cpu.kernels import (
     DTYPE_CODES,
-    AdamHyperparams,
     CpuKernels,
     KernelHandle,
     KernelThreads,
     Rounding,
-    SGDHyperparams,
     beta_powers_on_gpu,
-    hyperparams_from_group,
 )
 from zeroshard.optim.cpu.rounding import detect_torch_rounding
 from zeroshard.optim.cpu.staging import PinnedStaging
+from zeroshard.optim.hyperparams import (
+    ADAM_STATE_KEYS,
+    SGD_STATE_KEYS,
+    AdamHyperparams,
+    SGDHyperparams,
+    hyperparams_from_group,
+)
 from zeroshard.optim.slices import OptimizerSlice, as_plain_parameters, is_elementwise
 
 
@@ -73,10 +77,6 @@ class GradScaleReadback:
             self.ready_event.synchronize()
         values = dict(zip(self._names, self._values.tolist() if self._values is not None else (), strict=True))
         return GradScaleValues(not values.get("found_inf"), values.get("inv_scale"), values.get("clip_coef"))
-
-
-ADAM_STATE_KEYS = ("exp_avg", "exp_avg_sq")
-SGD_STATE_KEYS = ("momentum_buffer",)
 
 
 @dataclass(frozen=True)

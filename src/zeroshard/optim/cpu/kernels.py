@@ -74,96 +74,15 @@ import os
 import platform
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from zeroshard.optim.cpu.build import KernelBuildError, load_library
-
-SUPPORTED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-
-
-@dataclass(frozen=True)
-class AdamHyperparams:
-    """The hyper-parameters of Adam and AdamW, as plain numbers, so that equal ones compare equal.
-
-    >>> AdamHyperparams(lr=1e-3) == AdamHyperparams(lr=1e-3, betas=(0.9, 0.999))
-    True
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decoupled_weight_decay: bool = True  # AdamW: decay the parameter; else add the decay to the gradient
-    maximize: bool = False
-    fused: bool = False  # round like torch's fused kernel: on the CPU, or with is_cuda_rounding on a GPU
-    is_cuda_rounding: bool = False  # round like torch's foreach kernels on a GPU
-
-
-@dataclass(frozen=True)
-class SGDHyperparams:
-    """The hyper-parameters of SGD, as plain numbers.
-
-    >>> SGDHyperparams(lr=0.1, momentum=0.9).nesterov
-    False
-    """
-
-    lr: float
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-    fused: bool = False  # round like torch's fused kernel on the CPU
-
-
-def hyperparams_from_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], is_cuda_rounding: bool = False
-) -> AdamHyperparams | SGDHyperparams | None:
-    """Return the hyper-parameters for a native update of a group; None if only torch's own update is correct.
-
-    ``is_cuda_rounding``: the update must give torch's results on a GPU.
-
-    Supported are torch's Adam, AdamW and SGD, without ``amsgrad``, ``capturable`` and ``differentiable``; not their
-    subclasses, which may do anything. The learning rate may be a tensor. It is read, which is a host sync if it is on a
-    device. On the CPU, torch's Adam computes with a tensor learning rate in its dtype, unless fused: not supported.
-
-    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    >>> hyperparams_from_group(optimizer, optimizer.param_groups[0])
-    SGDHyperparams(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False, fused=False)
-    """
-    kind = type(optimizer)
-    if kind not in SUPPORTED_OPTIMIZERS or any(group.get(key) for key in ("amsgrad", "capturable", "differentiable")):
-        return None
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    maximize, fused = bool(group["maximize"]), bool(group.get("fused"))
-    if isinstance(group["lr"], torch.Tensor) and kind is not torch.optim.SGD and not (fused or is_cuda_rounding):
-        return None
-    if kind is torch.optim.SGD:
-        return SGDHyperparams(
-            lr=lr,
-            momentum=float(group["momentum"]),
-            dampening=float(group["dampening"]),
-            weight_decay=weight_decay,
-            nesterov=bool(group["nesterov"]),
-            maximize=maximize,
-            fused=fused and not is_cuda_rounding,  # on a GPU all implementations round the same way
-        )
-    return AdamHyperparams(
-        lr=lr,
-        betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=float(group["eps"]),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=bool(group.get("decoupled_weight_decay", kind is torch.optim.AdamW)),
-        maximize=maximize,
-        fused=fused,
-        is_cuda_rounding=is_cuda_rounding,
-    )
-
+from zeroshard.optim.hyperparams import AdamHyperparams, SGDHyperparams
 
 STEPS_PER_TABLE = 4096  # steps per request to the GPU
 

@@ -32,14 +32,8 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from zeroshard.optim.cpu.kernels import (
-    AdamHyperparams,
-    CpuKernels,
-    Rounding,
-    SGDHyperparams,
-    default_rounding,
-    load_kernels,
-)
+from zeroshard.optim.cpu.kernels import CpuKernels, Rounding, default_rounding, load_kernels
+from zeroshard.optim.hyperparams import AdamHyperparams, SGDHyperparams
 
 OptimizerKind = Literal["adam", "sgd"]
 # Elements of the trial tensors: the long one has enough for square roots that MKL rounds differently (0.6 % of them);

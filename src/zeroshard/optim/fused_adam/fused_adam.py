@@ -13,8 +13,8 @@ an address changes, so a step is a few launches for any number of units, buckets
 the device: the kernel reads step counts, loss scale, clip coefficient and overflow flag there. After an overflow,
 nothing is written and the step is not counted, as in torch.
 
-The kernel handles the groups that :func:`zeroshard.optim.fused_adam.kernel_inputs.fused_hyperparams_from_group`
-supports, on a GPU with Triton. Torch updates all other slices: see [Note: stepping in batches].
+The kernel handles the groups that :func:`fused_hyperparams_from_group` supports, on a GPU with Triton. Torch updates
+all other slices: see [Note: stepping in batches].
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from zeroshard.engine import Engine, GradScale
-from zeroshard.optim.fused_adam.kernel_inputs import (
-    ADAM_STATE_KEYS,
-    SUPPORTED_DTYPES,
-    SUPPORTED_OPTIMIZERS,
-    FusedAdamHyperparams,
-    SliceTensors,
-    fused_hyperparams_from_group,
-)
+from zeroshard.optim.fused_adam.launch_table import SliceTensors
+from zeroshard.optim.hyperparams import ADAM_CLASSES, ADAM_STATE_KEYS, AdamHyperparams, fused_hyperparams_from_group
 from zeroshard.optim.slices import FlatRange, OptimizerSlice, defer_clip
 
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of compute parameters
 MAX_PREPARED_LAUNCHES = (
     16  # cached launches: gradient addresses alternate between steps, and some parameters are not used in every step
 )
@@ -50,7 +45,7 @@ class FusedAdamKernel(Protocol):
         """Record the addresses of the tensors of ``slice_count`` slices."""
 
     def run(
-        self, launch: Any, steps: Sequence[torch.Tensor], hyperparams: FusedAdamHyperparams, grad_scale: GradScale
+        self, launch: Any, steps: Sequence[torch.Tensor], hyperparams: AdamHyperparams, grad_scale: GradScale
     ) -> None:
         """Update the slices. ``steps`` are their step counts, including this update."""
 
@@ -60,7 +55,7 @@ def kernel_for(optimizer: torch.optim.Optimizer, device: torch.device) -> FusedA
 
     >>> kernel_for(torch.optim.AdamW([torch.zeros(1)], fused=True), torch.device("cpu"))
     """
-    if device.type != "cuda" or torch.version.cuda is None or type(optimizer) not in SUPPORTED_OPTIMIZERS:
+    if device.type != "cuda" or torch.version.cuda is None or type(optimizer) not in ADAM_CLASSES:
         return None
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return _load_kernel(device) if fused else None
@@ -92,7 +87,7 @@ def _self_test(kernel: FusedAdamKernel, device: torch.device) -> None:
     kernel.run(
         kernel.prepare([SliceTensors(0, gradient, ours[0], ours[1], ours[2], compute_param)], 1),
         [step],
-        FusedAdamHyperparams(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=False),
+        AdamHyperparams(lr=0.01, weight_decay=0.1, fused=True, is_cuda_rounding=True),
         GradScale(),
     )
     torch._fused_adamw_(

@@ -15,10 +15,20 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from zeroshard.optim.fused_adam.kernel_inputs import SliceTensors
-
 ROW_FIELDS = 8  # int64 values per row
 VECTOR_NUMEL = 4  # elements per vector load
+
+
+@dataclass(frozen=True)
+class SliceTensors:
+    """Elements of a slice that are contiguous in every tensor: all tensors are 1-D and have the same length."""
+
+    slice_index: int  # of the slice, which has its own step count
+    gradient: torch.Tensor  # reduced, in its own dtype
+    master: torch.Tensor  # fp32
+    exp_avg: torch.Tensor  # fp32
+    exp_avg_sq: torch.Tensor  # fp32
+    compute_param: torch.Tensor | None  # in 16 bits; None: only the master weight is kept
 
 
 @dataclass(frozen=True)

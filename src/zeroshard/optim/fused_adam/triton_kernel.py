@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeroshard.engine import GradScale
-from zeroshard.optim.fused_adam.kernel_inputs import FusedAdamHyperparams, SliceTensors
-from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, make_tables
+from zeroshard.optim.fused_adam.launch_table import ROW_FIELDS, LaunchTable, SliceTensors, make_tables
+from zeroshard.optim.hyperparams import AdamHyperparams
 
 try:
     import triton
@@ -149,7 +149,7 @@ class TritonKernel:
         self,
         launch: PreparedLaunch,
         steps: Sequence[torch.Tensor],
-        hyperparams: FusedAdamHyperparams,
+        hyperparams: AdamHyperparams,
         grad_scale: GradScale,
     ) -> None:
         """Update the slices. ``steps`` are their step counts, including this update."""
@@ -159,7 +159,7 @@ class TritonKernel:
                 self._launch(table, beta_powers, hyperparams, grad_scale)
 
     def _launch(
-        self, table: LaunchTable, beta_powers: torch.Tensor, hyperparams: FusedAdamHyperparams, grad_scale: GradScale
+        self, table: LaunchTable, beta_powers: torch.Tensor, hyperparams: AdamHyperparams, grad_scale: GradScale
     ) -> None:
         self._compiled[(table.program_rows.numel(),)](
             table.program_rows,
