@@ -290,26 +290,26 @@ def test_what_does_not_fit_is_refused(native_kernels: CpuKernels) -> None:
 
     run()
     for changed, words in (
-        ({"m": torch.zeros(5)}, r"first is \(5,\) torch.float32 on cpu.*; wanted is \(4,\) torch.float32 on cpu"),
-        ({"p": half, "m": half, "v": half}, "parameter is .*bfloat16"),
-        ({"g": torch.zeros(4, dtype=torch.float64)}, "gradient is .*float64"),
-        ({"g": torch.zeros(8)[::2]}, r"gradient is .*strides \(2,\)"),
-        ({"g": torch.zeros(2, 2)}, r"gradient is \(2, 2\)"),
-        ({"g": torch.zeros(4, device="meta")}, "gradient is .* on meta"),
-        ({"copy": torch.zeros(4, dtype=torch.int32)}, "copy is .*int32"),
-        ({"out": (good, good)}, "out has 2 tensors"),
-        ({"out": (good, good, half)}, "second_out is .*bfloat16"),
-        ({"grad_factors": (1.0, 1.0, 1.0)}, "got 3 factors"),
-        ({"step": 0}, "step is 0"),
-        ({"threads": 0}, "threads is 0"),
+        ({"m": torch.zeros(5)}, r"first must be \(4,\) torch.float32 on cpu.*; got \(5,\) torch.float32 on cpu"),
+        ({"p": half, "m": half, "v": half}, "parameter must be .*got .*bfloat16"),
+        ({"g": torch.zeros(4, dtype=torch.float64)}, "gradient must be .*got .*float64"),
+        ({"g": torch.zeros(8)[::2]}, r"gradient must be .*strides \(2,\)"),
+        ({"g": torch.zeros(2, 2)}, r"gradient must be .*got \(2, 2\)"),
+        ({"g": torch.zeros(4, device="meta")}, "gradient must be .*got .* on meta"),
+        ({"copy": torch.zeros(4, dtype=torch.int32)}, "copy must be .*got .*int32"),
+        ({"out": (good, good)}, "out must have a tensor for each of 3 states, got 2"),
+        ({"out": (good, good, half)}, "second_out must be .*got .*bfloat16"),
+        ({"grad_factors": (1.0, 1.0, 1.0)}, "at most 2 gradient factors are supported, got 3"),
+        ({"step": 0}, "step must be at least 1, got 0"),
+        ({"threads": 0}, "threads must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=words):
             run(**changed)
-    with pytest.raises(ValueError, match=r"out\[1\] is None; momentum 0.9 wants a tensor"):
+    with pytest.raises(ValueError, match=r"out\[1\] must be a tensor with momentum 0.9, got None"):
         native_kernels.sgd(good, None, good, sgd, out=(good, None))
-    with pytest.raises(ValueError, match=r"out\[1\] is a tensor; momentum 0.0 wants None"):
+    with pytest.raises(ValueError, match=r"out\[1\] must be None with momentum 0.0, got a tensor"):
         native_kernels.sgd(good, None, good, SGDHyperparams(lr=0.1), out=(good, good))
-    with pytest.raises(ValueError, match="got a momentum tensor with momentum 0"):
+    with pytest.raises(ValueError, match="the momentum tensor must be None with momentum 0"):
         native_kernels.sgd(good, good, good, SGDHyperparams(lr=0.1), out=(good, None))
 
 

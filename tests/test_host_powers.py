@@ -54,7 +54,7 @@ def test_an_infinite_parameter_that_does_not_decay_stays(native_kernels: CpuKern
 
 def test_powers_are_wanted(native_kernels: CpuKernels) -> None:
     lines = torch.ones(3), torch.zeros(3), torch.zeros(3)
-    with pytest.raises(ValueError, match="wants powers: both betas to the power of step"):
+    with pytest.raises(ValueError, match="needs beta_powers: both betas to the power of step"):
         native_kernels.adam(*lines, torch.ones(3), AdamHyperparams(lr=0.1, **FUSED), out=lines, step=1)
 
 

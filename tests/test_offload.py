@@ -515,18 +515,18 @@ def test_a_disk_that_fails_ends_training_with_its_reason_until_a_load(
         whole(self, which, memory, offset)
 
     monkeypatch.setattr(OffloadFile, "transfer", sometimes)
-    with pytest.raises(RuntimeError, match=rf"the update outside the device failed: DiskError: the {way} of .*failed"):
+    with pytest.raises(RuntimeError, match=rf"the update of offloaded states failed: DiskError: the {way} of .*failed"):
         loop(model, sharded, case, first=3)
     monkeypatch.setattr(OffloadFile, "transfer", whole)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"Input/output error.*of no use any more: load a checkpoint"):
+        with pytest.raises(RuntimeError, match=r"Input/output error.*invalid now: load a checkpoint"):
             model(batches(1)[0])
     for use in (
         lambda: zeroshard.save(tmp_path / "spoilt", model, sharded),
         lambda: zeroshard.full_parameter(model, "head.weight"),
         lambda: sharded.state_dict(),
     ):
-        with pytest.raises(RuntimeError, match="of no use any more: load a checkpoint"):
+        with pytest.raises(RuntimeError, match="invalid now: load a checkpoint"):
             use()
     zeroshard.load(tmp_path / "there", model, sharded)
     loop(model, sharded, case, first=3)

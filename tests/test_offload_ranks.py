@@ -235,9 +235,9 @@ def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> 
     with pytest.raises(RanksFailed) as failed:
         run_processes(2, lose_the_disk, 2, stage, "optimizer", timeout=60)
     accounts = failed.value.accounts
-    assert "the update outside the device failed: DiskError" in accounts[0]
+    assert "the update of offloaded states failed: DiskError" in accounts[0]
     assert "Input/output error. The device failed" in accounts[0]
-    assert "rank 0 failed: the update outside the device failed: DiskError" in accounts[1]
+    assert "rank 0 failed: the update of offloaded states failed: DiskError" in accounts[1]
 
 
 # ----------------------------------------------------------------------------------------- ranks that differ in forward

@@ -386,7 +386,7 @@ def test_states_of_another_optimizer_are_not_touched() -> None:
 def test_without_triton_there_is_one_warning_and_torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "triton", None)
     device = torch.device("cuda", 7)
-    with pytest.warns(RuntimeWarning, match=r"torch's own slower one runs on cuda:7: ImportError"):
+    with pytest.warns(RuntimeWarning, match=r"torch's slower update runs on cuda:7: ImportError"):
         assert fused_adam._load_kernel(device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -139,7 +139,7 @@ def test_an_optimizer_that_looks_beyond_one_element_is_refused_by_what_it_does(k
     model[0].weight.rate = 0.5  # type: ignore[union-attr, assignment]
     optimizer = kind(model.parameters())
     random = torch.get_rng_state()
-    with pytest.raises(ValueError, match=f"{kind.__name__} looks at more than one element at a time.*{DIFFERS[kind]}"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} reads more than one element at a time.*{DIFFERS[kind]}"):
         zeroshard.shard(model, optimizer)
     assert not optimizer.state and "d" not in optimizer.param_groups[0] and torch.equal(random, torch.get_rng_state())
     model(DATA).sum().backward()
@@ -200,7 +200,7 @@ UNDECIDED: dict[type, str] = {
 @pytest.mark.parametrize("kind", UNDECIDED, ids=lambda kind: kind.__name__)
 def test_what_trying_does_not_decide_is_refused(kind: Any) -> None:
     model, random = copy.deepcopy(MODEL), torch.get_rng_state()
-    with pytest.raises(ValueError, match=f"{kind.__name__} may look.*{UNDECIDED[kind]}.*elementwise=True"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} may read.*{UNDECIDED[kind]}.*elementwise=True"):
         zeroshard.shard(model, kind(model.parameters()))
     assert torch.equal(random, torch.get_rng_state())
     check_elementwise(kind(model.parameters()), True, None)
@@ -272,7 +272,7 @@ class ByGroup(Own):
 def test_a_group_that_is_added_later_is_tried_too() -> None:
     model = copy.deepcopy(MODEL)
     model, optimizer = zeroshard.shard(model, ByGroup(model[0].parameters()))
-    with pytest.raises(ValueError, match="ByGroup looks at more than one element"):
+    with pytest.raises(ValueError, match="ByGroup reads more than one element"):
         optimizer.add_param_group({"params": list(model[2].parameters()), "normalise": True})
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
     model(DATA).sum().backward()

@@ -67,8 +67,8 @@ class ParamGradHandle:
         self.state_guard.check_states_reloaded()
         if self.clear_count != self.gradients.clear_count or not self.flat_grad.is_param_used[self.index]:
             raise RuntimeError(
-                f"this is a gradient of {self.name!r} that was cleared since: read parameter.grad again after the next "
-                "backward(), or keep parameter.grad.clone()"
+                f"this gradient of {self.name!r} was cleared after parameter.grad was read: read it again after the "
+                "next backward(), or keep parameter.grad.clone()"
             )
         self.order.begin_pass(what)
         self.gradients.sync_used_params()
@@ -184,8 +184,8 @@ class ShardedGradient(torch.Tensor):
         if (is_list or isinstance(first, ShardedGradient)) and func._schema.is_mutable:
             grad = first if isinstance(first, ShardedGradient) else next(g for g in first if isinstance(g, cls))
             raise RuntimeError(
-                f"the gradient of {grad.handle.name!r} is partitioned over the ranks, and {name!r} cannot be done to "
-                "it in parts. Read it with zeroshard.full_gradient(model, name), change it element by element (mul_, "
+                f"the gradient of {grad.handle.name!r} is partitioned over the ranks, and {name!r} does not work on "
+                "shards. Read it with zeroshard.full_gradient(model, name), change it element by element (mul_, "
                 "add_, clamp_, copy_, …), clip with optimizer.clip_grad_norm_(…), clear with optimizer.zero_grad()"
             )
         args, options = _gather_sharded_grads((args, options))

@@ -75,7 +75,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, elementwise: bool | None
     for name in UNSUPPORTED_OPTIMIZERS:
         if hasattr(torch.optim, name) and isinstance(optimizer, getattr(torch.optim, name)):
             raise ValueError(
-                f"torch.optim.{name} looks at more than one element at a time, so it cannot run on shards; use an "
+                f"torch.optim.{name} reads more than one element at a time, so it cannot run on shards: use an "
                 "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
             )
     if type(optimizer) not in ELEMENTWISE_OPTIMIZERS and not elementwise:
@@ -97,15 +97,15 @@ def _compare_or_raise(optimizer: torch.optim.Optimizer, compare: Callable[[], No
         compare()
     except ElementwiseMismatchError as difference:
         raise ValueError(
-            f"{kind} looks at more than one element at a time, so it cannot run on shards: stepped on flat slices of "
-            f"small tensors, it gave other numbers than on the whole tensors ({difference}). Use an elementwise "
-            "optimizer (SGD, Adam, AdamW, Lion, …); if this difference is meant, say shard(…, elementwise=True)"
+            f"{kind} reads more than one element at a time, so it cannot run on shards: a trial on flat slices of "
+            f"small tensors gave different numbers than on full tensors ({difference}). Use an elementwise optimizer "
+            "(SGD, Adam, AdamW, Lion, …), or pass elementwise=True to shard() if this difference is intended"
         ) from None
     except ElementwiseUndecidedError as why:
         raise ValueError(
-            f"{kind} may look at more than one element at a time, and then it cannot run on shards: trying it on "
-            f"small tensors did not decide it, since {why}. If it updates each element from that element's own value, "
-            "gradient and states, say shard(…, elementwise=True); otherwise use an elementwise optimizer (SGD, Adam, "
+            f"{kind} may read more than one element at a time, and then it cannot run on shards: a trial on small "
+            f"tensors did not decide it, because {why}. If it updates each element from that element's own value, "
+            "gradient and states, pass elementwise=True to shard(); otherwise use an elementwise optimizer (SGD, Adam, "
             "AdamW, …)"
         ) from why.__cause__
 
@@ -223,7 +223,7 @@ def _run_trial(
                         what = title.format(repr(key))
                         raise ElementwiseMismatchError(
                             f"{what} is {_short_repr(actual.get(key))} on a slice, "
-                            f"{_short_repr(expected.get(key))} on all"
+                            f"{_short_repr(expected.get(key))} on full tensors"
                         )
 
 
@@ -362,7 +362,7 @@ class _OptimizerCopy:
         """Return itself; raise if its values cannot be compared."""
         first, last = torch.cat(self.initial_values), self.values[-1]
         if not bool(last.isfinite().all()):
-            raise ElementwiseUndecidedError("it came to values that are not finite")
+            raise ElementwiseUndecidedError("its values became infinite or NaN")
         if len(self.values) > 1 and torch.equal(first, last):  # a warmup may begin with a learning rate of 0
             raise ElementwiseUndecidedError("its steps changed nothing")
         return self
@@ -453,14 +453,14 @@ def _copy_value(
     if isinstance(value, int) and not isinstance(value, bool):
         if value in known:
             raise ElementwiseUndecidedError(
-                f"{where} holds the id() of a parameter, and on shards parameters are other tensors"
+                f"{where} holds the id() of a parameter, and on shards the parameters are other tensors"
             )
         return value
     if isinstance(value, _SHARED_TYPES):
         return value
     if isinstance(value, torch.Tensor):
         if id(value) in known or isinstance(value, nn.Parameter):
-            raise ElementwiseUndecidedError(f"{where} holds parameters, and on shards it would go on using these")
+            raise ElementwiseUndecidedError(f"{where} holds parameters, and on shards it would still use these")
         if value.numel() > MAX_COPIED_ELEMENTS:
             raise ElementwiseUndecidedError(f"{where} holds a tensor of {value.numel()} elements")
         return value.detach().to(device, copy=True)
@@ -493,7 +493,7 @@ def _copy_value(
         clone = object.__new__(type(value))
         clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
         return clone
-    raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which is not copied for a trial")
+    raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which cannot be copied for a trial")
 
 
 def _trial_lr(options: Mapping[str, Any], defaults: Mapping[str, Any], max_lr: float, min_lr: float) -> Any:
@@ -576,13 +576,13 @@ def _check_can_run_trial(optimizer: torch.optim.Optimizer) -> None:
         raise ElementwiseUndecidedError("its step() was replaced by another one")
     hooks = [value for key, value in vars(optimizer).items() if key.startswith("_optimizer_step_") and value]
     if hooks:
-        raise ElementwiseUndecidedError("there are hooks on its step, which were not run for a trial")
+        raise ElementwiseUndecidedError("there are hooks on its step, which a trial must not run")
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        raise ElementwiseUndecidedError("there are hooks on every optimizer's step, which were not run for a trial")
+        raise ElementwiseUndecidedError("there are hooks on every optimizer's step, which a trial must not run")
     for key in optimizer.state:
         if not isinstance(key, torch.Tensor):
             raise ElementwiseUndecidedError(
-                f"it keeps a state under {key!r}, which is not a parameter: a checkpoint would not hold it"
+                f"it keeps a state under {key!r}, which is not a parameter: a checkpoint would not contain it"
             )
     arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = [
@@ -590,7 +590,7 @@ def _check_can_run_trial(optimizer: torch.optim.Optimizer) -> None:
     ]
     if required:
         raise ElementwiseUndecidedError(
-            f"its step() needs {', '.join(map(repr, required))}, and zeroshard calls step() alone"
+            f"its step() needs {', '.join(map(repr, required))}, and zeroshard calls step() without arguments"
         )
 
 
@@ -677,7 +677,7 @@ def _compare_values(whole: _OptimizerCopy, pieces: _OptimizerCopy, splits: tuple
     raise ElementwiseMismatchError(
         f"after step {step + 1} an element of a tensor of shape {whole.trial.shapes[index]}{of} has moved by "
         f"{(actual - initial)[step, group, position].item():.6g} in a slice, and by "
-        f"{(expected - initial)[step, group, position].item():.6g} in the whole tensor"
+        f"{(expected - initial)[step, group, position].item():.6g} in the full tensor"
     )
 
 
@@ -719,9 +719,7 @@ def _compare_state(
     for key in mine.keys() | theirs.keys():
         what = f"the state {key!r} {of}"
         if key not in mine or key not in theirs:
-            raise ElementwiseMismatchError(
-                f"{what} is there {'on slices' if key in theirs else 'on whole tensors'} alone"
-            )
+            raise ElementwiseMismatchError(f"{what} exists only {'on slices' if key in theirs else 'on full tensors'}")
         left, right = mine[key], theirs[key]
         if is_elementwise(key, right, piece.shape) and type(right) in (torch.Tensor, nn.Parameter):
             if not isinstance(left, torch.Tensor) or left.numel() not in (parameter.numel(), 1):
@@ -732,7 +730,7 @@ def _compare_state(
             scale = left.double().abs().max() if left.numel() else 0.0
             differs = (expected - actual).abs() > tolerance * expected.abs() + 1e-12 * scale
             if bool((differs & ~(expected.isnan() & actual.isnan())).any()):
-                raise ElementwiseMismatchError(f"{what} has other values in a slice")
+                raise ElementwiseMismatchError(f"{what} has different values in a slice")
         elif not is_scalar_state(right) or (
             not is_scalar_state(left) and not is_elementwise(key, left, parameter.shape)
         ):

@@ -43,9 +43,9 @@ class ParamGroupView(dict[str, Any]):
         """Raise if parameters were added to or removed from the list: it would have no effect."""
         if len(self._parameters) != self._param_count:
             raise RuntimeError(
-                f"a parameter group of {self._param_count} parameters has {len(self._parameters)} now: to "
-                "train more of the "
-                "model's, call optimizer.add_param_group(); to train fewer, zeroshard.unwrap() and shard again"
+                f"a parameter group had {self._param_count} parameters at shard() and has {len(self._parameters)} now, "
+                "which has no effect: to train more, call optimizer.add_param_group(); to train fewer, call "
+                "zeroshard.unwrap() and shard again"
             )
 
     def __getitem__(self, key: str) -> Any:
@@ -59,13 +59,13 @@ class ParamGroupView(dict[str, Any]):
         elif value is not self._parameters:
             raise RuntimeError(
                 "the parameters of a group cannot be replaced after zeroshard.shard(): call "
-                "optimizer.add_param_group() for more, or zeroshard.unwrap() and shard again"
+                "optimizer.add_param_group() to add some, or zeroshard.unwrap() and shard again"
             )
 
     def __delitem__(self, key: str) -> None:
         """Delete an entry of the inner group."""
         if key == "params":
-            raise RuntimeError("a group has its parameters for as long as the model is sharded")
+            raise RuntimeError("the parameters of a group cannot be deleted while the model is sharded")
         del self._inner[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -158,9 +158,9 @@ class HyperparamChecker:
     def _raise_if_different(self, rank: int) -> None:
         if any(self._received_bytes[i] + self._received_bytes[DIGEST_BYTES + i] != 255 for i in range(DIGEST_BYTES)):
             raise RuntimeError(
-                f"the hyper-parameters of the optimizer differ between ranks: rank {rank} has {self._options}. Set the "
-                "same learning rate, and whatever else is in optimizer.param_groups, on all ranks: each updates its "
-                "part of every parameter by its own"
+                f"the hyper-parameters of the optimizer differ between ranks: rank {rank} has {self._options}. Each "
+                "rank updates its shard of every parameter with its own values: set the same learning rate and other "
+                "options in optimizer.param_groups on all ranks"
             )
 
 

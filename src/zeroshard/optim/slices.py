@@ -108,9 +108,9 @@ class SliceGuard:
             or engine.state_guard.frozen_params_with_grads()
         ):
             raise RuntimeError(
-                "this is the optimizer that was given to zeroshard.shard(), and its parameters are zeroshard's now: "
-                "call step(), zero_grad() and whatever clips or scales gradients on the optimizer that shard() "
-                "returned (model, optimizer = zeroshard.shard(model, optimizer))"
+                "this is the optimizer that was passed to zeroshard.shard(), and it no longer has the model's "
+                "gradients: call step(), zero_grad() and gradient clipping on the optimizer that shard() returned "
+                "(model, optimizer = zeroshard.shard(model, optimizer))"
             )
 
     @contextlib.contextmanager

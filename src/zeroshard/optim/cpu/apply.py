@@ -285,7 +285,7 @@ class ChunkUpdater:
     @property
     def _required_kernels(self) -> CpuKernels:
         if self._kernels is None:
-            raise RuntimeError("the native update is not there: please report this")
+            raise RuntimeError("the native kernels are missing: please report this")
         return self._kernels
 
     def _increment_steps(self, update: ChunkUpdate) -> None:

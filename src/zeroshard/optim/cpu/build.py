@@ -81,7 +81,7 @@ def cache_dir() -> Iterator[Path]:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{directory} can be written by others: no code is loaded from it; chmod it to 700")
+        raise PermissionError(f"{directory} is writable by other users, so no code is loaded from it: chmod it to 700")
     yield directory
 
 

@@ -119,7 +119,7 @@ class KernelThreads:
         self.library, self._pid = library, os.getpid()
         self.handle: int | None = library.zeroshard_crew()
         if self.handle is None:
-            raise MemoryError("no memory for the threads of the host's updates")
+            raise MemoryError("no memory for the threads of the CPU kernels")
 
     def __del__(self) -> None:
         if self.handle is not None and self._pid == os.getpid():  # a fork does not have the threads
@@ -244,7 +244,7 @@ class CpuKernels:
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
         if step < 1:
-            raise ValueError(f"step is {step}; it counts this update too, so the first is 1")
+            raise ValueError(f"step must be at least 1, got {step}: it includes this update")
         update = _make_update(
             (parameter, exp_avg, exp_avg_sq), out, gradient, copy, grad_factors, hyperparams, rounding
         )
@@ -280,11 +280,11 @@ class CpuKernels:
         [0.5, 0.5, 0.5] [1.0, 1.0, 1.0]
         """
         if (out[1] is not None) != (hyperparams.momentum != 0):
-            wanted = "a tensor for the momentum" if hyperparams.momentum else "None in its place, as nothing is kept"
+            expected = "a tensor" if hyperparams.momentum else "None"
             got = "None" if out[1] is None else "a tensor"
-            raise ValueError(f"out[1] is {got}; momentum {hyperparams.momentum} wants {wanted}")
+            raise ValueError(f"out[1] must be {expected} with momentum {hyperparams.momentum}, got {got}")
         if momentum is not None and out[1] is None:
-            raise ValueError("got a momentum tensor with momentum 0; give None")
+            raise ValueError("the momentum tensor must be None with momentum 0")
         update = _make_update((parameter, momentum), out, gradient, copy, grad_factors, hyperparams, rounding)
         update.l2, update.decay, update.rate = hyperparams.weight_decay, 1.0, -hyperparams.lr
         update.momentum, update.undamped = hyperparams.momentum, 1 - hyperparams.dampening
@@ -323,8 +323,8 @@ def _load_kernels() -> CpuKernels | None:
         return CpuKernels(load_library(KERNELS_SOURCE))
     except KernelBuildError as error:
         warnings.warn(
-            f"zeroshard's host kernels could not be built, so torch's own slower update runs on the host: {error}. "
-            "Install a C compiler (gcc or clang, with the C library's headers), or name one in $CC",
+            f"zeroshard's CPU kernels could not be built, so torch's slower update runs on the CPU: {error}. "
+            "Install a C compiler (gcc or clang, with the C library's headers), or set $CC",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -355,9 +355,9 @@ def _make_update(
 ) -> _UpdateStruct:
     """Check the tensors, and set the fields that both optimizers share."""
     if len(grad_factors) > MAX_GRAD_FACTORS:
-        raise ValueError(f"got {len(grad_factors)} factors of the gradient, at most {MAX_GRAD_FACTORS} are applied")
+        raise ValueError(f"at most {MAX_GRAD_FACTORS} gradient factors are supported, got {len(grad_factors)}")
     if len(out) != len(states):
-        raise ValueError(f"out has {len(out)} tensors; one is wanted for each of {len(states)} states")
+        raise ValueError(f"out must have a tensor for each of {len(states)} states, got {len(out)}")
     update, parameter = _UpdateStruct(), states[0]
     assert parameter is not None
     update.numel = parameter.numel()
@@ -399,7 +399,7 @@ def _set_cuda_fused_adam_constants(
     One double operation on fp32 values, rounded to fp32, is equal to that operation in fp32.
     """
     if beta_powers is None:
-        raise ValueError("fused Adam as on a GPU wants powers: both betas to the power of step, as the GPU has them")
+        raise ValueError("a GPU's fused Adam needs beta_powers: both betas to the power of step, computed by the GPU")
     beta1, beta2, lr = (_round_to_fp32(value) for value in (*hyperparams.betas, hyperparams.lr))
     correction1, correction2 = (_round_to_fp32(1 - power) for power in beta_powers)
     update.decay = (
@@ -423,12 +423,12 @@ def _checked_address(
     is_valid = tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous() and tensor.dtype in dtypes
     if not is_valid or tensor.numel() != parameter.numel():
         got = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}"
-        wanted = f"({parameter.numel()},) {' or '.join(map(str, dtypes))} on cpu, contiguous"
-        raise ValueError(f"{name} is {got}; wanted is {wanted}")
+        expected = f"({parameter.numel()},) {' or '.join(map(str, dtypes))} on cpu, contiguous"
+        raise ValueError(f"{name} must be {expected}; got {got}")
     return tensor.data_ptr()
 
 
 def _check_threads(threads: int) -> int:
     if threads < 1:
-        raise ValueError(f"threads is {threads}; at least 1 is wanted")
+        raise ValueError(f"threads must be at least 1, got {threads}")
     return threads

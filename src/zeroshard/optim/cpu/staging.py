@@ -91,7 +91,7 @@ class PinnedStaging:
     ) -> torch.cuda.Event | None:
         """Copy new parameters to the parameter shard; return the event of the copy if it is asynchronous."""
         if values is None:
-            raise ValueError("there are no new parameters to deliver: please report this")
+            raise ValueError("there are no new parameters to copy: please report this")
         if self.can_write_directly(param_shard, step_event) or self._h2d_stream is None:
             param_shard.copy_(values)
             return None

@@ -278,8 +278,8 @@ class CpuUpdates:
 
     def _fail(self, error: BaseException) -> Exception:
         """Wait for all pending work and mark the states as invalid until a checkpoint is loaded; return the error."""
-        why = f"the update outside the device failed: {type(error).__name__}: {error}"
-        message = f"{why}. The states are of no use any more: load a checkpoint"
+        why = f"the update of offloaded states failed: {type(error).__name__}: {error}"
+        message = f"{why}. The states are invalid now: load a checkpoint"
         self._engine.state_guard.invalid_states |= dict.fromkeys(
             ("weights", "optimizer"), message
         )  # loading a checkpoint resets this

@@ -71,8 +71,8 @@ def _load_kernel(device: torch.device) -> FusedAdamKernel | None:
         return kernel
     except Exception as error:  # Triton raises many types, its own and those of the C compiler it calls
         warnings.warn(
-            f"the optimizer's update in one pass could not be made, so torch's own slower one runs on {device}: "
-            f"{type(error).__name__}: {error}. Install Triton, and a C compiler with Python's headers for it",
+            f"the fused Adam kernel could not be built, so torch's slower update runs on {device}: "
+            f"{type(error).__name__}: {error}. Install Triton, a C compiler and Python's headers",
             RuntimeWarning,
             stacklevel=2,
         )
