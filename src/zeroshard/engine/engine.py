@@ -175,7 +175,7 @@ class Engine:
     @property
     def is_running(self) -> bool:
         """Whether a forward or a backward is running."""
-        return bool(self.schedule.running_calls) or is_in_backward()
+        return bool(self.schedule.running_calls) or torch._C._current_graph_task_id() != -1
 
     @property
     def is_in_forward(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator
 from zeroshard.memory import ParamPrefetcher, TieredTensor
@@ -110,6 +111,15 @@ class FlatParam:
         """Return a view of parameter ``index``, with its original strides, in a tensor with this flat's layout."""
         start = flat.storage_offset() + self.layout.starts[index]
         return flat.as_strided(self.shapes[index], self.strides[index], start)
+
+    def set_param_data(self, values: Sequence[torch.Tensor]) -> None:
+        """Set the values of all parameters, or the local tensors of DTensors: see [Note: many parameters]."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, value in zip(self.parameters, values, strict=True):
+                if self.has_dtensors:
+                    set_data(parameter, value)
+                else:
+                    parameter.data = value
 
     def flatten(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """Flatten a tensor of parameter ``index``'s shape, in the element order of the flat."""
@@ -271,6 +281,14 @@ class FlatParam:
         """Start to read a shard on disk, unless an update of it is pending."""
         if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
             self.prefetcher.prefetch(self.shard)
+
+
+def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Set the values of a parameter, or the local tensor of a DTensor."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = values
+    else:
+        parameter.data = values
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

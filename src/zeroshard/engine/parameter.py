@@ -168,24 +168,6 @@ def _local_grad(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Set the values of a parameter, or the local tensor of a DTensor."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = values
-    else:
-        parameter.data = values
-
-
-def set_data_all(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor], has_dtensors: bool) -> None:
-    """Set the values of many parameters. ``has_dtensors``: some of them may be DTensors."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter, value in zip(parameters, values, strict=True):
-            if has_dtensors:
-                set_data(parameter, value)
-            else:
-                parameter.data = value
-
-
 def param_versions(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Return autograd's version counter of each parameter: how often it was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():

@@ -19,7 +19,7 @@ from zeroshard.engine.parameter import (
 )
 from zeroshard.engine.sharded_gradient import ParamGradHandle, ShardedGradient
 from zeroshard.engine.unit import Unit, UnitState
-from zeroshard.engine.unit_values import accept_edits, edited_params, write_back
+from zeroshard.engine.unit_values import edited_params, write_back
 
 
 class BackwardListener(Protocol):
@@ -153,7 +153,7 @@ class StateGuard:
         torch.autograd.graph.increment_version(list(parameters))
         for unit in self._units:
             if unit.is_partitioned:
-                accept_edits(unit)
+                unit.accept_edits()
             else:
                 unit.replicated_edits.record_versions()
 

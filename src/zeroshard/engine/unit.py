@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import CollectiveWork
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.flat_param import FlatParam, set_data
 from zeroshard.engine.parameter import (
     GatheredBlock,
     ParamClasses,
@@ -21,8 +21,6 @@ from zeroshard.engine.parameter import (
     ParamOwner,
     param_info,
     param_versions,
-    set_data,
-    set_data_all,
 )
 from zeroshard.engine.user_edits import GatheredEditDetector, ReplicatedEditDetector
 from zeroshard.memory import SideStream
@@ -237,6 +235,11 @@ class Unit:
         except (NotImplementedError, RuntimeError):  # it has no storage: sparse, or wrapped by vmap
             return False
 
+    def accept_edits(self) -> None:
+        """Treat the current unsharded values of a partitioned unit as unchanged from here on."""
+        if self.is_partitioned and self.state is not UnitState.SHARDED:
+            self.gathered_edits.reset()
+
     def _enter(self, state: UnitState) -> None:
         if state not in _NEXT_STATES[self.state]:
             raise AssertionError(f"unit {self.name!r} cannot go from {self.state.name} to {state.name}")
@@ -314,7 +317,7 @@ class Unit:
         """Set the parameters' data to the flats' ``views`` or ``placeholders``, except inside ``gathered()``."""
         if self.gathered_block is None:
             for flat in self.flats:
-                set_data_all(flat.parameters, getattr(flat, tensors), flat.has_dtensors)
+                flat.set_param_data(getattr(flat, tensors))
 
     # -- inside gathered(): see unit_values.py ------------------------------------------------------------------
 
@@ -324,7 +327,7 @@ class Unit:
         A forward or backward until :meth:`leave_block` unshards and reshards as usual, but computes with these values.
         """
         for flat, full in zip(self.flats, copies, strict=True):
-            set_data_all(flat.parameters, [flat.view(full, i) for i in range(len(flat.shapes))], flat.has_dtensors)
+            flat.set_param_data([flat.view(full, index) for index in range(len(flat.shapes))])
         self.gathered_block = block
         self._set_guarded_classes("gathered")
 

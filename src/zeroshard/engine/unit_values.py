@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator
-from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import GatheredBlock, data_ptrs, local_data, param_versions, set_data
+from zeroshard.engine.flat_param import FlatParam, set_data
+from zeroshard.engine.parameter import GatheredBlock, data_ptrs, local_data, param_versions
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.sharding import Range
 from zeroshard.tensor_parallel import TPParam
@@ -49,7 +49,7 @@ def drop_copy(unit: Unit) -> None:
     edited = edited_params(unit)
     if edited:  # the block's values are gone: no backward may use a graph made with them
         torch.autograd.graph.increment_version(edited)
-        accept_edits(unit)
+        unit.accept_edits()
     unit.leave_block()
 
 
@@ -71,12 +71,6 @@ def edited_params(unit: Unit) -> list[nn.Parameter]:
 def _edit_snapshot(unit: Unit) -> list[tuple[list[int], list[int]]]:
     """Return the version counters and addresses of each flat's parameters."""
     return [(param_versions(flat.parameters), data_ptrs(flat.parameters, flat.has_dtensors)) for flat in unit.flats]
-
-
-def accept_edits(unit: Unit) -> None:
-    """Treat the current unsharded values as unchanged from here on."""
-    if unit.is_partitioned and unit.state is not UnitState.SHARDED:
-        unit.gathered_edits.reset()
 
 
 def check_param_data(unit: Unit) -> None:
@@ -119,7 +113,7 @@ def write_back(unit: Unit, comm: Communicator, src_rank: int | None) -> torch.Te
                 comm.broadcast(values, src_rank, what)
                 _broadcast_tp_replicated(flat, bucket, values, comm, what)
             changed.append(_write_bucket(flat, index, values, comm))
-    accept_edits(unit)
+    unit.accept_edits()
     return torch.stack(changed).any() if changed else torch.tensor(False)
 
 

@@ -45,11 +45,16 @@ class MemoryTracker:
 
     def add(self, kind: str, nbytes: int, tier: str = "device") -> None:
         """Track ``nbytes`` as allocated, or as freed if negative."""
-        held = self.get(kind, tier)
-        held.add(nbytes)
+        held = self.by_kind.get((kind, tier)) or self.get(kind, tier)
+        held.now += nbytes  # written out: a step adds many times
+        if held.now > held.peak:
+            held.peak = held.now
         if tier != "device":
             return
-        self.total.add(nbytes)
+        total = self.total
+        total.now += nbytes
+        if total.now > total.peak:
+            total.peak = total.now
         if self.on_change is not None and nbytes:
             self.on_change(kind, held.now)
 
