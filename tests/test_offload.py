@@ -554,7 +554,7 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     loop(model, optimizer, case)
     zeroshard.full_parameter(model, "head.weight")  # no update is under way any more
     shelf = sum(line.nbytes for one in optimizer._cpu_updates._disk_staging._buffer_sets for line in one.values())
-    (reader,) = model._zeroshard.engine._prefetchers
+    (reader,) = model._zeroshard.engine.executor._prefetchers
     read = sum(one.memory.nbytes for one in (*reader._free_buffers, *reader._buffer_by_shard.values()))
     assert shelf and read
     assert held(model, "host")["buckets"] == shelf + read

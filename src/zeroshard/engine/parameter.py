@@ -468,14 +468,18 @@ class ParamClasses:
     """The classes of a parameter, looked up once: its class changes several times a step."""
 
     def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
-        is_dtensor = isinstance(parameter, DTensor)
         self.parameter: Any = parameter
         self.original = original
-        self.guarded: type = GuardedDTensor if is_dtensor else _subclass_for(GuardedParameter, original, parameter)
-        self.reduced_grad: type = (
-            ReducedGradDTensor if is_dtensor else _subclass_for(ReducedGradParameter, original, parameter)
-        )
-        self.gathered: type = GatheredDTensor if is_dtensor else _subclass_for(GatheredParameter, original, parameter)
+        kinds: dict[str, tuple[type, type]] = {
+            "guarded": (GuardedParameter, GuardedDTensor),
+            "gathered": (GatheredParameter, GatheredDTensor),
+            "reduced_grad": (ReducedGradParameter, ReducedGradDTensor),
+        }
+        is_dtensor = isinstance(parameter, DTensor)
+        self.by_kind: dict[str, type] = {"original": original} | {
+            kind: dtensor if is_dtensor else _subclass_for(plain, original, parameter)
+            for kind, (plain, dtensor) in kinds.items()
+        }
 
 
 @functools.cache

@@ -205,7 +205,7 @@ class Unit:
         if self.state is UnitState.UNSHARDING:  # unused: its memory must not be freed while the all-gather writes it
             self._wait_all_gather()
             self._enter(UnitState.UNSHARDED)
-        error = None if self.has_gathered_copy else self.gathered_edits.find_edit()
+        error = self.gathered_edits.find_edit() if self.gathered_block is None else None
         self._guard()
         moved = False
         for flat in self.flats:
@@ -286,9 +286,9 @@ class Unit:
             self._guard()
 
     def _guard(self) -> None:
-        has_copy = self.gathered_block is not None
+        kind = "guarded" if self.gathered_block is None else "gathered"
         for classes in self._unguarded:
-            classes.parameter.__class__ = classes.gathered if has_copy else classes.guarded
+            classes.parameter.__class__ = classes.by_kind[kind]
         self._unguarded = []
 
     def expose_reduced_grads(self) -> None:
@@ -302,16 +302,16 @@ class Unit:
     def _set_exposed(self, exposes_grads: bool, kind: str) -> None:
         if self.is_partitioned:
             for classes in self._unguarded:
-                classes.parameter.__class__ = getattr(classes, kind)
+                classes.parameter.__class__ = classes.by_kind[kind]
             return
         self._exposes_grads = exposes_grads
         if self.state is UnitState.UNSHARDED:
             self._set_classes(kind)
 
     def _set_classes(self, kind: str) -> None:
-        """Set the class of all parameters; ``kind`` is an attribute of :class:`ParamClasses`."""
+        """Set the class of all parameters; ``kind`` is a key of ``ParamClasses.by_kind``."""
         for classes in self._param_classes:
-            classes.parameter.__class__ = getattr(classes, kind)
+            classes.parameter.__class__ = classes.by_kind[kind]
 
     def _point_params_at(self, tensors: str) -> None:
         """Set the parameters' data to the flats' ``views`` or ``placeholders``, except inside ``gathered()``."""
@@ -343,7 +343,7 @@ class Unit:
         unguarded = {id(classes) for classes in self._unguarded}
         for classes in self._param_classes if self.is_partitioned else ():
             if id(classes) not in unguarded:
-                classes.parameter.__class__ = getattr(classes, kind)
+                classes.parameter.__class__ = classes.by_kind[kind]
 
     def release_params(self) -> None:
         """Make the parameters plain, without gradients: they no longer belong to the unit."""
