@@ -15,9 +15,9 @@ if TYPE_CHECKING:
         profile,
         reload_states,
         report,
-        shard,
         unshard,
     )
+    from zeroshard.auto import shard
     from zeroshard.checkpoint.async_save import Save
     from zeroshard.checkpoint.errors import CheckpointError
     from zeroshard.checkpoint.load import Loaded, load
@@ -73,6 +73,7 @@ _MODULE_OF = {
     "load": "checkpoint.load",
     "plan": "planner.plan",
     "save": "checkpoint.save",
+    "shard": "auto",
 }  # all others are in api
 
 

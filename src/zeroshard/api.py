@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from zeroshard.comm import CollectiveOrder, Communicator, MeshAxis, Traffic, mesh_axes, tensor_axis_name
+from zeroshard.comm import (
+    CollectiveOrder,
+    Communicator,
+    ConsistencyChecker,
+    MeshAxis,
+    Traffic,
+    mesh_axes,
+    tensor_axis_name,
+)
 from zeroshard.config.config import Config
 from zeroshard.engine import (
     BufferBroadcaster,
@@ -73,98 +81,85 @@ class ShardedModel:
         )
 
 
-def shard(
+@dataclass(frozen=True)
+class ChosenConfig:
+    """The options that a plan has chosen, and why."""
+
+    config: Config
+    reason: str
+    apply_checkpointing: Callable[[nn.Module], None] | None = None  # calls checkpoint_activations() if that was chosen
+
+
+class ConfigChooser(Protocol):
+    """Chooses the options that were left to a plan; see :func:`zeroshard.shard`."""
+
+    def __call__(
+        self, config: Config, consistency: ConsistencyChecker, device: torch.device, mesh_sizes: tuple[int, int, int]
+    ) -> ChosenConfig:
+        """Return the chosen options. ``mesh_sizes``: sizes of the replicate, shard and tensor axes."""
+
+
+def shard_model(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
     *,
     mesh: DeviceMesh | None = None,
     tensor_plan: Mapping[str, ParallelStyle] | None = None,
-    checkpoint: str | None = None,
-    inputs: Any = None,
-    planning: Mapping[str, Any] | None = None,
-    **options: Any,
+    choose: ConfigChooser | None = None,
 ) -> tuple[nn.Module, Any]:
-    """Partition a model's training states over the data-parallel ranks, in place.
-
-    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and the rest. ``mesh`` has one
-    axis (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model
-    and a :class:`ShardedOptimizer` around the given one (None when none was given). All ranks call it together.
-
-    A last axis named "tensor" divides the model's layers by tensor parallelism; ZeRO then partitions what each rank has
-    of them over the data axes. ``tensor_plan`` says how, as ``torch.distributed.tensor.parallel.parallelize_module``
-    takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model is
-    parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
-
-    ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
-    called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
-    an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
-    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.PlanningOptions`: ``loss``,
-    ``micro_batch``, ``accumulate``, ``memory`` and others.
-
-    >>> import zeroshard
-    >>> model = nn.Linear(4, 2)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> model, optimizer = zeroshard.shard(model, optimizer, stage=3)
-    >>> model(torch.ones(1, 4)).sum().backward()
-    >>> optimizer.step()
-    >>> optimizer.zero_grad()
-    """
-    wanted = _auto_options(options, checkpoint, inputs, planning)
-    config = Config(**{name: value for name, value in options.items() if name not in wanted})
-    axes, tensor = mesh_axes(mesh)
+    """Partition a model's training states over the data-parallel ranks, in place: see :func:`zeroshard.shard`."""
+    axes, tensor_axis = mesh_axes(mesh)
+    shard_size, replicas = axes[-1].size, math.prod(axis.size for axis in axes[:-1])
     if optimizer is not None:
         _check_single_optimizer(model, optimizer)
-    check_model(model, has_tensor_axis=tensor.size > 1)
+    check_model(model, has_tensor_axis=tensor_axis.size > 1)
     device = _resolve_device(model, mesh, config)
-    control = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
+    consistency = open_consistency_checker(mesh, config.timeout, config.heartbeat_timeout, device)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = _optimized_param_ids(optimizer, names, config)
-    replicas = math.prod(axis.size for axis in axes[:-1])
-    why = ""
-    if wanted:
-        from zeroshard.planner.auto import JobTopology, choose_for_shard  # late: most have no use for it
-
-        site = JobTopology(device, axes[-1].size * tensor.size, tensor.size, replicas)
-        chosen = choose_for_shard(model, optimizer, inputs, planning, site, control, checkpoint=checkpoint, **options)
-        found = chosen.strategy.shard_options.items()
-        config, why = replace(config, **{name: value for name, value in found if name in wanted}), chosen.reason
-    check_max_norm(model, config, axes[-1].size * replicas)
-    verify_same_model(model, _optimizer_signature(optimizer, names), config, control)
-    if "checkpoint" in wanted:
+    optimized_ids = _optimized_param_ids(optimizer, names, config)
+    chosen = ChosenConfig(config, "")
+    if choose is not None:
+        chosen = choose(config, consistency, device, (replicas, shard_size, tensor_axis.size))
+        config = chosen.config
+    check_max_norm(model, config, shard_size * replicas)
+    verify_same_model(model, _optimizer_signature(optimizer, names), config, consistency)
+    if chosen.apply_checkpointing is not None:
         chosen.apply_checkpointing(model)
-    cast = config.needs_cast_on_gather and bool(trained)
-    placement = Placement.from_stage(config.stage, axes[-1].size, config.offload, replicas, cast)
-    comm = Communicator(axes, device, placement.optimizer, control, tensor)
-    tracker, order = MemoryTracker(), CollectiveOrder(control)
-    tiers = TierAllocator(config.offload, device, tracker)
-    context = ShardContext(config, placement, Precision(model, config), comm, order, tracker, Pool(device), tiers)
-    open_tiers(tiers, control)
+    casts_master = config.needs_cast_on_gather and bool(optimized_ids)
+    placement = Placement.from_stage(config.stage, shard_size, config.offload, replicas, casts_master)
+    tracker = MemoryTracker()
+    context = ShardContext(
+        config,
+        placement,
+        Precision(model, config),
+        Communicator(axes, device, placement.optimizer, consistency, tensor_axis),
+        CollectiveOrder(consistency),
+        tracker,
+        Pool(device),
+        TierAllocator(config.offload, device, tracker),
+    )
+    open_tiers(context.tiers, consistency)
     state_bytes = state_bytes_per_element(optimizer) if config.offload is not None else 0
     unit_specs = plan_units(model, config.units, config.bucket_size)
-    division = _parallelize(model, mesh, tensor, tensor_plan)  # changes the model: after all that may be refused
+    tp_state = _parallelize(model, mesh, tensor_axis, tensor_plan)  # changes the model, so it follows all checks
     try:
-        verify_same_tensor_plan(division, control)
-        plan = plan_model(context, model, unit_specs, trained, state_bytes, division)
-        units = UnitBuilder(context, model, plan, division).build()
+        verify_same_tensor_plan(tp_state, consistency)
+        plan = plan_model(context, model, unit_specs, optimized_ids, state_bytes, tp_state)
+        units = UnitBuilder(context, model, plan, tp_state).build()
     except BaseException:
-        if division is not None:
-            division.restore()
+        if tp_state is not None:
+            tp_state.restore()
         raise
-    gradients = Gradients(context, units)
-    buffers = BufferBroadcaster(model, comm, order, config.broadcast_buffers, config.bucket_size)
-    engine = Engine(context, units, gradients, buffers)
-    homes: dict[str, tuple[Unit, ...]] = {}
-    for spec, unit in zip(unit_specs, units, strict=True):
-        for name in spec.modules:
-            homes[name] = (*homes.get(name, ()), unit)
-    handles = install_hooks(model, engine, homes)
-    model._zeroshard = ShardedModel(engine, handles, division, tiers, why)  # type: ignore[assignment]
+    engine = Engine(context, units, Gradients(context, units), BufferBroadcaster(model, context))
+    handles = install_hooks(model, engine, unit_specs)
+    model._zeroshard = ShardedModel(engine, handles, tp_state, context.tiers, chosen.reason)  # type: ignore[assignment]
     engine.state_guard.expose_reduced_grads()
-    comm.counters.end_step()  # what building took is no step's
-    comm.counters.end_step()
+    for _ in range(2):  # the collectives of building belong to no step
+        context.comm.counters.end_step()
     if optimizer is None:
         return model, None
-    return model, ShardedOptimizer(optimizer, engine, names, tiers)
+    return model, ShardedOptimizer(optimizer, engine, names, context.tiers)
 
 
 def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
@@ -406,23 +401,6 @@ def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
     tensor([[1., 1.]])
     """
     return optimizer.full_state(name)
-
-
-def _auto_options(
-    options: Mapping[str, Any], checkpoint: str | None, inputs: Any, planning: Mapping[str, Any] | None
-) -> list[str]:
-    """What a plan is to choose; refuses what only a plan would look at where there is none."""
-    if checkpoint not in (None, "auto"):
-        raise ValueError(
-            f"checkpoint is None or 'auto', got {checkpoint!r}: to say which blocks are recomputed, call "
-            "zeroshard.checkpoint_activations"
-        )
-    given = {**options, "checkpoint": checkpoint}
-    wanted = [name for name in ("stage", "offload", "checkpoint") if given.get(name) == "auto"]
-    if not wanted and (inputs is not None or planning is not None):
-        what = "inputs" if inputs is not None else "planning"
-        raise ValueError(f"{what} is for planning, and nothing is left to a plan: give stage='auto', or leave it out")
-    return wanted
 
 
 def _sharded_model(model: nn.Module) -> ShardedModel:

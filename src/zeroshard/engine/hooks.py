@@ -31,6 +31,7 @@ from zeroshard.engine.parameter import is_guarded, param_info
 from zeroshard.engine.unit import Unit, unit_of
 from zeroshard.engine.unsupported_calls import SECOND_REDUCTION_ERROR, AttributeOverride, block_unsupported_calls
 from zeroshard.engine.user_edits import ReplacedParamDetector
+from zeroshard.sharding import UnitSpec
 from zeroshard.utils.tree import cast_floats, tensors_in
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -289,9 +290,13 @@ class _PostLoadStateDictHook:
 
 
 def install_hooks(
-    model: nn.Module, engine: Engine, units_by_module: dict[str, tuple[Unit, ...]]
+    model: nn.Module, engine: Engine, unit_specs: list[UnitSpec]
 ) -> list[RemovableHandle | AttributeOverride]:
     """Hook the model and the modules of its units; return the handles that remove the hooks."""
+    units_by_module: dict[str, tuple[Unit, ...]] = {"": ()}
+    for spec, unit in zip(unit_specs, engine.units, strict=True):
+        for name in spec.modules:
+            units_by_module[name] = (*units_by_module.get(name, ()), unit)
     handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
     detector = ReplacedParamDetector(model)
     compute_dtype, cast_inputs = engine.config.compute_dtype, engine.config.cast_inputs
@@ -300,11 +305,11 @@ def install_hooks(
         if compute_dtype is not None:
             handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
             handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
-    hooked = {model.get_submodule(name) for name in units_by_module}
+    hooked = {model.get_submodule(name) for name, units in units_by_module.items() if units}
     layer_casts = (
         _LayerCasts(compute_dtype, handles) if cast_inputs and engine.config.has_master and compute_dtype else None
     )
-    for name, units in ({"": ()} | units_by_module).items():
+    for name, units in units_by_module.items():
         module = model.get_submodule(name)
         for unit in units:
             unit.add_module(name, module)

@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import nn
 
-from zeroshard.comm import CollectiveOrder, Communicator
+from zeroshard.engine.context import ShardContext
 
 # of one broadcast; beyond that, another broadcast costs less than the copies of a longer one
 MAX_PACKED_ELEMENTS = 2**20
@@ -22,19 +22,12 @@ class BufferBroadcaster:
     Small buffers are packed together, at most ``bucket_size`` elements per broadcast; larger ones are sent in place.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        comm: Communicator,
-        order: CollectiveOrder,
-        enabled: bool,
-        bucket_size: int = MAX_PACKED_ELEMENTS,
-    ) -> None:
-        self._comm = comm
-        self._order = order
-        self._max_packed_elements = min(bucket_size, MAX_PACKED_ELEMENTS)
+    def __init__(self, model: nn.Module, context: ShardContext) -> None:
+        self._comm, self._order = context.comm, context.order
+        self._max_packed_elements = min(context.config.bucket_size, MAX_PACKED_ELEMENTS)
         modules = [m for m in model.modules() if any(b is not None for b in m._buffers.values())]
-        self._modules = [weakref.ref(module) for module in modules] if enabled and comm.data_parallel_size > 1 else []
+        is_needed = context.config.broadcast_buffers and self._comm.data_parallel_size > 1
+        self._modules = [weakref.ref(module) for module in modules] if is_needed else []
         self._synced_versions: list[tuple[int, int]] = []  # (id, version) of each buffer after the last broadcast
         self._has_trained_since_sync = True  # whether a forward in training mode followed it
 

@@ -1,0 +1,90 @@
+"""shard(): the call that every user makes. Options that are "auto" are chosen by a plan first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from zeroshard.api import ChosenConfig, shard_model
+from zeroshard.comm import ConsistencyChecker
+from zeroshard.config.config import Config
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    tensor_plan: Mapping[str, ParallelStyle] | None = None,
+    checkpoint: str | None = None,
+    inputs: Any = None,
+    planning: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """Partition a model's training states over the data-parallel ranks, in place.
+
+    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and the rest. ``mesh`` has one
+    axis (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model
+    and a :class:`ShardedOptimizer` around the given one (None when none was given). All ranks call it together.
+
+    A last axis named "tensor" divides the model's layers by tensor parallelism; ZeRO then partitions what each rank has
+    of them over the data axes. ``tensor_plan`` says how, as ``torch.distributed.tensor.parallel.parallelize_module``
+    takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model is
+    parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
+
+    ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
+    called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
+    an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
+    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.PlanningOptions`: ``loss``,
+    ``micro_batch``, ``accumulate``, ``memory`` and others.
+
+    >>> import zeroshard
+    >>> model = nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model, optimizer = zeroshard.shard(model, optimizer, stage=3)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    """
+    left_to_plan = _auto_options(options, checkpoint, inputs, planning)
+    config = Config(**{name: value for name, value in options.items() if name not in left_to_plan})
+    if not left_to_plan:
+        return shard_model(model, optimizer, config, mesh=mesh, tensor_plan=tensor_plan)
+    from zeroshard.planner.auto import JobTopology, choose_for_shard  # here: most calls do not need the planner
+
+    def choose(
+        config: Config, consistency: ConsistencyChecker, device: torch.device, mesh_sizes: tuple[int, int, int]
+    ) -> ChosenConfig:
+        replicas, shard_size, tensor = mesh_sizes
+        topology = JobTopology(device, shard_size * tensor, tensor, replicas)
+        decision = choose_for_shard(
+            model, optimizer, inputs, planning, topology, consistency, checkpoint=checkpoint, **options
+        )
+        chosen = {name: value for name, value in decision.strategy.shard_options.items() if name in left_to_plan}
+        checkpointing = decision.apply_checkpointing if "checkpoint" in left_to_plan else None
+        return ChosenConfig(replace(config, **chosen), decision.reason, checkpointing)
+
+    return shard_model(model, optimizer, config, mesh=mesh, tensor_plan=tensor_plan, choose=choose)
+
+
+def _auto_options(
+    options: Mapping[str, Any], checkpoint: str | None, inputs: Any, planning: Mapping[str, Any] | None
+) -> list[str]:
+    """What a plan is to choose; refuses what only a plan would look at where there is none."""
+    if checkpoint not in (None, "auto"):
+        raise ValueError(
+            f"checkpoint is None or 'auto', got {checkpoint!r}: to say which blocks are recomputed, call "
+            "zeroshard.checkpoint_activations"
+        )
+    given = {**options, "checkpoint": checkpoint}
+    wanted = [name for name in ("stage", "offload", "checkpoint") if given.get(name) == "auto"]
+    if not wanted and (inputs is not None or planning is not None):
+        what = "inputs" if inputs is not None else "planning"
+        raise ValueError(f"{what} is for planning, and nothing is left to a plan: give stage='auto', or leave it out")
+    return wanted
