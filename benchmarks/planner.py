@@ -32,11 +32,9 @@ from benchmarks.table import Result, gigabytes, ratio, said
 from benchmarks.trial import Trials, options, parsed
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.calibration.calibrate import calibrate
-from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import evaluate_strategy
-from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner import Machine, Strategy, calibrate
+from zeroshard.planner.plans import evaluate_strategy
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 WARMUP, STEPS = 4, 6  # steps: with states outside the device, work ahead begins with the third
 
@@ -161,7 +159,7 @@ def predict(case: Case, machine: Machine) -> Result:
     make, inputs = build(case)
     with torch.device("meta"):
         model = make()
-    subject = TracedModel(model, _meta(inputs), clipped=case.clip, precision=case.precision)
+    subject = TracedModel(model, TrainingLoop(inputs=_meta(inputs), has_clipping=case.clip), precision=case.precision)
     plan = evaluate_strategy(subject, case.choice, case.ranks, machine)
     states = sum(plan.footprint.states.values()), sum(plan.footprint.offloaded.values())
     at_peak = {kind: round(nbytes / 1e9, 3) for kind, nbytes in plan.footprint.peak.by_kind.items() if nbytes}

@@ -20,7 +20,7 @@ from benchmarks.record import described, machine
 from benchmarks.table import Result, gigabytes
 from benchmarks.trial import Trials, options, parsed
 from zeroshard.models import GPT
-from zeroshard.planner.state_sizes import predict_memory
+from zeroshard.planner import predict_memory
 from zeroshard.presets import PRESETS, GPTPreset
 
 STAGES = (0, 1, 2, 3)

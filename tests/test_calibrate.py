@@ -21,13 +21,11 @@ from zeroshard.memory.disk.file import DiskError
 from zeroshard.planner.calibration import calibrate as module
 from zeroshard.planner.calibration import device_rates, node_rates
 from zeroshard.planner.calibration.calibrate import calibrate, fit_matmul_rates
-from zeroshard.planner.calibration.device_rates import LaunchCounter, time_matmuls
-from zeroshard.planner.calibration.link_rates import CalibrationRanks, fit_link
-from zeroshard.planner.calibration.timing import host_seconds
+from zeroshard.planner.calibration.device_rates import LaunchCounter, host_seconds, time_matmuls
+from zeroshard.planner.calibration.node_rates import CalibrationRanks, fit_link
 from zeroshard.planner.machines import cache as machine_cache
 from zeroshard.planner.machines.collective_time import collective_seconds
-from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
-from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
 
 BRIEF = 0.1  # seconds
 CPU = torch.device("cpu")
@@ -91,7 +89,7 @@ def test_a_cache_that_cannot_be_written_costs_no_measurement(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(RuntimeWarning, match=r"could not be kept in .*Set XDG_CACHE_HOME"):
+    with pytest.warns(RuntimeWarning, match=r"could not be saved in .*Set XDG_CACHE_HOME"):
         machine = calibrate("cpu", directory=directory, seconds=BRIEF)
     whole(machine, "cpu")
 
@@ -99,13 +97,13 @@ def test_a_cache_that_cannot_be_written_costs_no_measurement(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seconds": 0}, "seconds is a positive number, got 0"),
-        ({"seconds": "45"}, "seconds is a positive number, got '45'"),
-        ({"seconds": float("inf")}, "seconds is a positive number, got inf"),
-        ({"device": "meta"}, "device is a GPU of CUDA's or the CPU, got meta"),
+        ({"seconds": 0}, "seconds must be a positive number, got 0"),
+        ({"seconds": "45"}, "seconds must be a positive number, got '45'"),
+        ({"seconds": float("inf")}, "seconds must be a positive number, got inf"),
+        ({"device": "meta"}, "device must be a CUDA GPU or the CPU, got meta"),
         pytest.param(
             {"device": "cuda"},
-            "torch finds no GPU here: calibrate on 'cpu'",
+            "torch finds no GPU here. Calibrate on 'cpu'",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
         ),
     ],
@@ -183,7 +181,7 @@ def test_a_precision_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "mm", missing)
     assert time_matmuls(CPU, "fp16", 1.0) == []
-    with pytest.raises(RuntimeError, match="no matrix product ran on cpu: see whether another process"):
+    with pytest.raises(RuntimeError, match="no matmul could run on cpu: check whether another process"):
         calibrate("cpu", seconds=BRIEF)
 
 
@@ -260,7 +258,7 @@ def test_without_a_directory_a_disk_that_cannot_be_used_is_left_out(monkeypatch:
         raise DiskError("no space is left")
 
     monkeypatch.setattr(module, "disk_rates", full)
-    with pytest.warns(RuntimeWarning, match=r"the disk was not measured: no space is left\. Name a directory"):
+    with pytest.warns(RuntimeWarning, match=r"the disk was not measured: no space is left\. Pass a directory"):
         machine = calibrate("cpu", seconds=BRIEF)
     preset = Machine.resolve("cpu")
     assert (machine.disk, machine.disk_read, machine.disk_write) == (preset.disk, preset.disk_read, preset.disk_write)
@@ -285,7 +283,7 @@ def test_a_full_disk_and_one_in_the_page_cache_say_nothing(directory: Path, monk
     with pytest.warns(RuntimeWarning, match="go through the page cache.*choose a directory on a local disk"):
         assert list(node_rates.disk_rates(directory, BRIEF, max_bytes=2**20)) == ["disk"]
     monkeypatch.setattr(node_rates.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(DiskError, match=r"1000 bytes are free in .*: choose a directory on a disk with more space"):
+    with pytest.raises(DiskError, match=r"only 1000 bytes are free in .*: choose a directory on a disk with more"):
         node_rates.disk_rates(directory, BRIEF)
     assert list(directory.iterdir()) == []
 

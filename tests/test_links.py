@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from zeroshard.planner.machines.collective_time import PASSES, GroupTopology, collective_seconds
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.machines.presets import PRESETS
+from zeroshard.planner.machines.presets import MACHINE_PRESETS
 
 kinds = st.sampled_from(sorted(PASSES))
-presets = st.sampled_from(sorted(PRESETS))
+presets = st.sampled_from(sorted(MACHINE_PRESETS))
 some_ranks = st.integers(1, 16384)
 strides = st.sampled_from([1, 2, 3, 4, 8, 16, 32])
 sizes = st.integers(0, 2**40)
@@ -122,10 +122,10 @@ def test_the_papers_cluster() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "gather"}, "a collective is one of all-gather, .*, got 'gather'"),
-        ({"ranks": 0}, "ranks is a whole number from 1 up, got 0"),
-        ({"stride": 0}, "stride is a whole number from 1 up, got 0"),
-        ({"nbytes": -1}, "nbytes is a number from 0 up, got -1"),
+        ({"kind": "gather"}, "kind must be one of all-gather, .*, got 'gather'"),
+        ({"ranks": 0}, "ranks must be a positive integer, got 0"),
+        ({"stride": 0}, "stride must be a positive integer, got 0"),
+        ({"nbytes": -1}, "nbytes must be at least 0, got -1"),
     ],
 )
 def test_what_is_no_collective_is_refused(changes: dict[str, object], words: str) -> None:

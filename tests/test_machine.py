@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.planner.machines import cache as machine_cache
-from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
-from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.machines.presets import PRESETS, preset_of_gpu
+from zeroshard.planner.machines.machine import EfficiencyCurve, Link, Machine
+from zeroshard.planner.machines.presets import MACHINE_PRESETS, preset_of_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def written(path: Path, **changes: object) -> Path:
 # -- presets -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MACHINE_PRESETS)
 def test_every_preset_is_a_machine_and_survives_its_json(name: str) -> None:
     machine = Machine.resolve(name)
     assert machine.name == name
@@ -105,29 +104,29 @@ def test_a_file_may_begin_from_a_preset_and_is_named_after_itself(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": ""}, "name is a word, got ''"),
-        ({"kind": "tpu"}, "kind is 'cuda' or 'cpu', got 'tpu'"),
-        ({"devices": 0}, "devices is a whole number from 1 up, got 0"),
-        ({"devices": True}, "devices is a whole number from 1 up, got True"),
+        ({"name": ""}, "name must be a non-empty string, got ''"),
+        ({"kind": "tpu"}, "kind must be 'cuda' or 'cpu', got 'tpu'"),
+        ({"devices": 0}, "devices must be a positive integer, got 0"),
+        ({"devices": True}, "devices must be a positive integer, got True"),
         ({"memory": "80 gigabytes"}, "memory is a number of bytes, or one with a unit"),
         ({"memory": 1.5}, "memory is a number of bytes"),
         ({"memory": None}, "memory is a number of bytes"),
-        ({"memory": 10**6}, "the runtime alone takes"),
-        ({"bandwidth": 0}, "bandwidth is a number above 0, got 0"),
-        ({"bandwidth": "fast"}, "bandwidth, a second, is a number of bytes"),
-        ({"pcie": float("nan")}, "pcie is a number above 0, got nan"),
-        ({"host_update": "1"}, "host_update is a number above 0, got '1'"),
-        ({"attention": True}, "attention is a number above 0, got True"),
-        ({"op": -1e-6}, "op is seconds from 0 up, got -1e-06"),
-        ({"gap": float("inf")}, "gap is seconds from 0 up, got inf"),
-        ({"flops": {}}, "flops has FLOP/s for some of fp32, bf16, fp16"),
-        ({"flops": {"fp8": 1e15}}, "flops has FLOP/s for some of fp32, bf16, fp16"),
-        ({"flops": {"fp32": 0}}, "flops in fp32 are a number of FLOP/s above 0, got 0"),
-        ({"flops": 1e12}, "flops has FLOP/s for some of"),
-        ({"efficiency": 0.5}, "efficiency has share and half, got 0.5"),
-        ({"efficiency": {"share": 2, "half": 0}}, "share is a number above 0 and at most 1, got 2"),
-        ({"inside": {"bandwidth": 1e9}}, "inside has bandwidth and latency"),
-        ({"outside": {"bandwidth": 0, "latency": 0}}, "outside: a link's bandwidth is a number above 0, got 0"),
+        ({"memory": 10**6}, "memory must be above context, what the runtime uses"),
+        ({"bandwidth": 0}, "bandwidth must be a number above 0, got 0"),
+        ({"bandwidth": "fast"}, "bandwidth per second is a number of bytes"),
+        ({"pcie": float("nan")}, "pcie must be a number above 0, got nan"),
+        ({"host_update": "1"}, "host_update must be a number above 0, got '1'"),
+        ({"attention": True}, "attention must be a number above 0, got True"),
+        ({"op": -1e-6}, "op must be a number of seconds, at least 0, got -1e-06"),
+        ({"gap": float("inf")}, "gap must be a number of seconds, at least 0, got inf"),
+        ({"flops": {}}, "flops must map some of fp32, bf16, fp16 to FLOP/s"),
+        ({"flops": {"fp8": 1e15}}, "flops must map some of fp32, bf16, fp16 to FLOP/s"),
+        ({"flops": {"fp32": 0}}, "flops of fp32 must be a number above 0, got 0"),
+        ({"flops": 1e12}, "flops must map some of"),
+        ({"efficiency": 0.5}, "efficiency must have the fields share and half, got 0.5"),
+        ({"efficiency": {"share": 2, "half": 0}}, "efficiency: share must be above 0 and at most 1, got 2"),
+        ({"inside": {"bandwidth": 1e9}}, "inside must have the fields bandwidth and latency"),
+        ({"outside": {"bandwidth": 0, "latency": 0}}, "outside: bandwidth must be a number above 0, got 0"),
     ],
 )
 def test_what_is_no_machine_is_refused_as_an_argument_and_in_a_file(
@@ -136,46 +135,46 @@ def test_what_is_no_machine_is_refused_as_an_argument_and_in_a_file(
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         Machine.resolve("a100", **changes)
     path = written(tmp_path / "bad.json", **changes)
-    with pytest.raises(ValueError, match=rf"bad\.json describes no machine: .*{words.replace('(', '.')}"):
+    with pytest.raises(ValueError, match=rf"bad\.json is not a valid machine file: .*{words.replace('(', '.')}"):
         Machine.resolve(path)
 
 
 def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a machine has no 'devises': did you mean 'devices'"):
+    with pytest.raises(ValueError, match="unknown machine field 'devises': did you mean 'devices'"):
         Machine.resolve("a100", devises=2)
-    with pytest.raises(ValueError, match="has no 'zzz': it has name, kind, devices"):
+    with pytest.raises(ValueError, match="unknown machine field 'zzz': the fields are name, kind, devices"):
         Machine.resolve("a100", zzz=2)
-    with pytest.raises(ValueError, match=r"ours\.json describes no machine: a machine has no 'devises'"):
+    with pytest.raises(ValueError, match=r"ours\.json is not a valid machine file: unknown machine field 'devises'"):
         Machine.resolve(written(tmp_path / "ours.json", devises=2))
-    with pytest.raises(ValueError, match="no machine is called 'dgx-2': did you mean 'dgx2'"):
+    with pytest.raises(ValueError, match="unknown machine 'dgx-2': did you mean 'dgx2'"):
         Machine.resolve("dgx-2")
-    with pytest.raises(ValueError, match="no machine is called 7: There are dgx2"):
+    with pytest.raises(ValueError, match="unknown machine 7: Use one of dgx2"):
         Machine.resolve(7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
-        ("[1]", "a machine is an object with a value for each name, got list"),
-        ('{"name": "a"}', "without kind, devices, memory"),
-        ('{"like": "a1000"}', "like is one of dgx2, .*, got 'a1000'"),
-        ('{"like": "bad.json"}', "like is one of"),
-        ('{"like": ["a100"]}', "like is one of"),
+        ("", "it is not JSON"),
+        ("[1]", "it must be a JSON object, got list"),
+        ('{"name": "a"}', "missing kind, devices, memory"),
+        ('{"like": "a1000"}', "like must be one of dgx2, .*, got 'a1000'"),
+        ('{"like": "bad.json"}', "like must be one of"),
+        ('{"like": ["a100"]}', "like must be one of"),
     ],
 )
 def test_a_file_that_describes_no_machine(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=rf"bad\.json describes no machine: {words}.*: correct it"):
+    with pytest.raises(ValueError, match=rf"bad\.json is not a valid machine file: {words}.*Correct the file"):
         Machine.resolve(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no machine can be read from .*absent\.json: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read machine file .*absent\.json: No such file"):
         Machine.resolve(tmp_path / "absent.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"bytes\.json describes no machine"):
+    with pytest.raises(ValueError, match=r"bytes\.json is not a valid machine file"):
         Machine.resolve(tmp_path / "bytes.json")
 
 
@@ -183,7 +182,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_here_is_what_was_kept_and_a_gpus_rates_come_first(cache: Path) -> None:
-    with pytest.raises(ValueError, match="not measured yet: run `zeroshard plan --calibrate`"):
+    with pytest.raises(ValueError, match="not been measured yet: run `zeroshard plan --calibrate`"):
         Machine.resolve("here")
     machine_cache.write_machine(machine_cache.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
     assert Machine.resolve("here", name="cpu") == Machine.resolve("cpu")
@@ -196,7 +195,9 @@ def test_here_is_what_was_kept_and_a_gpus_rates_come_first(cache: Path) -> None:
 def test_a_kept_file_that_is_damaged_says_to_calibrate_again(cache: Path) -> None:
     path = machine_cache.write_machine(machine_cache.local_machine_name("cpu"), Machine.resolve("cpu").to_json())
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(ValueError, match=r"describes no machine: no JSON.*run `zeroshard plan --calibrate` again"):
+    with pytest.raises(
+        ValueError, match=r"is not a valid machine file: it is not JSON.*Run `zeroshard plan --calibrate` again"
+    ):
         Machine.resolve("here")
 
 
@@ -217,11 +218,11 @@ def test_a_file_that_cannot_be_written_as_a_whole_leaves_the_old_one(monkeypatch
 
 
 def test_a_precision_that_is_not_computed_in_is_refused() -> None:
-    with pytest.raises(ValueError, match="'dgx2' computes in fp32 and fp16, not in bf16: plan with precision='fp16'"):
+    with pytest.raises(ValueError, match="'dgx2' does not support bf16, only fp32 and fp16: use precision='fp16'"):
         Machine.resolve("dgx2").matmul_seconds(1e9, "bf16")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", MACHINE_PRESETS)
 def test_products_reach_the_curves_share_and_lose_the_same_time_in_all_precisions(name: str) -> None:
     machine = Machine.resolve(name)
     fastest = max(machine.flops, key=lambda precision: machine.flops[precision])
@@ -255,7 +256,7 @@ def test_whatever_was_seen_makes_a_curve(seen: list[tuple[float, float]], peak: 
 
 
 def test_a_curve_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="a curve needs at least one"):
+    with pytest.raises(ValueError, match="needs at least one measured matmul"):
         EfficiencyCurve.fit([], 1e12)
 
 

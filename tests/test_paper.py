@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli.simulate import main
+from zeroshard.cli.simulate_output import paper_table
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.scaling import paper
 from zeroshard.planner.scaling.paper import PaperCell, PaperResult, mean_error
 from zeroshard.planner.scaling.paper_tables import FIGURE_2, FIGURE_6, FIGURE_7, TABLE_1, PaperRun
-from zeroshard.planner.scaling.scaling_table import paper_table
 from zeroshard.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("traced_once")

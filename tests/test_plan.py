@@ -15,19 +15,20 @@ from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import traced_model
-from zeroshard.planner.footprint import footprint
+from zeroshard.planner.footprint import MemoryConditions, footprint
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.plan import Plans, evaluate_strategy, plan
+from zeroshard.planner.plans import Plans, evaluate_strategy, plan
 from zeroshard.planner.state_sizes import state_sizes
 from zeroshard.planner.step_time import (
     ADAM_BYTES_PER_PARAM,
     MAX_SIMULATED_BACKWARDS,
     TRANSFER_BYTES_PER_PARAM,
+    StepConditions,
     TraceCost,
     step_time,
 )
 from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.trace_model import trace_model
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -49,7 +50,7 @@ def replayed(
         traced_model.trace_model(model, micro_batch=2, precision="bf16", device_kind=machine.kind), machine
     )
     held = state_sizes(model, Config(stage=stage, precision="bf16", **options), ranks=ranks)
-    return step_time(work, held, machine, ranks=ranks, accumulate=accumulate)
+    return step_time(work, held, machine, StepConditions(ranks=ranks, accumulate=accumulate))
 
 
 # ------------------------------------------------------------------------------------------------ traffic
@@ -77,7 +78,7 @@ def test_traffic_is_what_a_run_communicates(stage: int, ranks: int, accumulate: 
     machine = Machine.resolve("cpu")
     work = TraceCost.from_trace(trace_model(model, micro_batch=2, device_kind="cpu"), machine)
     held = state_sizes(model, Config(stage=stage), ranks=ranks, on_gpu=False)
-    foretold = step_time(work, held, machine, ranks=ranks, accumulate=accumulate).traffic
+    foretold = step_time(work, held, machine, StepConditions(ranks=ranks, accumulate=accumulate)).traffic
     for measured in run_threads(ranks, train):
         assert {kind: nbytes for kind, nbytes in foretold.items() if nbytes} == pytest.approx(
             measured, rel=0.002
@@ -177,7 +178,9 @@ def test_prefetch_costs_a_unit_and_stages_hold_less_and_less() -> None:
     ]
     assert peaks == sorted(peaks, reverse=True)
     held = state_sizes(model, Config(stage=3, precision="bf16"), ranks=64)
-    with_it, without = (footprint(traced, held, prefetch=on).peak.by_kind["gathered"] for on in (True, False))
+    with_it, without = (
+        footprint(traced, held, MemoryConditions(prefetch=on)).peak.by_kind["gathered"] for on in (True, False)
+    )
     assert with_it == pytest.approx(2 * without)
 
 
@@ -222,8 +225,8 @@ def test_less_memory_never_makes_it_faster() -> None:
 def test_nothing_fits() -> None:
     found = plans("640MB", batch=32, tensor=1, model={"width": 256, "layers": 8})
     assert found.best is None
-    assert found.reason.startswith("nothing fits: what needs least is stage 3")
-    assert "a device, which has 640.00 MB" in found.reason
+    assert found.reason.startswith("nothing fits: even with stage 3")
+    assert "per device, but a device has 640.00 MB" in found.reason
 
 
 def test_the_hosts_memory_and_the_disk_are_limits_too() -> None:
@@ -255,23 +258,23 @@ def test_a_cpu_is_a_machine_too() -> None:
 
 
 def test_bad_input_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="devices is a whole number from 1 up, got 0"):
+    with pytest.raises(ValueError, match="devices must be an integer of at least 1, got 0"):
         plans(devices=0)
-    with pytest.raises(ValueError, match="no machine is called 'h10': did you mean 'h100'"):
+    with pytest.raises(ValueError, match="unknown machine 'h10': did you mean 'h100'"):
         plan(gpt(), devices=1, machine="h10")
-    with pytest.raises(ValueError, match="stage is 0, 1, 2 or 3, got 4"):
+    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3, got 4"):
         plans(stage=4)
-    with pytest.raises(ValueError, match="checkpoint is one of none, recompute, host, got 'some'"):
+    with pytest.raises(ValueError, match="checkpoint must be one of none, recompute, host, got 'some'"):
         plans(checkpoint="some")
-    with pytest.raises(ValueError, match="4 devices are not a multiple of the 3"):
+    with pytest.raises(ValueError, match="devices \\(4\\) must be a multiple of the tensor degree \\(3\\)"):
         plans(tensor=3)
-    with pytest.raises(ValueError, match="batch is a whole number from 1 up, got 0"):
+    with pytest.raises(ValueError, match="batch must be a positive integer, got 0"):
         plans(batch=0)
-    with pytest.raises(ValueError, match="'dgx2' computes in fp32 and fp16, not in bf16"):
+    with pytest.raises(ValueError, match="'dgx2' does not support bf16, only fp32 and fp16"):
         plan(gpt(), devices=1, machine="dgx2", precision="bf16")
     with pytest.raises(ValueError, match="memory is a number of bytes, or one with a unit"):
         plans("lots")
-    with pytest.raises(ValueError, match="a batch of 7 cannot be divided over 4 devices"):
+    with pytest.raises(ValueError, match="batch 7 cannot be divided over 4 devices"):
         plans(batch=7, tensor=1)
 
 
@@ -293,7 +296,7 @@ def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.Monke
     )
     assert depths.count(12) == 1  # to confirm the choice
     assert set(depths) == {2, 3, 12}
-    shallow = TracedModel(deep, sequence=32, precision="bf16", clipped=True)
+    shallow = TracedModel(deep, TrainingLoop(sequence=32, has_clipping=True), precision="bf16")
     shallow._extrapolated_depth = 0
     for one in found.candidates:
         assert evaluate_strategy(shallow, one.strategy, 2, NODE).footprint.peak == one.footprint.peak
@@ -343,13 +346,14 @@ def test_what_is_chosen_fits_though_memory_is_no_straight_line() -> None:
     best = found.best
     assert best is not None and best.strategy.micro_batch > 64
     traced = trace_model(Contrast(), torch.empty(1, 64), micro_batch=best.strategy.micro_batch, device_kind="cpu")
-    real = footprint(traced, state_sizes(Contrast(), Config(stage=3), ranks=1, on_gpu=False), on_gpu=False).peak.total
+    held = state_sizes(Contrast(), Config(stage=3), ranks=1, on_gpu=False)
+    real = footprint(traced, held, MemoryConditions(on_gpu=False)).peak.total
     assert real == best.footprint.peak.total <= 40e6
 
 
 def test_choices_that_are_none_are_refused() -> None:
     for name, value, words in (
-        ("micro_batch", 0, "micro_batch is a whole number from 1 up, got 0"),
+        ("micro_batch", 0, "micro_batch must be a positive integer, got 0"),
         ("micro_batch", [], "micro_batch is empty"),
         ("stage", [], "stage is empty"),
         ("checkpoint", [], "checkpoint is empty"),

@@ -15,16 +15,23 @@ import pytest
 import torch
 
 import zeroshard
+from zeroshard import planner
 from zeroshard.cli.common import HTML_REQUIREMENTS
 from zeroshard.cli.main import main
-from zeroshard.planner.calibration import calibrate as measuring
+from zeroshard.cli.open_model import open_model
+from zeroshard.cli.plan_text import (
+    COLUMNS,
+    fit_summary,
+    format_table,
+    python_calls,
+    sort_plans,
+    summary_rows,
+    train_command,
+)
 from zeroshard.planner.footprint import MemoryUsage
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.open_model import open_model
-from zeroshard.planner.plan import Plans
-from zeroshard.planner.plan_json import TIME_PARTS, best_per_strategy, plans_to_dict
-from zeroshard.planner.plan_table import COLUMNS, fit_summary, format_table, sort_plans, summary_rows
-from zeroshard.planner.render_flags import python_calls, train_command
+from zeroshard.planner.plan_json import TIME_PARTS, plans_to_dict
+from zeroshard.planner.plans import Plans
 from zeroshard.planner.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -240,9 +247,9 @@ def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
 def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
     out = capsys.readouterr().out
-    assert "nothing fits: what needs least is stage 3, recomputing, inputs on the host, micro-batch 2" in out
-    assert "a device, which has 1.00 GB" in out
-    assert "to train it so" not in out and "chosen" not in out
+    assert "nothing fits: even with stage 3, recomputing, inputs on the host, micro-batch 2" in out
+    assert "per device, but a device has 1.00 GB" in out
+    assert "to train with this plan" not in out and "chosen" not in out
 
 
 def test_calibration_is_told_kept_and_used(
@@ -250,12 +257,12 @@ def test_calibration_is_told_kept_and_used(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("tiny", "--devices", "2", "--machine", "here", *QUICK) == 2
-    assert "not measured yet: run `zeroshard plan --calibrate`" in capsys.readouterr().err
-    real = measuring.calibrate
-    monkeypatch.setattr(measuring, "calibrate", lambda: real("cpu", tmp_path, seconds=0.1))
+    assert "not been measured yet: run `zeroshard plan --calibrate`" in capsys.readouterr().err
+    real = planner.calibrate
+    monkeypatch.setattr(planner, "calibrate", lambda: real("cpu", tmp_path, seconds=0.1))
     assert run("--calibrate") == 0
     out = capsys.readouterr().out
-    assert "G parameters/s updated with Adam" in out and f"kept in {tmp_path}" in out
+    assert "G parameters/s updated with Adam" in out and f"saved in {tmp_path}" in out
     assert run("tiny", "--devices", "2", "--machine", "here", *QUICK) == 0
     here = Machine.resolve("here")
     assert f"2 × {here.name}" in capsys.readouterr().out
@@ -289,7 +296,7 @@ def test_a_model_of_ones_own_is_planned(own: str, capsys: pytest.CaptureFixture[
 
 def test_inputs_may_be_named_beside_the_model(own: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{own}:bare", "--devices", "2", "--stage", "3", *QUICK) == 2
-    assert "it is not known what a Net is called with: give inputs=" in capsys.readouterr().err
+    assert "the arguments of Net are not known: pass inputs=" in capsys.readouterr().err
     assert run(f"{own}:bare", "--devices", "2", "--stage", "3", "--inputs", f"{own}:images", *QUICK) == 0
 
 
@@ -318,7 +325,7 @@ def test_what_a_hugging_face_model_needs_is_named(tmp_path: Path, monkeypatch: p
 def test_a_presets_shape_may_be_changed() -> None:
     model, _, description = open_model("gpt2", layers=2, sequence=2048)
     assert description == "GPT, 2 layers, 12 heads, width 768" and model.config.context == 2048
-    with pytest.raises(ValueError, match="a preset has no 'depth' to change: it has layers, heads"):
+    with pytest.raises(ValueError, match="unknown preset field 'depth': the fields are layers, heads"):
         open_model("gpt2", depth=2)
 
 
@@ -328,36 +335,39 @@ def test_a_presets_shape_may_be_changed() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("gpt2-xxl", "'gpt2-xxl' is no model that is known, and no file or directory here: did you mean 'gpt2-xl'?"),
-        ("OWN_:conv", "no module is called 'OWN_'"),
-        ("OWN:", "is not of the form module:callable"),
+        ("gpt2-xxl", "unknown model 'gpt2-xxl', and there is no such file: did you mean 'gpt2-xl'?"),
+        ("OWN_:conv", "module 'OWN_' is not installed and not in"),
+        ("OWN:", "expected module:callable"),
         ("OWN:convv", "did you mean 'conv'?"),
         ("OWN_broken:conv", "No module named 'nothing_of_that_name'"),
         ("OWN:fails", "OWN:fails() failed with KeyError: 'weights'"),
-        ("OWN:number", "OWN:number gave int: wanted is an nn.Module"),
-        ("OWN:pair", "gave a tuple that begins with int"),
-        ("OWN:answer", "OWN:answer is of type int: wanted is a function that returns a model"),
-        ("OWN:stubborn", "Stubborn cannot be run on tensors without values"),
+        ("OWN:number", "OWN:number must return an nn.Module"),
+        ("OWN:pair", "got a tuple whose first element is int"),
+        ("OWN:answer", "OWN:answer must be a function that returns a model, got int"),
+        ("OWN:stubborn", "Stubborn cannot run on tensors without values"),
         ("OWN.py", "OWN.py is not JSON"),
-        (".", ". holds no config.json"),
-        ("OWN:conv --inputs OWN:answer", "OWN:answer is of type int: wanted is a function of the batch"),
-        ("tiny --machine h1000", "no machine is called 'h1000': did you mean 'h100'?"),
-        ("tiny --machine dgx2 --precision bf16", "'dgx2' computes in fp32 and fp16, not in bf16"),
-        ("tiny --memory lots", "--memory is a number of bytes, or one with a unit as in '64GB'"),
-        ("tiny --stage 4", "stage is 0, 1, 2 or 3, got 4"),
-        ("tiny --stage all", "wanted stages such as 3 or 1,2,3, got 'all'"),
-        ("tiny --checkpoint some", "checkpoint is one of none, recompute, host, got 'some'"),
-        ("tiny --tensor 3", "2 devices are not a multiple of the 3 that divide each layer"),
-        ("tiny --batch 7 --tensor 1", "a batch of 7 cannot be divided over 2 devices"),
+        (".", ". has no config.json"),
+        ("OWN:conv --inputs OWN:answer", "OWN:answer must be a function of the batch size"),
+        ("tiny --machine h1000", "unknown machine 'h1000': did you mean 'h100'?"),
+        ("tiny --machine dgx2 --precision bf16", "'dgx2' does not support bf16, only fp32 and fp16"),
+        ("tiny --memory lots", "memory is a number of bytes, or one with a unit as in '64GB'"),
+        ("tiny --stage 4", "expected stages from 0 to 3 such as 3 or 1,2,3, got '4'"),
+        ("tiny --stage all", "expected stages from 0 to 3 such as 3 or 1,2,3, got 'all'"),
+        ("tiny --checkpoint some", "checkpoint must be one of none, recompute, host, got 'some'"),
+        ("tiny --tensor 3", "devices (2) must be a multiple of the tensor degree (3)"),
+        ("tiny --batch 7 --tensor 1", "batch 7 cannot be divided over 2 devices"),
         ("tiny --batch 0", "wanted a whole number from 1 up, got '0'"),
         ("tiny --devices 0", "wanted a whole number from 1 up, got '0'"),
-        ("tiny --machine cpu --offload host", "no --offload host on a CPU, whose memory is the host's already"),
-        ("tiny --offload host --stage 0 --micro-batch 2 --tensor 1", "no plan has --offload host here: take --stage 3"),
+        ("tiny --machine cpu --offload host", "--offload host is not possible on a CPU, whose memory is the host's"),
+        (
+            "tiny --offload host --stage 0 --micro-batch 2 --tensor 1",
+            "no plan can use --offload host here: use",
+        ),
         ("tiny --json nowhere/plan.json", "nowhere/plan.json cannot be written: nowhere is no directory here"),
         ("tiny --html nowhere/plan.html", "nowhere/plan.html cannot be written"),
         ("tiny --json .", ". cannot be written: it is a directory: give the name of a file"),
         ("tiny --json OWN.py/plan.json", "OWN.py/plan.json cannot be written: OWN.py is no directory here"),
-        ("", "wanted is a MODEL"),
+        ("", "the following argument is required: MODEL"),
     ],
 )
 def test_bad_input_gets_a_reason(own: str, capsys: pytest.CaptureFixture[str], argv: str, words: str) -> None:
@@ -377,8 +387,8 @@ def fail(*_: Any, **__: Any) -> None:
 def test_targets_are_looked_at_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    monkeypatch.setattr("zeroshard.planner.open_model.open_model", fail)
-    monkeypatch.setattr(measuring, "calibrate", fail)
+    monkeypatch.setattr("zeroshard.cli.open_model.open_model", fail)
+    monkeypatch.setattr(planner, "calibrate", fail)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # permissions do not stop every user
     (tmp_path / "old").touch()
     for name, words in (
@@ -396,7 +406,7 @@ def test_targets_are_looked_at_before_any_work(
 def test_what_a_page_needs_is_named_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: list[str]
 ) -> None:
-    monkeypatch.setattr("zeroshard.planner.open_model.open_model", fail)
+    monkeypatch.setattr("zeroshard.cli.open_model.open_model", fail)
     here = set(HTML_REQUIREMENTS) - set(missing)
     monkeypatch.setattr("zeroshard.cli.common.find_spec", lambda name: object() if name in here else None)
     assert run("tiny", "--devices", "2", "--html", str(tmp_path / "plan.html")) == 2
@@ -416,7 +426,7 @@ def test_a_reader_that_has_gone_is_no_failure() -> None:
 
 def test_devices_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("tiny") == 2
-    assert "wanted is --devices N" in capsys.readouterr().err
+    assert "the following argument is required: --devices N" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -443,9 +453,9 @@ def test_the_chosen_plan_stands_for_its_way_though_another_is_a_little_faster(pl
     both = replace(plans, candidates=(*plans.candidates, larger))
     assert both.best is best and larger in both.fastest_per_strategy()
     assert (
-        best in best_per_strategy(both)
-        and larger not in best_per_strategy(both)
-        and len(best_per_strategy(both)) == len(both.fastest_per_strategy())
+        best in both.best_per_strategy()
+        and larger not in both.best_per_strategy()
+        and len(both.best_per_strategy()) == len(both.fastest_per_strategy())
     )
     assert format_table(both, show_all=True).count("►") == 1
 
@@ -484,7 +494,7 @@ def test_a_row_says_what_there_is_too_little_of(plans: Plans) -> None:
     far = next(plan for plan in plans.candidates if plan.footprint.host and plan.fits)
     host = int(far.footprint.host * 4 / 2)
     poor = replace(far, machine=Machine.resolve(far.machine, host_memory=host), shortfall="…")
-    assert fit_summary(poor) == "needs 2.22 × what the host gives"  # of which nine tenths may be taken
+    assert fit_summary(poor) == "needs 2.22 × the usable host memory"  # of which nine tenths may be taken
     disk = next(plan for plan in plans.candidates if plan.footprint.disk and plan.memory <= plan.machine.memory)
     full = replace(disk, machine=Machine.resolve(disk.machine, disk=int(disk.footprint.disk * 2)), shortfall="…")
     assert fit_summary(full) == "needs 2.00 × the disk"
@@ -551,7 +561,7 @@ def test_as_many_ranks_are_told_as_were_planned(devices: int, nodes: int, each: 
         assert nodes * each == devices
         return
     words, line = told.splitlines()
-    assert words.startswith(f"# {devices} ranks do not divide evenly over {nodes} nodes: give torchrun on each node")
+    assert words.startswith(f"# {devices} ranks do not divide evenly over {nodes} nodes: give torchrun each node's own")
     assert line.startswith("torchrun … -m zeroshard train --model gpt2")
 
 

@@ -19,39 +19,38 @@ pytest.importorskip("jinja2", reason="the page needs jinja2: pip install 'zerosh
 from test_train_page import HOSTILE, Dom, chromium, console_of, in_browser, listen
 
 import zeroshard
+from zeroshard.cli import plan_charts
 from zeroshard.cli.main import main
+from zeroshard.cli.open_model import open_model
+from zeroshard.cli.plan_page import write_page
+from zeroshard.cli.plan_text import summary_rows
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.open_model import open_model
-from zeroshard.planner.page import plan_charts
-from zeroshard.planner.page.plan_page import write_page
-from zeroshard.planner.plan import Plan, Plans, evaluate_strategy
-from zeroshard.planner.plan_table import best_or_smallest, summary_rows
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.plans import Plan, Plans, evaluate_strategy
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 CHARTS = {"stages", "timeline", "batches", "times"}
-HOW = [("to train it so", "zeroshard train --model tiny"), ("in your own script", f"shard({HOSTILE})")]
+HOW = [("to train with this plan", "zeroshard train --model tiny"), ("in your own script", f"shard({HOSTILE})")]
 
 
-def planned(memory: str, batch: int | None = 16) -> tuple[Plans, TracedModel]:
+def planned(memory: str, batch: int | None = 16) -> Plans:
     """Some plans of a small model on a machine with so little memory."""
     model, inputs, _ = open_model("tiny")
     machine = Machine.resolve("h100", context=0, workspace=0, memory=memory)
     given = {"batch": batch} if batch is not None else {"micro_batch": [1, 4], "offload": None}
-    plans = zeroshard.plan(model, inputs, devices=4, machine=machine, tensor=1, **given)
-    return plans, TracedModel(model, inputs, clipped=True, precision=plans.precision)
+    return zeroshard.plan(model, inputs, devices=4, machine=machine, tensor=1, **given)
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Plans, TracedModel]:
+def made() -> Plans:
     return planned("18MB")
 
 
 @pytest.fixture(scope="module")
-def page(made: tuple[Plans, TracedModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(made: Plans, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "plan.html"
-    return write_page(path, made[0], model=f"GPT of {HOSTILE}", tokens=128, usage=HOW)
+    return write_page(path, made, model=f"GPT of {HOSTILE}", tokens=128, usage=HOW)
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +77,19 @@ def test_nothing_is_loaded_from_outside(dom: Dom) -> None:
     assert policy.startswith("default-src 'none'; ")
 
 
-def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: tuple[Plans, TracedModel]) -> None:
-    plans, text = made[0], dom.text()
+def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: Plans) -> None:
+    plans, text = made, dom.text()
     assert plans.reason in text
     assert f"GPT of {HOSTILE} fits" in text
     assert "1.07 M parameters 4 × h100 18.00 MB a device bf16 128 tokens a sample" in text
-    assert "in your own script shard(" in text and "to train it so zeroshard train --model tiny" in text
+    assert "in your own script shard(" in text and "to train with this plan zeroshard train --model tiny" in text
     levels = [int(tag[1]) for tag, _ in dom.elements if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1 and levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
-def test_the_table_has_the_rows_worth_a_look_and_all_others(dom: Dom, made: tuple[Plans, TracedModel]) -> None:
-    plans = made[0]
+def test_the_table_has_the_rows_worth_a_look_and_all_others(dom: Dom, made: Plans) -> None:
+    plans = made
     tables = re.findall(r'<table class="plans">(.*?)</table>', dom.html, re.S)
     counts = [table.count("<tr") - 1 for table in tables]
     assert counts == [len(summary_rows(plans)), len(plans.fastest_per_strategy())]
@@ -124,9 +123,9 @@ def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom
 # ------------------------------------------------------------------------------------------------ the pictures
 
 
-def test_the_stages_add_up_to_what_a_device_needs(made: tuple[Plans, TracedModel]) -> None:
-    plans, subject = made
-    best, chart = chosen(plans), plan_charts.stages_chart(subject, chosen(plans))
+def test_the_stages_add_up_to_what_a_device_needs(made: Plans) -> None:
+    plans = made
+    best, chart = chosen(plans), plan_charts.stages_chart(chosen(plans))
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
     assert len(totals) == 4 and min(totals) == totals[3]
     same = {plan.strategy.stage: plan.memory for plan in plans.candidates if _as(plan, best)}
@@ -143,10 +142,10 @@ def _as(plan: Plan, other: Plan) -> bool:
     return (mine.checkpoint, mine.micro_batch, mine.offload) == (its.checkpoint, its.micro_batch, its.offload)
 
 
-def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, TracedModel]) -> None:
-    plans, subject = made
+def test_over_a_step_the_highest_moment_is_the_peak(made: Plans) -> None:
+    plans = made
     best = chosen(plans)
-    figure = plan_charts.timeline_chart(subject, best).figure
+    figure = plan_charts.timeline_chart(best).figure
     totals = [sum(parts) for parts in zip(*(area["y"] for area in figure["data"]), strict=True)]
     assert max(totals) == pytest.approx(best.footprint.peak.total)
     at = figure["data"][0]["x"]
@@ -157,18 +156,18 @@ def test_over_a_step_the_highest_moment_is_the_peak(made: tuple[Plans, TracedMod
     assert 0 == marks[0] < marks[1] < marks[2] < at[-1]
 
 
-def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: tuple[Plans, TracedModel]) -> None:
-    plans, subject = made
+def test_a_parameter_that_rests_outside_is_drawn_in_stage_3_alone(made: Plans) -> None:
+    plans = made
     far = next(plan for plan in plans.candidates if plan.strategy.offload_summary == "optimizer host, parameters host")
-    bars = {bar["name"]: bar["x"] for bar in plan_charts.stages_chart(subject, far).figure["data"]}
+    bars = {bar["name"]: bar["x"] for bar in plan_charts.stages_chart(far).figure["data"]}
     assert "optimizer states" not in bars or not any(bars["optimizer states"])
     assert bars["parameters"][0] > 0 and bars["parameters"][3] == 0
 
 
-def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, TracedModel]) -> None:
-    plans, subject = made
+def test_micro_batches_are_drawn_around_the_chosen_one(made: Plans) -> None:
+    plans = made
     best = chosen(plans)
-    chart = plan_charts.micro_batch_chart(subject, best)
+    chart = plan_charts.micro_batch_chart(best)
     lines = {line["name"]: dict(zip(line["x"], line["y"], strict=True)) for line in chart.figure["data"]}
     mine = lines[plan_charts.CHECKPOINT_LINES[best.strategy.checkpoint][0]]
     assert mine[best.strategy.micro_batch] == pytest.approx(best.memory)
@@ -184,15 +183,15 @@ def test_micro_batches_are_drawn_around_the_chosen_one(made: tuple[Plans, Traced
     assert all(lines["all activations kept"][micro] > lines["recomputed"][micro] for micro in (2, 4))
 
 
-def test_times_add_up_to_a_step_or_a_sample(made: tuple[Plans, TracedModel]) -> None:
-    plans = made[0]
+def test_times_add_up_to_a_step_or_a_sample(made: Plans) -> None:
+    plans = made
     chart = plan_charts.step_time_chart(summary_rows(plans), chosen(plans))
     assert chart is not None
     fitting = [plan for plan in summary_rows(plans) if plan.fits]
     assert not plan_charts.needs_time_per_sample(fitting)
     totals = [sum(parts) for parts in zip(*(bar["x"] for bar in chart.figure["data"]), strict=True)]
     assert totals == pytest.approx([plan.step_time.step for plan in fitting[: plan_charts.MAX_BARS]], rel=0.01)
-    mixed, _ = planned("1GB", batch=None)
+    mixed = planned("1GB", batch=None)
     fitting = [plan for plan in mixed.candidates if plan.strategy.checkpoint == "none"]
     assert plan_charts.needs_time_per_sample(fitting)
     chart = plan_charts.step_time_chart(fitting, fitting[0])
@@ -201,23 +200,23 @@ def test_times_add_up_to_a_step_or_a_sample(made: tuple[Plans, TracedModel]) -> 
     assert totals == pytest.approx([1 / plan.samples_per_second for plan in fitting[: plan_charts.MAX_BARS]], rel=0.005)
 
 
-def test_time_that_has_no_name_is_drawn_too(made: tuple[Plans, TracedModel]) -> None:
-    best = chosen(made[0])
+def test_time_that_has_no_name_is_drawn_too(made: Plans) -> None:
+    best = chosen(made)
     slow = replace(best)
     vars(slow)["step_time"] = replace(best.step_time, step=2 * best.step_time.step)
     chart = plan_charts.step_time_chart([slow], slow)
-    assert chart is not None and chart.legend[-1][0] == "all else"
+    assert chart is not None and chart.legend[-1][0] == "everything else"
     assert sum(bar["x"][0] for bar in chart.figure["data"]) == pytest.approx(slow.step_time.step, rel=0.01)
 
 
 def test_where_nothing_fits_the_page_shows_what_comes_nearest(tmp_path: Path) -> None:
-    plans, _ = planned("2MB")
+    plans = planned("2MB")
     assert plans.best is None
     page = Dom(write_page(tmp_path / "plan.html", plans).read_text(encoding="utf-8"))
     assert page.figures().keys() == CHARTS - {"times"}
     text = page.text()
     assert plans.reason in text and "GPT nothing fits" in text and "No plan fits, so there is no time to show" in text
-    assert f"in the plan that comes nearest ({best_or_smallest(plans).strategy.description})" in text
+    assert f"in the smallest plan ({plans.best_or_smallest.strategy.description})" in text
     assert "chosen" not in " ".join(re.findall(r'<table class="plans">(.*?)</table>', page.html, re.S))
 
 
@@ -225,7 +224,7 @@ def test_a_model_without_blocks_on_one_device_has_a_page(tmp_path: Path) -> None
     with torch.device("meta"):
         model = nn.Linear(64, 64)
     plans = zeroshard.plan(model, torch.empty(1, 64), devices=1, machine="cpu", batch=4)
-    subject = TracedModel(model, torch.empty(1, 64), precision=plans.precision)
+    subject = TracedModel(model, TrainingLoop(inputs=torch.empty(1, 64)), precision=plans.precision)
     page = Dom(write_page(tmp_path / "plan.html", plans).read_text(encoding="utf-8"))
     assert page.figures().keys() == CHARTS
     assert [line["name"] for line in page.figures()["batches"]["data"]] == ["all activations kept"]
@@ -252,7 +251,7 @@ def test_every_chart_is_drawn_offline_whatever_the_strings(page: Path, tmp_path:
     assert list(console_of(done.stderr.splitlines())) == []
     dom = Dom(done.stdout)
     assert {tag["id"] for tag in dom.tags("div") if "js-plotly-plot" in tag.get("class", "").split()} == CHARTS
-    for words in ("milliseconds of computation", "bytes held", "backward", "micro-batch", "stage 0"):
+    for words in ("milliseconds of computation", "bytes in use", "backward", "micro-batch", "stage 0"):
         assert words in dom.text()
     assert not dom.tags("img")
 

@@ -18,7 +18,7 @@ from zeroshard.planner.auto import JobTopology, choose_plan
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import StateSizes, state_sizes
 from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 MODEL = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
 PSI = 4 * 64 * 64
@@ -73,7 +73,10 @@ def test_the_buffer_is_the_one_a_step_takes() -> None:
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 def test_memory_and_time_of_a_plan(machine: str) -> None:
     found = Machine.resolve(machine)
-    subjects = [TracedModel(MODEL, torch.ones(1, 64), one_pass=flag, precision="bf16") for flag in (True, False)]
+    subjects = [
+        TracedModel(MODEL, TrainingLoop(inputs=torch.ones(1, 64), has_fused_adam=flag), precision="bf16")
+        for flag in (True, False)
+    ]
     choice, gained = Strategy(stage=2), found.kind == "cuda"
     ours, theirs = (subject.footprint(choice, 1, found, timeline=True).timeline[-1] for subject in subjects)
     assert ours.label == "step"
@@ -88,9 +91,9 @@ def test_plans_follow_the_optimizer_they_are_made_for(monkeypatch: pytest.Monkey
     class Noted(TracedModel):
         def __init__(self, *args: Any, **given: Any) -> None:
             super().__init__(*args, **given)
-            asked.append(self.has_fused_adam)
+            asked.append(self.loop.has_fused_adam)
 
-    monkeypatch.setattr("zeroshard.planner.plan.TracedModel", Noted)
+    monkeypatch.setattr("zeroshard.planner.plans.TracedModel", Noted)
     site = JobTopology(torch.device("cpu"), 1)
     for flag in (True, False):
         choose_plan(MODEL, torch.ones(1, 64), site, batch=1, micro_batch=1, stage="auto", one_pass=flag)

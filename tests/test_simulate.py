@@ -15,17 +15,23 @@ import torch
 from torch import nn
 
 from zeroshard.cli.simulate import main
+from zeroshard.cli.simulate_output import simulation_table
 from zeroshard.config.config import Config
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
-from zeroshard.planner.plan import evaluate_strategy
-from zeroshard.planner.scaling import largest_model as searching
-from zeroshard.planner.scaling.largest_model import LargestModel, find_deepest_member, find_largest_model
-from zeroshard.planner.scaling.model_family import DepthExtrapolatedModel, find_family, gpt_family
-from zeroshard.planner.scaling.scaling_table import simulation_table
-from zeroshard.planner.scaling.simulate import ScalingPoint, ScalingSimulation, simulate
+from zeroshard.planner.plans import evaluate_strategy
+from zeroshard.planner.scaling import model_family as searching
+from zeroshard.planner.scaling.model_family import (
+    DepthExtrapolatedModel,
+    LargestModel,
+    find_deepest_member,
+    find_family,
+    find_largest_model,
+    gpt_family,
+)
+from zeroshard.planner.scaling.sweep import ScalingPoint, ScalingSimulation, simulate
 from zeroshard.planner.state_sizes import state_sizes
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.traced_model import TracedModel
@@ -111,12 +117,12 @@ def test_blocks_that_are_not_alike_are_noticed() -> None:
     with torch.device("meta"):
         models = [Narrowing(2), Narrowing(3)]
     two, three = (trace_model(model, example, micro_batch=2) for model in models)
-    with pytest.raises(NonUniformBlocksError, match="does not do what the others do"):
+    with pytest.raises(NonUniformBlocksError, match="has other operations than the others"):
         extrapolate_trace(two, three, 1)
     held = [state_sizes(model, Config(stage=3), ranks=4) for model in models]
-    with pytest.raises(NonUniformBlocksError, match="does not hold what the others hold"):
+    with pytest.raises(NonUniformBlocksError, match="has other state sizes than the others"):
         extrapolate_state_sizes(held[0], held[1], 1, 2**25)
-    with pytest.raises(NonUniformBlocksError, match="one block more"):
+    with pytest.raises(NonUniformBlocksError, match="with one more block"):
         extrapolate_trace(three, two, 1)
 
 
@@ -217,7 +223,7 @@ def test_a_stage_that_does_not_fit_is_told() -> None:
     found = swept(memory="1.7GB", devices=(1, 64), checkpoint="recompute")
     told = {one.stage: one.fits_from for one in found.scaling}
     assert told[0] is None and told[3] == 64
-    assert "does not fit" in simulation_table(found) and "stage 0: fits none of these" in simulation_table(found)
+    assert "does not fit" in simulation_table(found) and "stage 0: fits on none of these" in simulation_table(found)
 
 
 def test_one_batch_is_divided_over_more_and_more_devices() -> None:
@@ -239,26 +245,26 @@ def test_models_of_any_kind_are_swept() -> None:
         model(torch.empty(1, 3, 16, 16))
     found = simulate(model, torch.empty(1, 3, 16, 16), devices=(1, 16), micro_batch=32, machine="a100")
     assert len(found.points) == 8 and found.model == "Sequential"
-    with pytest.raises(ValueError, match="no plan is known to shard"):
+    with pytest.raises(ValueError, match="no tensor-parallel plan is known"):
         simulate(model, torch.empty(1, 3, 16, 16), devices=(16,), tensor=2, micro_batch=32)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"devices": (0,)}, "devices are whole numbers from 1 up, got 0"),
+        ({"devices": (0,)}, "devices must be integers of at least 1, got 0"),
         ({"devices": ()}, "devices is empty"),
         ({"stages": ()}, "stages is empty"),
-        ({"stages": (4,)}, "stage is 0, 1, 2 or 3, got 4"),
+        ({"stages": (4,)}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"machine": "h1000"}, "did you mean 'h100'"),
-        ({"machine": "dgx2", "precision": "bf16"}, "computes in fp32 and fp16, not in bf16"),
-        ({"tensor": 0}, "tensor is a whole number"),
-        ({"tensor": 8, "devices": (4, 12)}, "no number of devices is a multiple of the 8"),
+        ({"machine": "dgx2", "precision": "bf16"}, "does not support bf16, only fp32 and fp16"),
+        ({"tensor": 0}, "tensor must be a positive integer"),
+        ({"tensor": 8, "devices": (4, 12)}, r"no number of devices is a multiple of the tensor degree \(8\)"),
         ({"tensor": 16, "devices": (16,)}, "do not divide the model's 8 heads"),
-        ({"micro_batch": 0}, "micro_batch is a whole number from 1 up, got 0"),
+        ({"micro_batch": 0}, "micro_batch must be a positive integer, got 0"),
         ({"batch": 3, "devices": (2, 4)}, "cannot be divided evenly"),
-        ({"batch": 0}, "batch is a whole number from 1 up"),
-        ({"checkpoint": "some"}, "checkpoint is one of"),
+        ({"batch": 0}, "batch must be a positive integer"),
+        ({"checkpoint": "some"}, "checkpoint must be one of"),
     ],
 )
 def test_bad_sweeps_are_refused(given: dict[str, Any], words: str) -> None:
@@ -324,11 +330,11 @@ def test_largest_models_grow_with_stage_devices_and_offload(family: DepthExtrapo
 
 
 def test_bad_searches_are_refused() -> None:
-    with pytest.raises(ValueError, match="devices is a whole number from 1 up, got 0"):
+    with pytest.raises(ValueError, match="devices must be a positive integer, got 0"):
         find_largest_model(gpt_family(SHAPE), devices=0)
-    with pytest.raises(ValueError, match="12 devices are not a multiple of the 8"):
+    with pytest.raises(ValueError, match=r"devices \(12\) must be a multiple of the tensor degree \(8\)"):
         find_largest_model(gpt_family(SHAPE), devices=12, tensor=8)
-    with pytest.raises(ValueError, match="layers is a whole number from 1 up, got 0"):
+    with pytest.raises(ValueError, match="layers must be a positive integer, got 0"):
         DepthExtrapolatedModel(gpt_family(SHAPE), 0)
 
 
@@ -403,9 +409,9 @@ def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.Ca
         (["paper", "--largest", "--micro-batch", "1"], "leave out --micro-batch, --largest"),
         (["tinny"], "did you mean 'tiny'"),
         (["tiny", "--machine", "dgx3"], "did you mean 'dgx2'"),
-        (["tiny", "--machine", "dgx2", "--precision", "bf16"], "plan with precision='fp16'"),
-        (["tiny", "--tensor", "3", "--devices", "4"], "no number of devices is a multiple of the 3"),
-        (["torch:nn.Identity", "--largest"], "it is not known how to make a Identity deeper"),
+        (["tiny", "--machine", "dgx2", "--precision", "bf16"], "use precision='fp16'"),
+        (["tiny", "--tensor", "3", "--devices", "4"], "no number of devices is a multiple of the tensor degree (3)"),
+        (["torch:nn.Identity", "--largest"], "cannot change the depth of Identity"),
         (["tiny", "--json", "/nowhere/at/all.json", "--devices", "1", "--micro-batch", "1"], "/nowhere/at/all.json"),
     ],
 )

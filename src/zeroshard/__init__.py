@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zeroshard.config.offload import Offload
     from zeroshard.memory.tracker import Profile, Report
     from zeroshard.optim.sharded_optimizer import ShardedOptimizer
-    from zeroshard.planner.plan import plan
+    from zeroshard.planner import plan
 
 __version__ = "0.1.0"
 
@@ -71,7 +71,7 @@ _MODULE_OF = {
     "ShardedOptimizer": "optim.sharded_optimizer",
     "checkpoint_activations": "activations.checkpoint",
     "load": "checkpoint.load",
-    "plan": "planner.plan",
+    "plan": "planner",
     "save": "checkpoint.save",
     "shard": "auto",
 }  # all others are in api

@@ -41,7 +41,7 @@ def shard(
     ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
     called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
     an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
-    says more of the loop and the machine, by the names of :class:`zeroshard.planner.auto.PlanningOptions`: ``loss``,
+    says more of the loop and the machine, by the names of :class:`zeroshard.planner.PlanningOptions`: ``loss``,
     ``micro_batch``, ``accumulate``, ``memory`` and others.
 
     >>> import zeroshard

@@ -6,7 +6,6 @@ It needs only torch, except for the HTML page.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,17 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int
-from zeroshard.planner.machines.presets import PRESETS as MACHINES
+from zeroshard.cli.plan_options import (
+    MACHINE_HELP,
+    MODEL_HELP,
+    add_memory_option,
+    add_model_options,
+    open_machine_and_model,
+    write_json,
+)
+from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from zeroshard.planner.machines.machine import Machine
-    from zeroshard.planner.plan import Plans
-    from zeroshard.planner.tracing.inputs import Inputs
-
-OFFLOAD_CHOICES = ("none", "host", "disk", "every")
-PRECISION_CHOICES = ("auto", "bf16", "fp16", "fp32")
+    from zeroshard.cli.open_model import OpenedModel
+    from zeroshard.planner import Machine, Plans
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.model is None and not options.calibrate:
-        parser.error("wanted is a MODEL: a preset, a Hugging Face model's directory or config.json, or module:callable")
+        parser.error(f"the following argument is required: MODEL, {MODEL_HELP}")
     if options.model is not None and options.devices is None:
-        parser.error("wanted is --devices N, how many devices train it together")
+        parser.error("the following argument is required: --devices N")
     echo = make_echo(sys.stderr if options.json == STDOUT else sys.stdout)
     try:
         check_output_files(json=options.json, html=options.html)
@@ -48,74 +51,65 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-# ---------------------------------------------------------------------------------------------- options
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroshard plan",
-        description="Tell what training a model takes on so many devices: memory by kind, traffic and time, for every "
-        "stage, tensor degree, offload and checkpointing; what fits; and what to choose. Nothing is trained: the model "
-        "runs on tensors without memory. Exit status: 0 where something fits, 1 where nothing does, 2 for what cannot "
-        "be planned.",
+        description="Predict the memory, traffic and step time of training a model, for every stage, tensor degree, "
+        "offload and checkpointing; show what fits, and choose the best. Nothing is trained: the model runs on "
+        "tensors without memory. Exit status: 0 if a plan fits, 1 if none fits, 2 if planning is not possible.",
     )
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a preset (see `zeroshard presets`), a Hugging Face model's directory or config.json, or module:callable: "
-        "a function of yours that returns a model, or a model and its inputs",
+        help=f"{MODEL_HELP}: a function that returns a model, or a model and its inputs",
     )
-    add = parser.add_argument_group("the devices").add_argument
-    add("--devices", type=positive_int, metavar="N", help="how many train it together")
-    add(
-        "--machine",
-        metavar="NAME",
-        help=f"{', '.join(MACHINES)}, here (this machine, as --calibrate has measured it), or a JSON file; "
-        "default: h100, or here with --calibrate",
-    )
-    add("--memory", metavar="SIZE", help="of a device, instead of the machine's, as in 80GB")
-    add(
+    group = parser.add_argument_group("devices")
+    group.add_argument("--devices", type=positive_int, metavar="N", help="number of devices that train the model")
+    group.add_argument("--machine", metavar="NAME", help=f"{MACHINE_HELP}; default: h100, or here with --calibrate")
+    add_memory_option(group)
+    group.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine first, in under a minute, and keep the result for --machine here",
+        help="measure this machine first, in under a minute, and save the result for --machine here",
     )
-    add = parser.add_argument_group("the training").add_argument
-    add("--batch", type=positive_int, metavar="B", help="samples a step over all devices; without it, what is fastest")
-    add("--micro-batch", type=_positive_ints, metavar="M[,M…]", help="samples a data-parallel rank and backward")
-    add(
-        "--sequence", type=positive_int, metavar="S", help="tokens a sample; default: the model's context, at most 1024"
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--batch", type=positive_int, metavar="B", help="samples per step over all devices; default: the fastest"
     )
-    add("--stage", type=_parse_stages, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
-    add(
-        "--tensor",
+    group.add_argument(
+        "--micro-batch",
         type=_positive_ints,
-        metavar="T[,T…]",
-        help="devices that divide each layer; default: all that may help",
+        metavar="M[,M…]",
+        help="samples per data-parallel rank and backward; default: all that may be fastest",
     )
-    add(
+    add_model_options(group)
+    group.add_argument(
+        "--tensor", type=_positive_ints, metavar="T[,T…]", help="tensor-parallel degrees; default: all that may help"
+    )
+    group.add_argument(
         "--checkpoint",
-        type=_split_commas,
-        metavar="WHAT[,WHAT…]",
-        help="none, recompute (keep blocks' inputs alone), host (and those in host memory); default: all",
+        type=lambda text: text.split(","),
+        metavar="MODE[,MODE…]",
+        help="none (keep all activations), recompute (keep only the inputs of blocks), host (keep those in host "
+        "memory); default: all",
     )
-    add(
+    group.add_argument(
         "--offload",
-        choices=OFFLOAD_CHOICES,
+        choices=("none", "host", "disk", "every"),
         default="every",
-        help="where states may rest outside the device; default: every",
+        help="where states may be offloaded; default: every",
     )
-    add(
+    group.add_argument(
         "--precision",
-        choices=PRECISION_CHOICES,
+        choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
-        help="of computation; auto: 16 bits on a GPU, 32 on a CPU",
+        help="precision of computation; auto: 16 bits on a GPU, 32 on a CPU",
     )
-    add("--inputs", metavar="module:callable", help="what the model is called with: a function of the batch")
-    add = parser.add_argument_group("what is told").add_argument
-    add("--all", action="store_true", help="all rows, instead of those worth a look")
-    add("--json", metavar="FILE", help="write everything as JSON; - for standard output")
-    add("--html", metavar="FILE", help="write a page with pictures, one file that opens offline")
+    group = parser.add_argument_group("output")
+    group.add_argument("--all", action="store_true", help="show all rows, not only the most informative ones")
+    group.add_argument("--json", metavar="FILE", help="write all results as JSON; - for standard output")
+    group.add_argument("--html", metavar="FILE", help="write a page with charts: one file that opens offline")
     return parser
 
 
@@ -123,134 +117,100 @@ def _positive_ints(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
-def _parse_stages(text: str) -> list[int]:
-    if not all(part.isdecimal() for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"wanted stages such as 3 or 1,2,3, got {text!r}")
-    return [int(part) for part in text.split(",")]
-
-
-def _split_commas(text: str) -> list[str]:
-    return text.split(",")
-
-
-# ---------------------------------------------------------------------------------------------- planning
-
-
 def _plan(options: argparse.Namespace, echo: Callable[[str], None]) -> int:
-    from zeroshard.config.offload import parse_bytes
-    from zeroshard.planner.machines.machine import Machine
-    from zeroshard.planner.open_model import open_inputs, open_model, tokens_per_sample
-    from zeroshard.planner.tracing.inputs import model_arguments
+    from zeroshard.cli.plan_text import format_table
+    from zeroshard.planner import model_arguments, plans_to_dict
 
-    machine = Machine.resolve(options.machine or "h100")
-    if options.memory is not None:
-        machine = Machine.resolve(machine, memory=parse_bytes("--memory", options.memory))
-    model, inputs, description = open_model(options.model, sequence=options.sequence)
-    if options.inputs is not None:
-        inputs = open_inputs(options.inputs)
-    model_arguments(model, inputs, 1, options.sequence)  # raises for invalid inputs before anything is printed
-    tokens = tokens_per_sample(model, inputs, options.sequence)
-    for line in _heading(description, model, machine, options.devices, tokens):
+    machine, opened = open_machine_and_model(options)
+    # raises for invalid inputs before anything is printed
+    model_arguments(opened.model, opened.inputs, 1, options.sequence)
+    tokens = opened.tokens_per_sample(options.sequence)
+    for line in _heading(opened, machine, options.devices, tokens):
         echo(line)
-    plans = _plans_for_options(options, model, inputs, machine)
-    _print_plans(plans, options, description, tokens, echo)
+    plans = _plans_for_options(options, opened, machine)
+    usage = _usage_lines(plans, options)
+    if options.json is not None:
+        write_json(plans_to_dict(plans, model=opened.description, tokens=tokens), options.json)
+    if options.json != STDOUT:
+        table = format_table(plans, show_all=options.all, tokens=tokens)
+        echo(f"precision {plans.precision}\n\n{table}\n\n{plans.reason}")
+        for label, text in usage:
+            echo(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
     if options.html is not None:
-        from zeroshard.planner.page.plan_page import write_page
+        from zeroshard.cli.plan_page import write_page
 
-        usage = _usage_lines(plans, options)
-        echo(f"\npage: {write_page(Path(options.html), plans, model=description, tokens=tokens, usage=usage)}")
+        page = write_page(Path(options.html), plans, model=opened.description, tokens=tokens, usage=usage)
+        echo(f"\npage: {page}")
     return 0 if plans.best is not None else 1
 
 
-def _heading(description: str, model: nn.Module, machine: Machine, devices: int, tokens: int | None) -> list[str]:
-    from zeroshard.utils.format import format_bytes
+def _heading(opened: OpenedModel, machine: Machine, devices: int, tokens: int | None) -> list[str]:
+    def count(parameters: list[nn.Parameter]) -> int:
+        return sum(parameter.numel() for parameter in parameters)
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    trained_note = "" if trained == parameters else f", {trained:,} of them trained"
+    parameters = list(opened.model.parameters())
+    total, trained = count(parameters), count([parameter for parameter in parameters if parameter.requires_grad])
+    trained_note = "" if trained == total else f", {trained:,} of them trained"
     nodes = -(-devices // machine.devices)
     nodes_text = f"{nodes} nodes of {machine.devices}" if nodes > 1 else "one node"
     samples = "" if tokens is None else f", {tokens:,} tokens a sample"
     return [
-        f"model     {description}, {parameters:,} parameters{trained_note}{samples}",
+        f"model     {opened.description}, {total:,} parameters{trained_note}{samples}",
         f"machine   {devices} × {machine.name}, {nodes_text}: {format_bytes(machine.memory)} a device, "
         f"{format_bytes(machine.host_memory)} of host memory a node",
     ]
 
 
-def _plans_for_options(options: argparse.Namespace, model: nn.Module, inputs: Inputs, machine: Machine) -> Plans:
+def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine: Machine) -> Plans:
     """Return all plans that the options allow."""
-    from zeroshard.planner.plan import plan
-    from zeroshard.planner.tracing.trace_model import UntraceableError
+    from zeroshard.planner import UntraceableError, plan
 
+    tier = options.offload if options.offload in ("host", "disk") else None
+    if tier is not None and machine.kind == "cpu":
+        raise ValueError(f"--offload {tier} is not possible on a CPU, whose memory is the host's: leave it out")
     constraints: dict[str, Any] = {
         name: value
         for name in ("batch", "micro_batch", "sequence", "stage", "tensor", "checkpoint")
         if (value := getattr(options, name)) is not None
     }
+    constraints["offload"] = None if options.offload == "none" else "every"
     if options.precision != "auto":
         constraints["precision"] = options.precision
-    offload = options.offload
-    if offload in ("host", "disk") and machine.kind == "cpu":
-        raise ValueError(f"there is no --offload {offload} on a CPU, whose memory is the host's already: leave it out")
-    constraints["offload"] = None if offload == "none" else "every"
     try:
-        plans = plan(model, inputs, devices=options.devices, machine=machine, **constraints)
+        plans = plan(opened.model, opened.inputs, devices=options.devices, machine=machine, **constraints)
     except UntraceableError as error:
         raise ValueError(str(error)) from error
-    if offload in ("host", "disk"):
-        plans = replace(
-            plans,
-            candidates=tuple(
-                candidate for candidate in plans.candidates if _is_offloaded_to(candidate.strategy.offload, offload)
-            ),
-        )
-        if not plans.candidates:
-            raise ValueError(f"no plan has --offload {offload} here: take --stage 3, or leave it out")
-    return plans
-
-
-def _is_offloaded_to(offload: Any, tier: str) -> bool:
-    """Return whether ``tier`` is the slowest tier that states are placed in."""
-    return offload is not None and offload.needs_disk == (tier == "disk")
-
-
-def _print_plans(
-    plans: Plans, options: argparse.Namespace, description: str, tokens: int | None, echo: Callable[[str], None]
-) -> None:
-    from zeroshard.planner.plan_json import plans_to_dict
-    from zeroshard.planner.plan_table import format_table
-
-    if options.json is not None:
-        text = json.dumps(plans_to_dict(plans, model=description, tokens=tokens), indent=1, allow_nan=False)
-        if options.json == STDOUT:
-            make_echo(sys.stdout)(text)
-            return
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
-    echo(f"precision {plans.precision}\n\n{format_table(plans, show_all=options.all, tokens=tokens)}\n\n{plans.reason}")
-    for label, text in _usage_lines(plans, options):
-        echo(f"\n{label}:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
+    if tier is None:
+        return plans
+    # those whose slowest tier is the given one
+    candidates = tuple(
+        candidate
+        for candidate in plans.candidates
+        if (offload := candidate.strategy.offload) is not None and offload.needs_disk == (tier == "disk")
+    )
+    if not candidates:
+        raise ValueError(f"no plan can use --offload {tier} here: use --stage 3, or leave it out")
+    return replace(plans, candidates=candidates)
 
 
 def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return the command and the Python calls for the chosen plan."""
-    from zeroshard.planner.render_flags import python_calls, train_command
+    """Return the command and the Python calls for the chosen plan, with labels."""
+    from zeroshard.cli.plan_text import python_calls, train_command
 
     best = plans.best
     if best is None:
         return []
-    lines = []
+    lines = [("in your own script", python_calls(best.strategy, plans.devices, plans.machine, plans.precision))]
     if ":" not in options.model:
         command = train_command(
             best.strategy, options.model, plans.devices, plans.machine, plans.precision, options.sequence
         )
-        lines.append(("to train it so", command))
-    return [*lines, ("in your own script", python_calls(best.strategy, plans.devices, plans.machine, plans.precision))]
+        lines.insert(0, ("to train with this plan", command))
+    return lines
 
 
 def _calibrate(echo: Callable[[str], None]) -> None:
-    from zeroshard.planner.calibration.calibrate import calibrate
-    from zeroshard.planner.machines import cache
+    from zeroshard.planner import calibrate, machine_path
 
     echo("measuring this machine, which takes up to a minute …")
     with warnings.catch_warnings(record=True) as caught:
@@ -260,19 +220,17 @@ def _calibrate(echo: Callable[[str], None]) -> None:
         print(f"zeroshard plan: {warning.message}", file=sys.stderr)
     for label, text in describe_machine(machine):
         echo(f"  {label:<16}{text}")
-    path = cache.machine_path(machine.name)
-    echo(f"kept in {path}, for --machine here\n" if path.is_file() else "")
+    path = machine_path(machine.name)
+    echo(f"saved in {path}, for --machine here\n" if path.is_file() else "")
 
 
 def describe_machine(machine: Machine) -> list[tuple[str, str]]:
     """Return the properties of a machine as pairs of label and text.
 
-    >>> from zeroshard.planner.machines.machine import Machine
-    >>> dict(describe_machine(Machine.resolve("h100")))["computing"]
-    'fp32 67 TFLOPS, bf16 989 TFLOPS, fp16 989 TFLOPS; products reach 70% of it, attention 20%'
+    >>> from zeroshard.planner import Machine
+    >>> dict(describe_machine(Machine.resolve("h100")))["compute"]
+    'fp32 67 TFLOPS, bf16 989 TFLOPS, fp16 989 TFLOPS; matmuls reach 70% of it, attention 20%'
     """
-    from zeroshard.utils.format import format_bytes
-
     flops = ", ".join(f"{name} {peak / 1e12:.3g} TFLOPS" for name, peak in machine.flops.items())
     links = ", ".join(
         f"{format_bytes(link.bandwidth)}/s {name} ({link.latency * 1e6:.3g} µs)"
@@ -280,21 +238,18 @@ def describe_machine(machine: Machine) -> list[tuple[str, str]]:
     )
     return [
         ("machine", f"{machine.name}: {machine.devices} × {machine.kind}, {format_bytes(machine.memory)} each"),
-        (
-            "computing",
-            f"{flops}; products reach {machine.efficiency.share:.0%} of it, attention {machine.attention:.0%}",
-        ),
-        ("device memory", f"{format_bytes(machine.bandwidth)}/s; {machine.gap * 1e6:.3g} µs lost with each kernel"),
+        ("compute", f"{flops}; matmuls reach {machine.efficiency.share:.0%} of it, attention {machine.attention:.0%}"),
+        ("device memory", f"{format_bytes(machine.bandwidth)}/s; overhead of {machine.gap * 1e6:.3g} µs per kernel"),
         (
             "host",
             f"{format_bytes(machine.host_memory)}, {machine.host_update / 1e9:.3g} G parameters/s updated with Adam, "
-            f"{machine.op * 1e6:.3g} µs an operation",
+            f"{machine.op * 1e6:.3g} µs per operation",
         ),
-        ("to the device", f"{format_bytes(machine.pcie)}/s each way"),
+        ("to the device", f"{format_bytes(machine.pcie)}/s in each direction"),
         (
             "disk",
             f"{format_bytes(machine.disk)}, {format_bytes(machine.disk_read)}/s read, "
-            f"{format_bytes(machine.disk_write)}/s written",
+            f"{format_bytes(machine.disk_write)}/s write",
         ),
         ("links", links),
     ]

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroshard.cli.common import STDOUT, check_output_files, make_echo, positive_int
-from zeroshard.planner.machines.presets import PRESETS as MACHINES
+from zeroshard.cli.plan_options import (
+    MACHINE_HELP,
+    MODEL_HELP,
+    add_memory_option,
+    add_model_options,
+    open_machine_and_model,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from zeroshard.cli.open_model import OpenedModel
+    from zeroshard.planner import Machine
 
 PAPER = "paper"
-CHECKPOINT_CHOICES = ("none", "recompute", "host")
-OFFLOAD_CHOICES = ("none", "host", "disk")
+SHAPE_OPTIONS = ("layers", "heads", "width")
+# any directory: only the rates and the size of the disk matter here
+OFFLOADS = {"none": None, "host": "host", "disk": {"optimizer": "disk", "directory": "."}}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             _reject_ignored_flags(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(options)))))
         result = _simulate_paper(echo) if options.model == PAPER else _simulate(options, echo)
         if options.json is not None:
-            _write_json(result, options.json)
+            write_json(result, options.json)
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         print(f"zeroshard simulate: {error}", file=sys.stderr)
         return 2
@@ -38,63 +48,55 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroshard simulate",
-        description="Tell how training a model scales from one device to thousands, on paper: throughput a device, "
-        "what a step's time goes to, where each stage stops to scale, and the largest model. `zeroshard simulate "
-        "paper` computes the tables and figures of the ZeRO paper anew, beside the paper's own numbers.",
+        description="Predict how training a model scales from one device to thousands: throughput per device, parts of "
+        "the step time, where each stage stops scaling, and the largest model. `zeroshard simulate paper` "
+        "reproduces the tables and figures of the ZeRO paper, next to the paper's own numbers.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a preset (see `zeroshard presets`), a Hugging Face model's directory or config.json, module:callable, or "
-        "the word paper",
-    )
-    add = parser.add_argument_group("the devices").add_argument
-    add(
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL_HELP}; or the word paper")
+    group = parser.add_argument_group("devices")
+    group.add_argument(
         "--devices",
         type=_parse_device_counts,
         metavar="N,N,… or N-N",
-        help="how many; a range goes in powers of two; default: 1-16384",
+        help="numbers of devices; a range goes in powers of two; default: 1-16384",
     )
-    add("--machine", default="h100", metavar="NAME", help=f"{', '.join(MACHINES)}, here, or a JSON file; default: h100")
-    add("--memory", metavar="SIZE", help="of a device, instead of the machine's, as in 80GB")
-    add = parser.add_argument_group("the training").add_argument
-    add(
+    group.add_argument("--machine", default="h100", metavar="NAME", help=f"{MACHINE_HELP}; default: h100")
+    add_memory_option(group)
+    group = parser.add_argument_group("training")
+    group.add_argument(
         "--batch",
         type=positive_int,
         metavar="B",
-        help="samples a step over all devices, the same for any number of them",
+        help="samples per step over all devices, the same for every number of devices",
     )
-    add("--micro-batch", type=positive_int, metavar="M", help="samples a rank and backward; default: what is fastest")
-    add("--sequence", type=positive_int, metavar="S", help="tokens a sample")
-    add("--stage", type=_parse_stages, metavar="0,1,2,3", help="ZeRO stages to look at; default: all")
-    add("--tensor", type=positive_int, default=1, metavar="T", help="devices that divide each layer; default: 1")
-    add(
+    group.add_argument(
+        "--micro-batch", type=positive_int, metavar="M", help="samples per rank and backward; default: the fastest"
+    )
+    add_model_options(group)
+    group.add_argument("--tensor", type=positive_int, default=1, metavar="T", help="tensor-parallel degree; default: 1")
+    group.add_argument(
         "--checkpoint",
-        choices=CHECKPOINT_CHOICES,
+        choices=("none", "recompute", "host"),
         default="none",
-        help="recompute: keep blocks' inputs alone; host: those in host memory; default: none",
+        help="recompute: keep only the inputs of blocks; host: keep those in host memory; default: none",
     )
-    add(
-        "--offload",
-        choices=OFFLOAD_CHOICES,
-        default="none",
-        help="where the optimizer's states rest; default: on the device",
+    group.add_argument(
+        "--offload", choices=OFFLOADS, default="none", help="where optimizer states are offloaded; default: none"
     )
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="of computation; default: 16 bits on a GPU")
-    add("--inputs", metavar="module:callable", help="what the model is called with: a function of the batch")
-    add = parser.add_argument_group("the shape of a preset").add_argument
-    for name in ("layers", "heads", "width"):
-        add(f"--{name}", type=positive_int, metavar="N", help=f"other {name} than the preset's")
-    add = parser.add_argument_group("what is told").add_argument
-    add(
+    group.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), help="precision of computation; default: 16 bits on a GPU"
+    )
+    group = parser.add_argument_group("shape of a preset")
+    for name in SHAPE_OPTIONS:
+        group.add_argument(f"--{name}", type=positive_int, metavar="N", help=f"{name}; default: the preset's")
+    group = parser.add_argument_group("output")
+    group.add_argument(
         "--largest",
         action="store_true",
-        help="the deepest model of this width that fits, for each number of devices and stage, instead of a sweep",
+        help="find the deepest model of this width that fits, for each number of devices and stage",
     )
-    add(
-        "--json",
-        metavar="FILE",
-        help="write everything as JSON too; - for standard output, and tables on standard error",
+    group.add_argument(
+        "--json", metavar="FILE", help="also write all results as JSON; - for standard output, tables to standard error"
     )
     return parser
 
@@ -107,14 +109,6 @@ def _reject_ignored_flags(given: argparse.Namespace) -> None:
         raise ValueError(f"the paper has its own models, devices and training: with {PAPER!r}, leave out {flags}")
 
 
-def _write_json(record: dict[str, Any], target: str) -> None:
-    text = json.dumps(record, indent=1, allow_nan=False)
-    if target == STDOUT:
-        make_echo(sys.stdout)(text)
-    else:
-        Path(target).write_text(text + "\n", encoding="utf-8")
-
-
 def _parse_device_counts(text: str) -> list[int]:
     """Parse numbers, and ranges in powers of two."""
     counts: list[int] = []
@@ -122,26 +116,19 @@ def _parse_device_counts(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         start, end = positive_int(first), positive_int(last) if dash else positive_int(first)
         if start > end:
-            raise argparse.ArgumentTypeError(f"wanted is a range from the fewest to the most devices, got {part!r}")
+            raise argparse.ArgumentTypeError(f"expected a range from the fewest to the most devices, got {part!r}")
         counts.append(start)
         while dash and counts[-1] < end:
             counts.append(min(2 * counts[-1], end))
     return counts
 
 
-def _parse_stages(text: str) -> list[int]:
-    if not all(part in ("0", "1", "2", "3") for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"wanted are stages such as 3 or 1,2,3, got {text!r}")
-    return [int(part) for part in text.split(",")]
-
-
 def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
-    from zeroshard.planner.scaling.paper import PAPER_CURVE, paper_results
-    from zeroshard.planner.scaling.scaling_json import paper_to_dict
-    from zeroshard.planner.scaling.scaling_table import paper_table
+    from zeroshard.cli.simulate_output import paper_table, paper_to_dict
+    from zeroshard.planner.scaling import PAPER_CURVE, paper_results
 
     echo(
-        "The ZeRO paper (arXiv 1910.02054v3) beside zeroshard's planner, on the machine dgx2 with its published rates."
+        "The ZeRO paper (arXiv 1910.02054v3) and zeroshard's predictions, on the machine dgx2 with its published rates."
         f"\nFitted, once for all figures: the efficiency curve, share {PAPER_CURVE.share:g}, half "
         f"{PAPER_CURVE.half:.3g} FLOPs."
         "\nNumbers of the paper's figures are read off their bars, to 2 %."
@@ -154,29 +141,20 @@ def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
-    from zeroshard.planner.machines.machine import Machine
-    from zeroshard.planner.open_model import open_inputs, open_model, tokens_per_sample
-    from zeroshard.planner.plan import default_precision
-    from zeroshard.planner.scaling.scaling_json import simulation_to_dict
-    from zeroshard.planner.scaling.scaling_table import simulation_table
-    from zeroshard.planner.scaling.simulate import DEVICE_COUNTS, STAGES, simulate
+    from zeroshard.cli.simulate_output import simulation_table, simulation_to_dict
+    from zeroshard.planner import default_precision
+    from zeroshard.planner.scaling import DEVICE_COUNTS, simulate
 
-    machine = Machine.resolve(options.machine)
-    if options.memory is not None:
-        machine = Machine.resolve(machine, memory=options.memory)
-    shape = {name: getattr(options, name) for name in ("layers", "heads", "width", "sequence")}
-    model, inputs, description = open_model(options.model, **shape)
-    if options.inputs is not None:
-        inputs = open_inputs(options.inputs)
+    machine, opened = open_machine_and_model(options, **{name: getattr(options, name) for name in SHAPE_OPTIONS})
     options.precision = options.precision or default_precision(machine)
-    options.devices, options.stage = options.devices or list(DEVICE_COUNTS), options.stage or list(STAGES)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    echo(f"{description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
+    options.devices, options.stage = options.devices or list(DEVICE_COUNTS), options.stage or [0, 1, 2, 3]
+    parameters = sum(parameter.numel() for parameter in opened.model.parameters())
+    echo(f"{opened.description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
     if options.largest:
-        return _find_largest(options, model, inputs, machine, description, echo)
+        return _find_largest(options, opened, machine, echo)
     simulation = simulate(
-        model,
-        inputs,
+        opened.model,
+        opened.inputs,
         devices=options.devices,
         machine=machine,
         batch=options.batch,
@@ -185,55 +163,42 @@ def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[
         stages=options.stage,
         tensor=options.tensor,
         checkpoint=options.checkpoint,
-        offload=_make_offload(options.offload),
+        offload=OFFLOADS[options.offload],
         precision=options.precision,
     )
     echo(f"samples/s, TFLOPS and memory are of one device\n\n{simulation_table(simulation)}")
-    return simulation_to_dict(simulation, description, tokens_per_sample(model, inputs, options.sequence))
-
-
-def _make_offload(name: str) -> Any:
-    from zeroshard.config.offload import Offload
-
-    if name == "disk":
-        return Offload(
-            optimizer="disk", directory="."
-        )  # any directory: only the rates and the size of the disk matter here
-    return None if name == "none" else Offload(optimizer="host")
+    return simulation_to_dict(simulation, opened.description, opened.tokens_per_sample(options.sequence))
 
 
 def _find_largest(
-    options: argparse.Namespace, model: Any, inputs: Any, machine: Any, description: str, echo: Callable[[str], None]
+    options: argparse.Namespace, opened: OpenedModel, machine: Machine, echo: Callable[[str], None]
 ) -> dict[str, Any]:
-    from zeroshard.planner.plan_json import versions
-    from zeroshard.planner.scaling.largest_model import FIRST_DEPTHS, LargestModel, find_deepest_member
-    from zeroshard.planner.scaling.model_family import DepthExtrapolatedModel, find_family
-    from zeroshard.planner.scaling.scaling_json import largest_to_dict
-    from zeroshard.planner.scaling.scaling_table import largest_table
-    from zeroshard.planner.strategy import Strategy
+    from zeroshard.cli.simulate_output import largest_table, largest_to_dict
+    from zeroshard.config.offload import Offload
+    from zeroshard.planner import Strategy
+    from zeroshard.planner.scaling import DepthExtrapolatedModel, TrainingLoop, find_deepest_member, find_family
 
-    family = find_family(model)
+    family = find_family(opened.model)
     if family is None:
         raise ValueError(
-            f"it is not known how to make a {type(model).__name__} deeper: give a preset, or call "
-            "zeroshard.planner.scaling.largest_model.find_largest_model with a function of the number of layers"
+            f"cannot change the depth of {type(opened.model).__name__}: use a preset, or call "
+            "zeroshard.planner.scaling.find_largest_model with a function of the number of layers"
         )
-    base_model = DepthExtrapolatedModel(
-        family[0], FIRST_DEPTHS[0], inputs, sequence=options.sequence, precision=options.precision
-    )
-    largest: dict[tuple[int, int], LargestModel] = {}
+    loop = TrainingLoop(inputs=opened.inputs, sequence=options.sequence)
+    base_model = DepthExtrapolatedModel(family[0], loop=loop, precision=options.precision)
+    micro_batch = options.micro_batch or 1
+    largest = {}
     for devices in options.devices:
         for stage in options.stage if devices % options.tensor == 0 else ():
             strategy = Strategy(
                 stage=stage,
                 tensor=options.tensor,
                 checkpoint=options.checkpoint,
-                offload=_make_offload(options.offload),
-                micro_batch=options.micro_batch or 1,
+                offload=Offload.from_option(OFFLOADS[options.offload]),
+                micro_batch=micro_batch,
             )
             largest[devices, stage] = find_deepest_member(base_model, strategy, devices, machine)
     if not largest:
-        raise ValueError(f"no number of devices is a multiple of the {options.tensor} that divide each layer")
-    echo(f"\nthe deepest of this width that fits, micro-batch {options.micro_batch or 1}\n{largest_table(largest)}")
-    header = {"model": description, "machine": json.loads(machine.to_json()), "versions": versions()}
-    return {**header, "largest": largest_to_dict(largest)}
+        raise ValueError(f"no number of devices is a multiple of the tensor degree ({options.tensor})")
+    echo(f"\nthe deepest model of this width that fits, micro-batch {micro_batch}\n{largest_table(largest)}")
+    return largest_to_dict(largest, opened.description, machine)

@@ -19,11 +19,10 @@ from zeroshard.engine import open_consistency_checker
 from zeroshard.optim import is_supported, state_bytes_per_element
 from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import Plan, Plans, plan
+from zeroshard.planner.plans import Plan, Plans, plan
 from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.tracing.checkpointing import strip_checkpointing
 from zeroshard.planner.tracing.inputs import Inputs, LossFn, compute_loss
-from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, UntraceableError
+from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, UntraceableError, strip_checkpointing
 from zeroshard.sharding import Placement
 from zeroshard.utils.format import format_bytes
 from zeroshard.utils.tree import tensors_in
@@ -68,19 +67,19 @@ class PlanningOptions:
         >>> PlanningOptions.from_mapping({"micro_batches": 2})
         Traceback (most recent call last):
             ...
-        TypeError: planning knows no 'micro_batches': it has micro_batch, accumulate, sequence, loss, clip, machine, ...
+        TypeError: unknown planning option 'micro_batches': the options are micro_batch, accumulate, sequence, loss, ...
         """
         known = [field.name for field in fields(cls)]
         for name in options or {}:
             if name not in known:
-                raise TypeError(f"planning knows no {name!r}: it has {', '.join(known)}")
+                raise TypeError(f"unknown planning option {name!r}: the options are {', '.join(known)}")
         planning = cls(**(options or {}))
         for name in ("micro_batch", "accumulate"):
             value = getattr(planning, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is a whole number from 1 up, got {value!r}")
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if planning.loss is not None and not callable(planning.loss):
-            raise TypeError(f"loss is a function of the model's output, or None, got {planning.loss!r}")
+            raise TypeError(f"loss must be a function of the model's output, or None, got {planning.loss!r}")
         return planning
 
     def describe(self, inputs: Inputs) -> str:
@@ -273,15 +272,15 @@ def _micro_batch_and_inputs(inputs: Inputs, micro_batch: int | None) -> tuple[in
     if inputs is None or callable(inputs):
         if micro_batch is None:
             raise ValueError(
-                "it is not known how many samples a forward has: give inputs=, an example of what one rank calls the "
-                "model with, or planning={'micro_batch': …}"
+                "the number of samples per forward is not known: pass inputs=, an example of one rank's arguments of "
+                "the model, or planning={'micro_batch': …}"
             )
         return micro_batch, inputs
     lengths = {tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()}
     batch_size = lengths.pop() if len(lengths) == 1 else 1  # a graph has nodes and edges: count it as one sample
     if micro_batch is not None and micro_batch != batch_size:
         raise ValueError(
-            f"planning says micro_batch {micro_batch}, and the example that inputs is has {batch_size} samples"
+            f"micro_batch must be the number of samples in the example inputs ({batch_size}), got {micro_batch}"
         )
     return batch_size, lambda _: inputs
 
@@ -326,7 +325,8 @@ def _check_shared_memory(candidate: Plan) -> Plan:
         return candidate
     return replace(
         candidate,
-        shortfall=f"it needs {format_bytes(int(needed))} a rank, which has {format_bytes(candidate.machine.memory)}",
+        shortfall=f"it needs {format_bytes(int(needed))} per rank, but a rank has "
+        f"{format_bytes(candidate.machine.memory)}",
     )
 
 
@@ -336,11 +336,11 @@ def _no_fit_message(plans: Plans, fixed_options: Sequence[str], replan: Callable
     if smallest.checkpoint == "none":
         recomputing = replan(checkpoint=CHECKPOINT_MODES).best
         if recomputing is not None:
-            return f"{plans.reason}. With activations recomputed, this fits: {recomputing.strategy.description}"
+            return f"{plans.reason}. With recomputed activations, this fits: {recomputing.strategy.description}"
     remedies = ["more ranks", "shorter samples"]
     remedies += ["a smaller micro-batch"] if smallest.micro_batch > 1 else []
-    remedies += [f"{name} 'auto', which is given" for name in fixed_options]
-    return f"{plans.reason}. What may help: {', '.join(remedies)}"
+    remedies += [f"{name}='auto' instead of a fixed value" for name in fixed_options]
+    return f"{plans.reason}. Try {', '.join(remedies)}"
 
 
 def _min_memory_limit(control: ConsistencyChecker, planning: PlanningOptions, inputs: Inputs) -> int | None:
@@ -354,8 +354,8 @@ def _min_memory_limit(control: ConsistencyChecker, planning: PlanningOptions, in
     for rank, (described, _) in loops.items():
         if described != first[0]:
             raise ValueError(
-                f"ranks were told of different loops to plan for: rank 0 has {first[0]}; rank {rank} has {described}. "
-                "Give the same on all ranks: as inputs, an example as large as the largest batch of any"
+                f"all ranks must pass the same planning options: rank 0 has {first[0]}; rank {rank} has {described}. "
+                "As inputs, pass an example as large as the largest batch of any rank"
             )
     limits = [parse_bytes("memory", memory) for _, memory in loops.values()]
     return min((nbytes for nbytes in limits if nbytes is not None), default=None)

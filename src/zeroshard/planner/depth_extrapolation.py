@@ -19,8 +19,8 @@ from torch import nn
 
 from zeroshard.optim import max_slice_numel
 from zeroshard.planner.state_sizes import StateSizes, UnitSizes
-from zeroshard.planner.tracing.checkpointing import meta_memo
 from zeroshard.planner.tracing.trace import EngineEvent, Op, Trace
+from zeroshard.planner.tracing.trace_model import meta_memo
 
 
 def find_block_stack(model: nn.Module) -> nn.ModuleList | None:
@@ -62,7 +62,7 @@ def truncate_model(model: nn.Module, blocks: int) -> nn.Module:
     """
     stack = find_block_stack(model)
     if stack is None or len(stack) < blocks:
-        raise ValueError(f"this {type(model).__name__} has no stack of {blocks} blocks or more that are alike")
+        raise ValueError(f"{type(model).__name__} has no list of at least {blocks} equal blocks")
     memo = meta_memo(model)
     truncated = copy.copy(stack)
     truncated._modules = {str(index): block for index, block in enumerate(stack) if index < blocks}
@@ -91,7 +91,7 @@ class _MiddleBlock:
         )
         if count < 1 or same < 2 * count or tuple(deeper[same + count :]) != tuple(shallow[same:]):
             raise NonUniformBlocksError(
-                f"units {list(deeper)} are not {list(shallow)} and one block more, among others like it"
+                f"units {list(deeper)} must be {list(shallow)} with one more block between equal blocks"
             )
         return cls(same - count, count, tuple(deeper))
 
@@ -108,9 +108,8 @@ class _MiddleBlock:
         """Return the name of the unit that is ``count`` blocks after ``unit`` of the middle block."""
         parts, next_parts = (self.unit_names[unit + shift].split(".") for shift in (0, self.num_units))
         if len(parts) != len(next_parts):
-            raise NonUniformBlocksError(
-                f"units {self.unit_names[unit]!r} and {self.unit_names[unit + self.num_units]!r} are not numbered alike"
-            )
+            pair = self.unit_names[unit], self.unit_names[unit + self.num_units]
+            raise NonUniformBlocksError(f"units {pair[0]!r} and {pair[1]!r} are numbered differently")
         pairs = zip(parts, next_parts, strict=True)
         return ".".join(a if a == b else _extrapolate_number(a, b, count) for a, b in pairs)
 
@@ -121,7 +120,7 @@ class _MiddleBlock:
 
 def _extrapolate_number(part: str, next_part: str, count: int) -> str:
     if not (part.isdecimal() and next_part.isdecimal()):
-        raise NonUniformBlocksError(f"blocks are numbered, got {part!r} and then {next_part!r}")
+        raise NonUniformBlocksError(f"blocks must be numbered, got {part!r} and then {next_part!r}")
     return str(int(part) + count * (int(next_part) - int(part)))
 
 
@@ -152,7 +151,7 @@ def extrapolate_trace(shallow: Trace, deeper: Trace, extra: int) -> Trace:
         or recomputed_per_block not in (0, 1)
         or deeper.input_bytes != shallow.input_bytes
     ):
-        raise NonUniformBlocksError("a block in the middle does not do what the others do: trace the whole model")
+        raise NonUniformBlocksError("the middle block has other operations than the others: trace the full model")
     return replace(
         deeper,
         events=(*_insert_blocks(forward, middle, extra, names), *_insert_blocks(backward, middle, extra, names, True)),
@@ -191,7 +190,7 @@ def _middle_block_range(events: Sequence[Op | EngineEvent], middle: _MiddleBlock
     unshards = [(i, e.unit) for i, e in enumerate(events) if isinstance(e, EngineEvent) and e.kind == "bring"]
     begin = next((i for i, unit in unshards if unit in middle), None)
     if begin is None:
-        raise NonUniformBlocksError("the middle block is never brought: trace the whole model")
+        raise NonUniformBlocksError("the middle block is never unsharded: trace the full model")
     return begin, next((i for i, unit in unshards if i > begin and unit not in middle), len(events))
 
 
@@ -228,7 +227,7 @@ def _extrapolate_kept_inputs(shallow: tuple[float, ...], deeper: tuple[float, ..
     """Return the kept input bytes of each block with ``extra`` more blocks."""
     count = len(deeper) - len(shallow)
     if deeper[count:] != shallow:
-        raise NonUniformBlocksError("a block in the middle does not keep what the others keep: trace the whole model")
+        raise NonUniformBlocksError("the middle block keeps other inputs than the others: trace the full model")
     return deeper[:count] * (extra + 1) + shallow
 
 
@@ -236,7 +235,7 @@ def extrapolate_state_sizes(shallow: StateSizes, deeper: StateSizes, extra: int,
     """Extrapolate the state sizes likewise. States must be on the device: offloaded sizes are not linear in depth."""
     if shallow.offloaded or deeper.offloaded:
         raise NonUniformBlocksError(
-            "states outside the device are divided over all blocks at once: hold the whole model"
+            "offloaded states are divided over all blocks together: compute the sizes of the full model"
         )
     middle = _MiddleBlock.find([unit.name for unit in shallow.units], [unit.name for unit in deeper.units])
     begin, end = middle.first_unit, middle.first_unit + middle.num_units
@@ -245,7 +244,7 @@ def extrapolate_state_sizes(shallow: StateSizes, deeper: StateSizes, extra: int,
     ]
     buffers = [(sizes.ring_bytes, sizes.shard_buffer_bytes) for sizes in (shallow, deeper)]
     if remaining != shallow.units or buffers[0] != buffers[1]:
-        raise NonUniformBlocksError("a block in the middle does not hold what the others hold: hold the whole model")
+        raise NonUniformBlocksError("the middle block has other state sizes than the others: use the full model")
     block = deeper.units[begin:end]
     copies = [replace(unit) for _ in range(extra + 1) for unit in block]
     units = deeper.units[:begin] + copies + deeper.units[end:]

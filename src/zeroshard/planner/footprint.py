@@ -28,7 +28,10 @@ from zeroshard.planner.tracing.trace import Trace, TraceSpan, split_spans
 from zeroshard.utils.format import format_bytes
 
 RESERVED_RATIO = 1.09  # reserved / allocated memory of the allocator: 1.01 to 1.09 measured, docs/benchmarks.md
+USABLE_HOST_FRACTION = 0.9  # share of host memory for states: the system, data loading and Python need the remainder
 DEVICE_KEPT_INPUTS = 2  # block inputs on the device if kept on the host: one in use, one in transfer
+
+GradSegment = tuple[torch.dtype, int, int]  # (dtype, segment index, bytes)
 
 
 @dataclass(frozen=True)
@@ -86,60 +89,67 @@ class Footprint:
         return self.peak.total * RESERVED_RATIO
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryConditions:
+    """What else the memory of a step depends on, besides the trace and the state sizes."""
+
+    on_gpu: bool = True
+    prefetch: bool = True
+    """The next unit is all-gathered while one computes."""
+    keeps_inputs_on_host: bool = False
+    """The inputs of recomputed blocks are in host memory."""
+    workspace_bytes: float = 0
+    """Memory of math libraries in the device's allocator."""
+    scratch_bytes: float = 0
+    """Temporary memory of the optimizer's kernels in a step."""
+    has_persistent_grads: bool = False
+    """Gradients are in memory when a forward begins."""
+    is_accumulating: bool = False
+    """A backward adds to the gradients of an earlier one."""
+
+
+DEFAULT_CONDITIONS = MemoryConditions()
+
+
 def footprint(
     trace: Trace,
     sizes: StateSizes,
+    conditions: MemoryConditions = DEFAULT_CONDITIONS,
     *,
-    on_gpu: bool = True,
-    prefetch: bool = True,
-    inputs_on_host: bool = False,
-    workspace: float = 0,
-    scratch: float = 0,
-    timeline: bool = False,
     spans: Sequence[TraceSpan] | None = None,
-    has_persistent_grads: bool = False,
-    is_accumulating: bool = False,
+    timeline: bool = False,
 ) -> Footprint:
-    """Replay a trace: see [Note: simulating memory].
-
-    ``workspace`` is the memory of math libraries in the device's allocator, ``scratch`` the temporary memory of the
-    optimizer's kernels in a step, both in bytes. ``spans`` are the spans of the trace, if already split.
-    ``has_persistent_grads``: gradients are in memory when a forward begins. ``is_accumulating``: a backward adds to the
-    gradients of an earlier one.
-    """
+    """Replay a trace: see [Note: simulating memory]. ``spans`` are the spans of the trace, if already split."""
     kept_bytes = sum(trace.kept_input_bytes)
-    device_kept_bytes = sum(sorted(trace.kept_input_bytes)[-DEVICE_KEPT_INPUTS:]) if inputs_on_host else kept_bytes
+    device_kept_bytes, host_kept_bytes = kept_bytes, 0.0
+    if conditions.keeps_inputs_on_host:
+        device_kept_bytes, host_kept_bytes = sum(sorted(trace.kept_input_bytes)[-DEVICE_KEPT_INPUTS:]), kept_bytes
     gradients = float(sizes.states["gradients"])
     persistent = {
         "states": float(sum(sizes.states.values())) - gradients,
-        "gradients": gradients if has_persistent_grads else 0.0,
+        "gradients": gradients if conditions.has_persistent_grads else 0.0,
         "kept inputs": device_kept_bytes,
         "buffers": trace.buffer_bytes,
         "inputs": trace.input_bytes,
-        "libraries": workspace,
+        "libraries": conditions.workspace_bytes,
         "landings": float(0 if sizes.placement.gradients else sizes.shard_buffer_bytes),
     }
     spans = split_spans(trace) if spans is None else spans
-    replay = _MemoryReplay(spans, sizes, on_gpu, prefetch, has_persistent_grads, is_accumulating)
+    replay = _MemoryReplay(spans, sizes, conditions)
     usages = [replay.replay_span(span) for span in spans]
     peak = max(usages, key=lambda usage: usage.total)
     peak = MemoryUsage(peak.label, {**persistent, **peak.by_kind})
-    step = MemoryUsage(
-        "step",
-        {**persistent, "gradients": gradients, "activations": 0.0, "step": float(sizes.step_buffer_bytes) + scratch},
-    )
-    if step.total > peak.total:
-        peak = step
+    step_bytes = float(sizes.step_buffer_bytes) + conditions.scratch_bytes
+    step = MemoryUsage("step", {**persistent, "gradients": gradients, "activations": 0.0, "step": step_bytes})
+    everything = [MemoryUsage(usage.label, {**persistent, **usage.by_kind}) for usage in usages] if timeline else []
     return Footprint(
         sizes.states,
         sizes.offloaded,
-        peak,
+        step if step.total > peak.total else peak,
         between_steps=sum(persistent.values()) - trace.input_bytes,
         staging=float(sizes.staging_bytes),
-        kept_inputs_on_host=kept_bytes if inputs_on_host else 0.0,
-        timeline=(*(MemoryUsage(usage.label, {**persistent, **usage.by_kind}) for usage in usages), step)
-        if timeline
-        else (),
+        kept_inputs_on_host=host_kept_bytes,
+        timeline=(*everything, step) if timeline else (),
     )
 
 
@@ -178,19 +188,10 @@ class SimulatedRings:
 class _MemoryReplay:
     """The state of a memory replay: what the library holds at the current event."""
 
-    def __init__(
-        self,
-        spans: Sequence[TraceSpan],
-        sizes: StateSizes,
-        on_gpu: bool,
-        prefetch: bool,
-        has_persistent_grads: bool,
-        is_accumulating: bool,
-    ) -> None:
-        self._sizes, self._is_gpu, self._prefetch, self._is_accumulating = sizes, on_gpu, prefetch, is_accumulating
-        self._segments = _grad_segments(sizes)
-        # segments of reduced gradients
-        self._allocated_segments = set().union(*self._segments) if has_persistent_grads else set()
+    def __init__(self, spans: Sequence[TraceSpan], sizes: StateSizes, conditions: MemoryConditions) -> None:
+        self._sizes, self._conditions = sizes, conditions
+        self._segments = _grad_segments(sizes)  # of reduced gradients
+        self._allocated_segments = set().union(*self._segments) if conditions.has_persistent_grads else set()
         self._unshard_orders = unshard_orders(spans)
         self._next_unshard = 0
         self._unsharded: set[int] = set()
@@ -222,15 +223,15 @@ class _MemoryReplay:
         elif event.kind == "release":
             self._unsharded.discard(event.unit)
         elif event.kind == "finish":
-            if not (placement.gradients or self._allocated_segments) and self._is_gpu:
+            if not (placement.gradients or self._allocated_segments) and self._conditions.on_gpu:
                 self._allocate_all_segments(
                     self._forward_end_bytes - span.start_bytes - self._unsharded_bytes - event.nbytes
                 )
             self._allocated_segments |= self._segments[event.unit]
             if not placement.gradients:
                 return event.nbytes  # added to the accumulated gradients, then freed
-            self._rings.add_buckets(self._sizes.units[event.unit].buckets, self._is_accumulating)
-            pending = self._sizes.units[event.unit].side_stream_grad_bytes if self._is_gpu else 0.0
+            self._rings.add_buckets(self._sizes.units[event.unit].buckets, self._conditions.is_accumulating)
+            pending = self._sizes.units[event.unit].side_stream_grad_bytes if self._conditions.on_gpu else 0.0
             self._pending_grad_bytes = min(pending, event.nbytes)
             return event.nbytes - self._pending_grad_bytes
         elif event.kind == "end forward":
@@ -258,29 +259,26 @@ class _MemoryReplay:
     def _unshard(self, unit: int, order: list[int]) -> None:
         self._unsharded.add(unit)
         self._next_unshard += 1
-        if self._prefetch and self._next_unshard < len(order):
+        if self._conditions.prefetch and self._next_unshard < len(order):
             self._unsharded.add(order[self._next_unshard])
 
 
-GradSegment = tuple[torch.dtype, int, int]  # (dtype, segment index, bytes)
-
-
-def _grad_segments(held: StateSizes) -> list[set[GradSegment]]:
+def _grad_segments(sizes: StateSizes) -> list[set[GradSegment]]:
     """Return the gradient segments of each unit: see [Note: freeing gradients between steps]."""
-    segments: list[set[GradSegment]] = [set() for _ in held.units]
-    for dtype in {dtype: None for unit in held.units for dtype, _ in unit.device_grad_numels}:
-        sizes = [
+    segments: list[set[GradSegment]] = [set() for _ in sizes.units]
+    for dtype in {dtype: None for unit in sizes.units for dtype, _ in unit.device_grad_numels}:
+        unit_numels = [
             (index, numel)
-            for index, unit in enumerate(held.units)
+            for index, unit in enumerate(sizes.units)
             for grad_dtype, numel in unit.device_grad_numels
             if grad_dtype == dtype
         ]
-        shard_count = held.shard_count if held.placement.gradients else 1
-        assigned = assign_segments([numel for _, numel in sizes], shard_count)
+        shard_count = sizes.shard_count if sizes.placement.gradients else 1
+        assigned = assign_segments([numel for _, numel in unit_numels], shard_count)
         segment_bytes = Counter[int]()
-        for segment, (_, numel) in zip(assigned, sizes, strict=True):
+        for segment, (_, numel) in zip(assigned, unit_numels, strict=True):
             segment_bytes[segment] += numel * dtype.itemsize
-        for segment, (unit, _) in zip(assigned, sizes, strict=True):
+        for segment, (unit, _) in zip(assigned, unit_numels, strict=True):
             segments[unit].add((dtype, segment, segment_bytes[segment]))
     return segments
 
@@ -292,9 +290,6 @@ def unshard_orders(spans: Sequence[TraceSpan]) -> tuple[list[int], list[int]]:
         if span.event is not None and span.event.kind == "bring":
             orders[span.is_backward].append(span.event.unit)
     return orders
-
-
-USABLE_HOST_FRACTION = 0.9  # share of host memory for states: the system, data loading and Python need the remainder
 
 
 def device_bytes_needed(footprint: Footprint, machine: Machine) -> float:
@@ -316,18 +311,13 @@ def memory_shortfall(footprint: Footprint, devices: int, machine: Machine) -> st
     """Say which memory is too small for a footprint, with the numbers; empty if it fits."""
     ranks, usage = min(devices, machine.devices), usage_fractions(footprint, devices, machine)
     if usage["device"] > 1:
-        return (
-            f"it needs {format_bytes(int(device_bytes_needed(footprint, machine)))} a device, which has "
-            f"{format_bytes(machine.memory)}"
-        )
+        needed = format_bytes(int(device_bytes_needed(footprint, machine)))
+        return f"it needs {needed} per device, but a device has {format_bytes(machine.memory)}"
     if usage["host"] > 1:
-        has = f"{format_bytes(machine.host_memory)}, of which {USABLE_HOST_FRACTION:.0%} may be taken"
-        return (
-            f"its {ranks} ranks a node need {format_bytes(int(footprint.host * ranks))} of host memory, which has {has}"
-        )
+        needed, usable = format_bytes(int(footprint.host * ranks)), f"{USABLE_HOST_FRACTION:.0%} of which can be used"
+        has = f"{format_bytes(machine.host_memory)}, {usable}"
+        return f"the {ranks} ranks of a node need {needed} of host memory, but a node has {has}"
     if usage["disk"] > 1:
-        return (
-            f"its {ranks} ranks a node need {format_bytes(int(footprint.disk * ranks))} of disk, which has "
-            f"{format_bytes(machine.disk)}"
-        )
+        needed = format_bytes(int(footprint.disk * ranks))
+        return f"the {ranks} ranks of a node need {needed} of disk, but a node has {format_bytes(machine.disk)}"
     return ""

@@ -89,12 +89,11 @@ def machine_from_free_memory(
     machine = Machine.resolve(requested_machine if requested_machine is not None else first.machine_spec)
     if machine.kind != first.device_kind:
         raise ValueError(
-            f"machine {machine.name!r} is of kind {machine.kind!r}, and the ranks run on {first.device_kind!r}"
+            f"machine {machine.name!r} must be of the kind that the ranks run on, {first.device_kind!r}, got "
+            f"{machine.kind!r}"
         )
-    ranks_per_node, ranks_per_device = (
-        Counter(rank_memory.node for rank_memory in free_memory),
-        Counter((rank_memory.node, rank_memory.device_id) for rank_memory in free_memory),
-    )
+    ranks_per_node = Counter(rank_memory.node for rank_memory in free_memory)
+    ranks_per_device = Counter((rank_memory.node, rank_memory.device_id) for rank_memory in free_memory)
     if len(free_memory) == 1:
         on_cpu = first.device_kind == "cpu"
         ranks_per_node[first.node] = ranks if on_cpu else max(1, min(ranks, torch.cuda.device_count()))

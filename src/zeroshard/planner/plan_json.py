@@ -44,10 +44,9 @@ import torch
 
 import zeroshard
 from zeroshard.config.offload import STATE_KINDS, Offload
-from zeroshard.planner.plan import Plan, Plans
+from zeroshard.planner.plans import Plan, Plans
 
 TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
-TIER_TRAFFIC = ("pcie", "disk")  # kinds of traffic that are not collectives
 
 
 def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
@@ -56,8 +55,9 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
     >>> from torch import nn
     >>> with torch.device("meta"):
     ...     layer = nn.Linear(64, 64, bias=False)
-    >>> told = plans_to_dict(zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None))
-    >>> told["plans"][told["best"]]["states"]["optimizer states"]
+    >>> plans = zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None)
+    >>> data = plans_to_dict(plans)
+    >>> data["plans"][data["best"]]["states"]["optimizer states"]
     16384
     """
     candidates, best = plans.candidates, plans.best
@@ -73,8 +73,8 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
         "machine": json.loads(plans.machine.to_json()),
         "versions": versions(),
         "best": None if best is None else indices[id(best)],
-        "rows": [indices[id(plan)] for plan in best_per_strategy(plans)],
-        "plans": [plan_to_dict(plan, psi_bytes(plans), tokens) for plan in candidates],
+        "rows": [indices[id(plan)] for plan in plans.best_per_strategy()],
+        "plans": [plan_to_dict(plan, plans.psi_bytes, tokens) for plan in candidates],
     }
 
 
@@ -109,7 +109,7 @@ def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str,
         "disk": footprint.disk,
         "node": {"host": footprint.host * local_ranks, "disk": footprint.disk * local_ranks},
         "traffic": dict(plan.step_time.traffic),
-        "psi": data_parallel_traffic(plan) / psi,
+        "psi": plan.data_parallel_bytes / psi,
         "seconds": {name: getattr(plan.step_time, name) for name in ("step", *TIME_PARTS)},
         "samples_per_second": plan.samples_per_second,
         "tokens_per_second": None if tokens is None else plan.samples_per_second * tokens,
@@ -117,35 +117,9 @@ def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str,
     }
 
 
-def best_per_strategy(plans: Plans) -> list[Plan]:
-    """Return the fastest plan of each strategy without its batch sizes; for the chosen strategy, the chosen plan."""
-    best = plans.best  # among equally fast plans the smaller: not always the fastest of its strategy
-    return [
-        best if best is not None and plan.strategy.key == best.strategy.key else plan
-        for plan in plans.fastest_per_strategy()
-    ]
-
-
 def versions() -> dict[str, str]:
     """Return the versions of the software that made the plans."""
     return {"zeroshard": zeroshard.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def psi_bytes(plans: Plans) -> float:
-    """Return Ψ in bytes: all parameters in the compute precision."""
-    return plans.parameters * (2 if plans.precision in ("bf16", "fp16") else 4)
-
-
-def data_parallel_traffic(plan: Plan) -> float:
-    """Return the bytes per step of data-parallel collectives."""
-    return collective_traffic(plan) - sum(
-        nbytes for kind, nbytes in plan.step_time.traffic.items() if kind.startswith("tensor ")
-    )
-
-
-def collective_traffic(plan: Plan) -> float:
-    """Return the bytes per step of all collectives."""
-    return sum(nbytes for kind, nbytes in plan.step_time.traffic.items() if kind not in TIER_TRAFFIC)
 
 
 def _offload_to_dict(offload: Offload | None) -> dict[str, dict[str, float]] | None:

@@ -130,59 +130,47 @@ def op_seconds(op: Op, machine: Machine) -> float:
     return max(moving, computing) / machine.sustained + machine.gap
 
 
-def step_time(
-    cost: TraceCost,
-    sizes: StateSizes,
-    machine: Machine,
-    *,
-    ranks: int,
-    tensor: int = 1,
-    accumulate: int = 1,
-    prefetch: bool = True,
-    has_clipping: bool = False,
-    kept_input_bytes: float = 0.0,
-) -> StepTime:
-    """Simulate a step: see [Note: simulating step time].
+@dataclass(frozen=True, kw_only=True)
+class StepConditions:
+    """What else the time of a step depends on, besides the trace, the state sizes and the machine."""
 
-    ``ranks`` counts all ranks. ``kept_input_bytes`` are block inputs kept on the host, in bytes per backward.
-    """
-    simulator = _StepSimulator(cost, sizes, machine, ranks, tensor, prefetch, has_clipping, kept_input_bytes)
-    if accumulate > MAX_SIMULATED_BACKWARDS:
-        last, before = (
-            simulator.simulate(MAX_SIMULATED_BACKWARDS),
-            _StepSimulator(*simulator.init_args).simulate(MAX_SIMULATED_BACKWARDS - 1),
-        )
-        return last.extrapolate(before, accumulate - MAX_SIMULATED_BACKWARDS)
-    return simulator.simulate(accumulate)
+    ranks: int
+    """All ranks of the job."""
+    tensor: int = 1
+    """Tensor-parallel degree."""
+    accumulate: int = 1
+    """Backwards per step."""
+    prefetch: bool = True
+    """The next unit is all-gathered while one computes."""
+    has_clipping: bool = False
+    """Gradients are clipped by norm."""
+    kept_input_bytes: float = 0.0
+    """Block inputs kept on the host, in bytes per backward."""
+
+
+def step_time(cost: TraceCost, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> StepTime:
+    """Simulate a step: see [Note: simulating step time]."""
+    simulated = min(conditions.accumulate, MAX_SIMULATED_BACKWARDS)
+    found = _StepSimulator(cost, sizes, machine, conditions).simulate(simulated)
+    if conditions.accumulate == simulated:
+        return found
+    before = _StepSimulator(cost, sizes, machine, conditions).simulate(simulated - 1)
+    return found.extrapolate(before, conditions.accumulate - simulated)
 
 
 class _StepSimulator:
     """All timelines of one rank."""
 
-    def __init__(
-        self,
-        cost: TraceCost,
-        sizes: StateSizes,
-        machine: Machine,
-        ranks: int,
-        tensor: int,
-        prefetch: bool,
-        has_clipping: bool,
-        kept_input_bytes: float,
-    ) -> None:
-        self.init_args = (cost, sizes, machine, ranks, tensor, prefetch, has_clipping, kept_input_bytes)
-        self._cost, self._sizes, self._machine, self._prefetch = cost, sizes, machine, prefetch
-        self._tensor, self._data_ranks = tensor, ranks // tensor
-        self._has_clipping, self._kept_input_bytes = has_clipping, kept_input_bytes
-        self._local_ranks = min(ranks, machine.devices)  # ranks that share a node's host memory and disk
+    def __init__(self, cost: TraceCost, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> None:
+        self._cost, self._sizes, self._machine, self._conditions = cost, sizes, machine, conditions
+        self._data_ranks = conditions.ranks // conditions.tensor
+        self._local_ranks = min(conditions.ranks, machine.devices)  # they share a node's host memory and disk
         self._unshard_orders = unshard_orders(cost.spans)
         self._is_cpu = machine.kind == "cpu"
-        # transfers of gradients and parameters use host memory bandwidth, too
-        self._host_update_slowdown = 1.0 if self._is_cpu else 1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM
-        self.wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
-        self.traffic: dict[str, float] = {}
+        self._wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
+        self._traffic: dict[str, float] = {}
         self._known_collective_seconds: dict[tuple[str, float], float] = {}  # over the data-parallel axis
-        self.host_time = self.compute_time = 0.0
+        self._host_time = self._compute_time = 0.0
         # when each resource is free
         self._all_gather_free_at = self._reduce_free_at = self._network_free_at = self._h2d_free_at = (
             self._host_update_free_at
@@ -197,12 +185,12 @@ class _StepSimulator:
         """Simulate a step with ``accumulate`` backwards."""
         step = 0.0
         for _ in range(SIMULATED_STEPS):
-            self.wait_seconds, self.traffic = dict.fromkeys(self.wait_seconds, 0.0), {}
-            begin = self.compute_time
+            self._wait_seconds, self._traffic = dict.fromkeys(self._wait_seconds, 0.0), {}
+            begin = self._compute_time
             for _ in range(accumulate):
-                self.micro_step()
-            self.step()
-            step = self.compute_time - begin
+                self._micro_step()
+            self._step()
+            step = self._compute_time - begin
         cost = self._cost
         for kind, nbytes in cost.traffic.items():
             self._count_traffic(kind, accumulate * nbytes)
@@ -211,27 +199,28 @@ class _StepSimulator:
             compute=accumulate * (sum(cost.device_seconds) - sum(cost.tensor_seconds)),
             tensor=accumulate * sum(cost.tensor_seconds),
             flops=accumulate * cost.flops,
-            traffic=self.traffic,
-            **self.wait_seconds,
+            traffic=self._traffic,
+            **self._wait_seconds,
         )
 
     # -- forward and backward -----------------------------------------------------------------------------------
 
-    def micro_step(self) -> None:
+    def _micro_step(self) -> None:
         """Simulate one forward and backward."""
-        self._next_unshard, began = 0, self.compute_time
+        self._next_unshard, began = 0, self._compute_time
         for index, span in enumerate(self._cost.spans):
             event = span.event
-            if event is not None and event.kind == "bring":
+            kind = "" if event is None else event.kind
+            if event is not None and kind == "bring":
                 self._unshard(event.unit, span.is_backward)
-            elif event is not None and event.kind == "release":
+            elif event is not None and kind == "release":
                 self._all_gather_done_at.pop(event.unit, None)
-            elif event is not None and event.kind == "finish":
+            elif event is not None and kind == "finish":
                 self._post_backward(event.unit)
-            elif event is not None and event.kind == "end forward":
+            elif kind == "end forward":
                 self._next_unshard = 0
                 began = self._wait_kept_inputs(began)
-            elif event is not None and event.kind == "end backward":
+            elif kind == "end backward":
                 self._wait_until("reduce", self._reduce_free_at)
                 self._wait_kept_inputs(began)
                 self._all_gather_done_at.clear()
@@ -241,38 +230,38 @@ class _StepSimulator:
         """Advance host and device by the operations of a span."""
         device, host = self._cost.device_seconds[number], self._cost.host_seconds[number]
         if self._is_cpu:
-            self.compute_time = self.host_time = max(self.compute_time, self.host_time) + device + host
-            self.wait_seconds["launch"] += host
+            self._compute_time = self._host_time = max(self._compute_time, self._host_time) + device + host
+            self._wait_seconds["launch"] += host
             return
-        begin = max(self.compute_time, self.host_time)
-        self.host_time += host
-        end = max(begin + device, self.host_time)
-        self.wait_seconds["launch"] += end - self.compute_time - device
-        self.compute_time = end
+        begin = max(self._compute_time, self._host_time)
+        self._host_time += host
+        end = max(begin + device, self._host_time)
+        self._wait_seconds["launch"] += end - self._compute_time - device
+        self._compute_time = end
 
     def _wait_kept_inputs(self, began: float) -> float:
         """Wait until the kept inputs are transferred, once in a forward and once in a backward."""
-        if self._kept_input_bytes:
-            self._count_traffic("pcie", self._kept_input_bytes)
-            self._wait_until("reduce", began + self._kept_input_bytes / self._machine.pcie)
-        return self.compute_time
+        if self._conditions.kept_input_bytes:
+            self._count_traffic("pcie", self._conditions.kept_input_bytes)
+            self._wait_until("reduce", began + self._conditions.kept_input_bytes / self._machine.pcie)
+        return self._compute_time
 
     def _wait_until(self, kind: str, until: float) -> None:
-        if until > self.compute_time:
-            self.wait_seconds[kind] += until - self.compute_time
-            self.compute_time = until
+        if until > self._compute_time:
+            self._wait_seconds[kind] += until - self._compute_time
+            self._compute_time = until
             if self._is_cpu:
-                self.host_time = self.compute_time
+                self._host_time = self._compute_time
 
     def _count_traffic(self, kind: str, nbytes: float) -> None:
-        self.traffic[kind] = self.traffic.get(kind, 0.0) + nbytes
+        self._traffic[kind] = self._traffic.get(kind, 0.0) + nbytes
 
     def _unshard(self, unit: int, backward: bool) -> None:
-        self.host_time += self._host_seconds(unit)
+        self._host_time += self._host_seconds(unit)
         if unit in self._updated_params_at:  # updated by the last step: first the host waits, then the device
             ready = self._updated_params_at.pop(unit)
             if self._sizes.units[unit].offloaded_numel:
-                self.host_time = max(self.host_time, ready)
+                self._host_time = max(self._host_time, ready)
             self._wait_until("update", ready)
         if not self._sizes.placement.parameters:
             return
@@ -280,7 +269,7 @@ class _StepSimulator:
         self._wait_until("gather", self._all_gather_done_at[unit])
         self._next_unshard += 1
         order = self._unshard_orders[backward]
-        if self._prefetch and self._next_unshard < len(order):
+        if self._conditions.prefetch and self._next_unshard < len(order):
             self._start_all_gather(order[self._next_unshard])
 
     def _host_seconds(self, unit: int) -> float:
@@ -291,7 +280,7 @@ class _StepSimulator:
     def _start_all_gather(self, unit: int) -> None:
         if unit in self._all_gather_done_at:
             return
-        sizes, ready = self._sizes.units[unit], max(self.compute_time, self.host_time, self._all_gather_free_at)
+        sizes, ready = self._sizes.units[unit], max(self._compute_time, self._host_time, self._all_gather_free_at)
         ready = max(ready, self._updated_params_at.get(unit, 0.0))
         if sizes.param_tier != "device":
             if sizes.param_tier == "disk":
@@ -319,23 +308,23 @@ class _StepSimulator:
         self._count_traffic(kind, nbytes * (2 if kind == "all-reduce" else 1))
         seconds = self._known_collective_seconds.get((kind, nbytes))
         if seconds is None:
-            seconds = collective_seconds(self._machine, kind, nbytes, self._data_ranks, self._tensor)
+            seconds = collective_seconds(self._machine, kind, nbytes, self._data_ranks, self._conditions.tensor)
             self._known_collective_seconds[kind, nbytes] = seconds
         return seconds
 
     def _post_backward(self, unit: int) -> None:
         """Pack a unit's gradients and reduce them during computation, or add them to the accumulated gradients."""
-        self.host_time += self._host_seconds(unit)
+        self._host_time += self._host_seconds(unit)
         sizes = self._sizes.units[unit]
         if not self._sizes.placement.gradients:
-            self.compute_time += 2 * sizes.grad_bytes / self._machine.bandwidth
+            self._compute_time += 2 * sizes.grad_bytes / self._machine.bandwidth
             return
         self._wait_until("reduce", self._reduce_free_at)
         copied = sizes.grad_bytes + sizes.reduce_bytes - 2 * sizes.in_place_grad_bytes
-        begin = max(self.compute_time, self.host_time) + copied / self._machine.bandwidth
+        begin = max(self._compute_time, self._host_time) + copied / self._machine.bandwidth
         if not sizes.side_stream_grad_bytes:  # see [Note: packing on the compute stream]
-            self._wait_until("launch", self.host_time)
-            self.compute_time = begin
+            self._wait_until("launch", self._host_time)
+            self._compute_time = begin
         self._reduce_free_at = self._schedule_collective(begin, "reduce-scatter", sizes.reduce_bytes)
         if sizes.offloaded_grad_bytes:
             self._reduce_free_at += sizes.offloaded_grad_bytes / self._machine.pcie
@@ -344,23 +333,23 @@ class _StepSimulator:
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Update the states on the device, start the offloaded updates, and all-gather the new parameters."""
         sizes, machine = self._sizes, self._machine
         if not sizes.placement.gradients:
             kind = "reduce-scatter" if sizes.shard_count > 1 else "all-reduce"
             self._wait_until(
                 "reduce",
-                self.compute_time + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in sizes.units),
+                self._compute_time + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in sizes.units),
             )
         trainable = sum(unit.trained_numel for unit in sizes.units)
         on_device = trainable - sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
         busy = on_device * sizes.update_bytes_per_element / machine.bandwidth
-        if self._has_clipping:
-            busy += sum(sizes.states[kind] for kind in ("gradients",)) / machine.bandwidth
-            busy += collective_seconds(machine, "all-reduce", 4, self._data_ranks, self._tensor)
-        self.host_time += machine.unit
-        self._wait_until("update", max(self.compute_time, self.host_time) + busy)
+        if self._conditions.has_clipping:
+            busy += sizes.states["gradients"] / machine.bandwidth
+            busy += collective_seconds(machine, "all-reduce", 4, self._data_ranks, self._conditions.tensor)
+        self._host_time += machine.unit
+        self._wait_until("update", max(self._compute_time, self._host_time) + busy)
         self._updated_params_at.clear()
         self._update_offloaded()
         if sizes.shard_count > 1 and not sizes.placement.parameters:
@@ -369,6 +358,8 @@ class _StepSimulator:
     def _update_offloaded(self) -> None:
         """Update unit by unit on the host: among the gradients that have arrived, the first one that forward needs."""
         state_sizes, machine = self._sizes, self._machine
+        # transfers of gradients and parameters use host memory bandwidth, too
+        slowdown = 1.0 if self._is_cpu else 1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM
         arrivals = {
             unit: time for unit, time in self._grad_offloaded_at.items() if state_sizes.units[unit].offloaded_numel
         }
@@ -383,27 +374,22 @@ class _StepSimulator:
             )
             sizes = state_sizes.units[unit]
             begin = max(free_at, arrivals.pop(unit))
-            if self._has_clipping or "disk" in sizes.offloaded_numel:  # not before the step
-                begin = max(begin, self.compute_time)
-            free_at = (
-                begin
-                + sum(sizes.offloaded_numel.values())
-                * self._local_ranks
-                * self._host_update_slowdown
-                / machine.host_update
-            )
+            if self._conditions.has_clipping or "disk" in sizes.offloaded_numel:  # not before the step
+                begin = max(begin, self._compute_time)
+            numel = sum(sizes.offloaded_numel.values()) * self._local_ranks
+            free_at = begin + numel * slowdown / machine.host_update
             if "disk" in sizes.offloaded_numel:
                 state_bytes = sizes.offloaded_numel["disk"] * state_sizes.optimizer_bytes_per_element
                 free_at += state_bytes * self._local_ranks * (1 / machine.disk_read + 1 / machine.disk_write)
                 self._count_traffic("disk", 2 * state_bytes)
-            self._h2d_free_at = max(self._h2d_free_at, free_at, self.compute_time) + sizes.shard_bytes / machine.pcie
+            self._h2d_free_at = max(self._h2d_free_at, free_at, self._compute_time) + sizes.shard_bytes / machine.pcie
             self._count_traffic("pcie", sizes.shard_bytes)
             self._updated_params_at[unit] = self._h2d_free_at
         self._host_update_free_at = free_at
 
     def _all_gather_params(self) -> None:
         """All-gather the updated shards of unsharded parameters; the next forward waits unit by unit."""
-        self._all_gather_free_at = max(self._all_gather_free_at, self.compute_time, self.host_time)
+        self._all_gather_free_at = max(self._all_gather_free_at, self._compute_time, self._host_time)
         for unit in dict.fromkeys(self._unshard_orders[0]):
             if self._sizes.units[unit].trained_numel:
                 self._all_gather_free_at = max(self._all_gather_free_at, self._updated_params_at.get(unit, 0.0))

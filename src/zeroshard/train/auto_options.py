@@ -9,11 +9,19 @@ import torch
 
 from zeroshard.config.offload import Offload
 from zeroshard.models import GPT
-from zeroshard.planner.auto import AUTO, JobTopology, PlanDecision, choose_plan, choose_plan_for_machine
-from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
-from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.tracing.inputs import Inputs, LossFn
-from zeroshard.planner.tracing.trace_model import UntraceableError
+from zeroshard.planner import (
+    AUTO,
+    FreeMemory,
+    Inputs,
+    JobTopology,
+    LossFn,
+    Machine,
+    PlanDecision,
+    UntraceableError,
+    choose_plan,
+    choose_plan_for_machine,
+    machine_from_free_memory,
+)
 from zeroshard.train.batching import Batching
 from zeroshard.train.models.language_model import LanguageModel
 from zeroshard.train.options import Stage, TrainOptions

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.offload import TIERS
-from zeroshard.planner.plan import default_precision
-from zeroshard.planner.state_sizes import PredictedMemory, predict_memory
+from zeroshard.planner import PredictedMemory, default_precision, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
 from zeroshard.train.models.language_model import LanguageModel, open_language_model
 from zeroshard.train.option_checks import resolve_batching

@@ -13,7 +13,7 @@ import torch
 
 import zeroshard
 from zeroshard.memory import Profile, Report
-from zeroshard.planner.state_sizes import predict_memory
+from zeroshard.planner import predict_memory
 from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
 from zeroshard.train.batching import Batching

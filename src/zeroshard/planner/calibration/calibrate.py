@@ -1,12 +1,12 @@
 """Measure the rates of the local machine in under a minute and cache them.
 
 [Note: what is measured]
-Calibration measures every field of a :class:`~zeroshard.planner.machines.machine.Machine`, except what one process
-cannot see. Links need a job with several ranks. The host time per unit is the preset's value, scaled by how fast this
-host launches operations. If the device has a preset, its published peaks are used and the efficiency curve gives the
+Calibration measures every field of a :class:`~zeroshard.planner.Machine`, except what one process cannot see. Links
+need a job with several ranks. The host time per unit is the preset's value, scaled by how fast this host launches
+operations. If the device has a preset, its published peaks are used and the efficiency curve gives the
 fraction reached; otherwise the peak is extrapolated from the matmuls. Each measurement has a time limit: a precision
 that is slow on this device is measured with small matmuls only. Kernels in sequence are slower than each one alone, so
-calibration ends with training a few layers (``sustained_fraction.py``).
+calibration ends with training a few layers (``sustained_fraction``).
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from zeroshard.planner.calibration.device_rates import (
     kernel_gap,
     memory_rate,
     operation_seconds,
+    sustained_fraction,
     time_matmuls,
 )
-from zeroshard.planner.calibration.link_rates import CalibrationRanks, measure_links
-from zeroshard.planner.calibration.node_rates import disk_rates, host_memory, update_rate
-from zeroshard.planner.calibration.sustained_fraction import sustained_fraction
+from zeroshard.planner.calibration.node_rates import (
+    CalibrationRanks,
+    disk_rates,
+    host_memory,
+    measure_links,
+    update_rate,
+)
 from zeroshard.planner.machines import cache
-from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
-from zeroshard.planner.machines.machine import PRECISIONS, Machine
+from zeroshard.planner.machines.machine import PRECISIONS, EfficiencyCurve, Machine, round_measurement
 from zeroshard.planner.machines.presets import preset_of_gpu
 
 FULL_CALIBRATION_SECONDS = 45.0  # enough for every measurement at its full size
@@ -77,10 +81,12 @@ def calibrate(
     True
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
-        raise ValueError(f"seconds is a positive number, got {seconds!r}")
+        raise ValueError(f"seconds must be a positive number, got {seconds!r}")
     chosen, ranks = _resolve_device(device), CalibrationRanks.current()
-    base = _base_machine(chosen)
-    with _device_context(chosen), torch.random.fork_rng(devices=[chosen.index] if chosen.type == "cuda" else []):
+    base, on_gpu = _base_machine(chosen), chosen.type == "cuda"
+    # Events are recorded on the current device's stream, so the GPU is made the current device.
+    current_device: AbstractContextManager[Any] = torch.cuda.device(chosen) if on_gpu else nullcontext()
+    with current_device, torch.random.fork_rng(devices=[chosen.index] if on_gpu else []):
         rates = _disk_rates(directory, seconds, ranks)
         rates |= _device_rates(chosen, base, seconds, ranks)
         rates |= _node_rates(chosen, base, seconds, ranks)
@@ -90,7 +96,7 @@ def calibrate(
             Machine.resolve(base, **rates), chosen, TIME_SHARES["training"] * seconds
         )
     name = cache.local_machine_name(chosen.type)
-    machine = Machine.resolve(base, name=name, **{key: _round_measurement(value) for key, value in rates.items()})
+    machine = Machine.resolve(base, name=name, **{key: _rounded(value) for key, value in rates.items()})
     machine = Machine.from_json(ranks.broadcast_text(machine.to_json()))
     if ranks.is_first_local:
         _save_machine(replace(machine, name=name))
@@ -102,27 +108,20 @@ def _save_machine(machine: Machine) -> None:
         cache.write_machine(machine.name, machine.to_json())
     except OSError as error:  # the measured rates are still valid for this process
         warnings.warn(
-            f"the rates could not be kept in {cache.cache_dir()}: {error.strerror or error}. Set XDG_CACHE_HOME to a "
-            "directory that can be written",
+            f"the measured rates could not be saved in {cache.cache_dir()}: {error.strerror or error}. Set "
+            "XDG_CACHE_HOME to a writable directory",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
-def _device_context(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current device, because events are recorded on the current device's stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _resolve_device(given: str | torch.device | None) -> torch.device:
     device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"device is a GPU of CUDA's or the CPU, got {device}")
+        raise ValueError(f"device must be a CUDA GPU or the CPU, got {device}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(
-                f"device is {device}, and torch finds no GPU here: calibrate on 'cpu', or where there is one"
-            )
+            raise ValueError(f"device {device} is not available: torch finds no GPU here. Calibrate on 'cpu' instead")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
@@ -136,7 +135,7 @@ def _base_machine(device: torch.device) -> Machine:
     if preset is not None:
         return Machine.resolve(preset)
     warnings.warn(
-        f"{gpu} has no preset: links between GPUs are taken to be an A100's, unless several ranks measure them",
+        f"{gpu} has no preset: the links between GPUs are assumed to be an A100's, unless several ranks measure them",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -150,7 +149,7 @@ def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: Ca
     precisions = [name for name in PRECISIONS if has_attention(device, name)]
     measured = {name: times for name in precisions if (times := time_matmuls(device, name, seconds_per_precision))}
     if not measured:
-        raise RuntimeError(f"no matrix product ran on {device}: see whether another process has taken its memory")
+        raise RuntimeError(f"no matmul could run on {device}: check whether another process uses its memory")
     published = device.type == "cuda" and preset_of_gpu(torch.cuda.get_device_name(device)) is not None
     flops, curve = fit_matmul_rates(measured, base.flops if published else {})
     fastest, max_bytes = max(measured, key=lambda name: flops[name]), _scale_to_time(2**28, seconds)
@@ -190,7 +189,7 @@ def _disk_rates(directory: str | os.PathLike[str] | None, seconds: float, ranks:
     if error_text and directory is not None:
         raise DiskError(error_text)
     if error_text:
-        warnings.warn(f"the disk was not measured: {error_text}. Name a directory for it", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"the disk was not measured: {error_text}. Pass a directory on it", RuntimeWarning, stacklevel=3)
         return {}
     return {name: int(value) if name == "disk" else value * len(ranks.local_ranks) for name, value in rates.items()}
 
@@ -211,7 +210,7 @@ def fit_matmul_rates(
     preferred = {**rates, "bf16": float("inf")} if published else rates  # bf16 wins if two peaks are equal
     fastest = max(rates, key=lambda name: (published.get(name, 0.0), len(measured[name]) > 1, preferred[name]))
     unreached = 1e30  # FLOP/s: well above any device, so share * unreached is the rate itself
-    peak = published.get(fastest) or _round_measurement(
+    peak = published.get(fastest) or round_measurement(
         EfficiencyCurve.fit(measured[fastest], unreached).share * unreached
     )
     curve = EfficiencyCurve.fit(measured[fastest], peak)
@@ -220,7 +219,7 @@ def fit_matmul_rates(
     for name, times in measured.items():
         if name != fastest:
             x, t = times[-1]
-            flops[name] = min(_round_measurement(x / (curve.share * max(t - overhead_seconds, 0.1 * t))), peak)
+            flops[name] = min(round_measurement(x / (curve.share * max(t - overhead_seconds, 0.1 * t))), peak)
     return {name: flops[name] for name in PRECISIONS if name in flops}, curve
 
 
@@ -249,6 +248,5 @@ def _scale_to_time(full_size: int, seconds: float) -> int:
     return max(2**20, int(full_size * min(1.0, seconds / FULL_CALIBRATION_SECONDS)))
 
 
-def _round_measurement(value: Any) -> Any:
-    """Round to six significant digits, the most that a measurement supports."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def _rounded(value: Any) -> Any:
+    return round_measurement(value) if isinstance(value, float) else value

@@ -1,8 +1,15 @@
-"""Measure the compute and copy rates of a device."""
+"""Measure the rates of a device, one by one, and which fraction of them it sustains in training.
+
+[Note: timing on the device]
+A GPU runs kernels after the host has launched them. A kernel of a few microseconds ends before the host has launched
+the next one, so a loop of such kernels would measure the host. Therefore the device is first kept busy for some
+milliseconds while the host launches the runs; events around the runs then measure the device's own time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,14 +20,76 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.calibration.timing import device_seconds, host_seconds
+from zeroshard.planner.machines.machine import Machine
+from zeroshard.planner.step_time import TraceCost
 from zeroshard.planner.tracing.op_cost import iter_tensors, op_kind
+from zeroshard.planner.tracing.trace_model import trace_model
 
 PRECISION_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MATMUL_SIZES = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}  # of square matrices
 ATTENTION_SHAPES = {"cuda": (4, 16, 1024, 128), "cpu": (1, 4, 256, 64)}  # batch, heads, sequence length, head size
 CONVOLUTION_SHAPES = {"cuda": (64, 256, 56), "cpu": (2, 32, 28)}  # batch, channels, side
 MOVED_BYTES = {"cuda": 2**28, "cpu": 2**26}  # much more than the caches hold
+TRAINING_SHAPES = {  # a GPT and its batch, whose device time is much longer than their launch time
+    "cuda": (GPTConfig(vocab_size=16384, context=1024, layers=4, heads=16, width=2048), 16),
+    "cpu": (GPTConfig(vocab_size=512, context=64, layers=2, heads=4, width=128), 2),
+}
+SUSTAINED_RANGE = (0.2, 1.0)  # values outside come from something else, so they are clamped
+MAX_RUNS_PER_ROUND = 32  # between two events: fewer than the host can launch while the device is busy
+ROUND_SECONDS = 0.05  # enough time between two events
+MAX_ROUNDS = 200  # rounds, or runs on a CPU
+BUSY_KERNELS = 32  # multiplications of BUSY_NUMEL elements, 0.1 ms each, that keep a device busy
+BUSY_NUMEL = 2**26
+
+
+def host_seconds(run: Callable[[], object], seconds: float, max_runs: int = MAX_ROUNDS) -> float:
+    """Return the median time of as many runs as fit in ``seconds``, at least one after the warm-up run.
+
+    If the warm-up run takes longer than ``seconds``, its time is returned, because there is no time for a second run.
+
+    >>> host_seconds(lambda: None, seconds=0.001) < 1
+    True
+    """
+    begin = time.perf_counter()
+    run()
+    first = time.perf_counter() - begin
+    times: list[float] = [] if first < seconds else [first]
+    deadline = time.perf_counter() + seconds
+    while first < seconds and len(times) < max_runs and (not times or time.perf_counter() < deadline):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def device_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return the median time of a run on a device: see [Note: timing on the device].
+
+    >>> device_seconds(lambda: torch.ones(3) + 1, torch.device("cpu"), seconds=0.001) > 0
+    True
+    """
+    if device.type != "cuda":
+        return host_seconds(run, seconds)
+    run()  # loads kernels and selects algorithms
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    runs = max(1, min(MAX_RUNS_PER_ROUND, int(ROUND_SECONDS / (time.perf_counter() - start))))
+    busy = torch.ones(BUSY_NUMEL, device=device)
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < MAX_ROUNDS and (len(times) < 2 or time.perf_counter() < deadline):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for _ in range(BUSY_KERNELS):
+            busy.mul_(1.0)
+        begin.record()
+        for _ in range(runs):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / runs)  # elapsed_time returns milliseconds
+    return statistics.median(times)
 
 
 @contextlib.contextmanager
@@ -180,3 +249,32 @@ def copy_rate(device: torch.device, seconds: float, max_bytes: int | None = None
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def sustained_fraction(machine: Machine, device: torch.device, seconds: float) -> float:
+    """Train a few layers for ``seconds`` and return the step time predicted from the rates over the measured one.
+
+    On a CPU the prediction includes the host time for launching, because one thread does both.
+    """
+    precision = max(machine.flops, key=lambda name: (machine.flops[name], name == "bf16"))
+    config, batch = TRAINING_SHAPES[device.type]
+    with torch.device(device):
+        model = GPT(config).to(PRECISION_DTYPES[precision])
+        tokens = torch.zeros(batch, config.context, dtype=torch.int64)
+    trace_precision = None if precision == "fp32" else precision
+    trace = trace_model(model, micro_batch=batch, device_kind=machine.kind, precision=trace_precision)
+    cost = TraceCost.from_trace(trace, machine)
+    predicted_seconds = sum(cost.device_seconds) + (sum(cost.host_seconds) if device.type == "cpu" else 0.0)
+    runs, begin = 0, 0.0
+    while runs < 2 or time.perf_counter() - begin < seconds:
+        if runs == 1:  # the first run selects algorithms and fills the allocator's caches
+            _synchronize(device)
+            begin = time.perf_counter()
+        model(tokens, tokens).backward()
+        model.zero_grad()
+        runs += 1
+        if runs % 4 == 0:
+            _synchronize(device)
+    _synchronize(device)
+    measured_seconds = (time.perf_counter() - begin) / (runs - 1)
+    return min(max(predicted_seconds / measured_seconds, SUSTAINED_RANGE[0]), SUSTAINED_RANGE[1])

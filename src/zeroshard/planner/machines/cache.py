@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-import tempfile
 from pathlib import Path
+
+from zeroshard.utils.atomic_file import write_atomic
 
 CALIBRATE_COMMAND = "`zeroshard plan --calibrate`"  # measures this machine
 
@@ -38,13 +39,7 @@ def write_machine(name: str, text: str) -> Path:
     """Write a machine's file atomically."""
     target = machine_path(name)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(suffix=".tmp", prefix=name, dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    write_atomic(target, text.encode(), writer=str(os.getpid()))
     return target
 
 

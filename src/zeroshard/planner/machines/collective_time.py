@@ -77,12 +77,12 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
     0.1
     """
     if kind not in PASSES:
-        raise ValueError(f"a collective is one of {', '.join(PASSES)}, got {kind!r}")
+        raise ValueError(f"kind must be one of {', '.join(PASSES)}, got {kind!r}")
     for name, value in (("ranks", ranks), ("stride", stride)):
         if value < 1:
-            raise ValueError(f"{name} is a whole number from 1 up, got {value!r}")
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if nbytes < 0:
-        raise ValueError(f"nbytes is a number from 0 up, got {nbytes!r}")
+        raise ValueError(f"nbytes must be at least 0, got {nbytes!r}")
     if ranks == 1:
         return 0.0
     group = GroupTopology.from_stride(machine.devices, ranks, stride)

@@ -2,6 +2,16 @@
 
 A machine describes the devices of one node and the links between nodes; a cluster has as many nodes as its ranks need.
 A machine is a preset (``presets.py``), comes from a JSON file, or was measured (``calibrate.py``).
+
+[Note: the efficiency curve]
+A matmul of x FLOPs takes a constant overhead (filling the device, and the last wave of tiles, which is only partly
+used) plus a time proportional to x. So it reaches this fraction of the peak:
+
+    share · x / (x + half)
+
+``share`` is the fraction that very large matmuls reach, and ``half`` the FLOPs at which a matmul reaches half of it.
+Two numbers describe a whole generation of devices. The overhead is a time: a slower precision has the same overhead in
+seconds, not in FLOPs (:meth:`Machine.matmul_seconds`).
 """
 
 from __future__ import annotations
@@ -10,15 +20,14 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from zeroshard.config.offload import parse_bytes
 from zeroshard.planner.machines import cache
-from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
-from zeroshard.planner.machines.presets import PRESETS
+from zeroshard.planner.machines.presets import MACHINE_PRESETS
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICE_KINDS = ("cuda", "cpu")
@@ -26,8 +35,61 @@ LOCAL_MACHINE = "here"
 
 _BYTES_FIELDS = ("memory", "context", "workspace", "host_memory", "disk")  # bytes
 _BANDWIDTH_FIELDS = ("bandwidth", "pcie", "disk_read", "disk_write")  # bytes/s
-_FRACTION_FIELDS = ("attention", "convolution", "sustained")  # of the peak, or of the rates
 _SECONDS_FIELDS = ("gap", "op", "unit", "latency")  # seconds
+_NUMBER_FIELDS = (*_BANDWIDTH_FIELDS, *_SECONDS_FIELDS, "attention", "convolution", "sustained", "host_update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficiencyCurve:
+    """The fraction of the peak that one matmul reaches: [Note: the efficiency curve].
+
+    >>> curve = EfficiencyCurve(share=0.8, half=1e9)
+    >>> curve(1e9), round(curve(1e15), 3)
+    (0.4, 0.8)
+    """
+
+    share: float
+    """Fraction of the peak that very large matmuls reach: above 0, at most 1."""
+    half: float
+    """FLOPs of the matmul that reaches half of ``share``."""
+
+    def __post_init__(self) -> None:
+        """Check and convert the values."""
+        if not _is_number(self.share) or not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, got {self.share!r}")
+        if not _is_number(self.half) or self.half < 0:
+            raise ValueError(f"half must be a number of FLOPs, at least 0, got {self.half!r}")
+        object.__setattr__(self, "share", float(self.share))
+        object.__setattr__(self, "half", float(self.half))
+
+    def __call__(self, flops: float) -> float:
+        """Return the fraction of the peak that a matmul of ``flops`` reaches."""
+        return self.share * (flops / (flops + self.half)) if flops > 0 else 0.0
+
+    @classmethod
+    def fit(cls, measured: Sequence[tuple[float, float]], peak: float) -> EfficiencyCurve:
+        """Fit a curve to measured (FLOPs, seconds) of a device with this peak.
+
+        Errors are relative to the measured time, so small matmuls weigh as much as large ones.
+
+        >>> EfficiencyCurve.fit([(1e9, 3e-3), (4e9, 6e-3)], peak=2e12)
+        EfficiencyCurve(share=0.5, half=2000000000.0)
+        """
+        if not measured:
+            raise ValueError("an efficiency curve needs at least one measured matmul, got none")
+        # Least squares of lost + slope · x against the seconds t, each divided by t: lost/t + slope · x/t = 1.
+        constants, slopes = [1 / t for _, t in measured], [x / t for x, t in measured]
+        cc, ss = sum(c * c for c in constants), sum(s * s for s in slopes)
+        cs = sum(c * s for c, s in zip(constants, slopes, strict=True))
+        determinant = cc * ss - cs * cs
+        lost, slope = 0.0, sum(slopes) / ss  # the best fit without overhead
+        if len(measured) > 1 and determinant > 1e-9 * cc * ss:
+            fitted_lost = (ss * sum(constants) - cs * sum(slopes)) / determinant
+            fitted_slope = (cc * sum(slopes) - cs * sum(constants)) / determinant
+            if fitted_lost > 0 and fitted_slope > 0:
+                lost, slope = fitted_lost, fitted_slope
+        slope = max(slope, 1 / peak)  # nothing is faster than its peak, except by measurement error
+        return cls(share=round_measurement(1 / (slope * peak)), half=round_measurement(lost / slope))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +107,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Check and convert the values."""
-        _normalize_fields(self, ("bandwidth", "latency"), "a link's ")
+        _normalize_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +120,7 @@ class Machine:
     >>> Machine.resolve("h1000")
     Traceback (most recent call last):
         ...
-    ValueError: no machine is called 'h1000': did you mean 'h100'? There are dgx2, a100, a100-40gb, h100, h200, cpu, ...
+    ValueError: unknown machine 'h1000': did you mean 'h100'? Use one of dgx2, a100, a100-40gb, h100, h200, cpu, ...
     """
 
     name: str
@@ -116,24 +178,18 @@ class Machine:
     def __post_init__(self) -> None:
         """Check the values and parse sizes given as strings."""
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"a machine's name is a word, got {self.name!r}")
+            raise ValueError(f"name must be a non-empty string, got {self.name!r}")
         if self.kind not in DEVICE_KINDS:
-            raise ValueError(f"kind is 'cuda' or 'cpu', got {self.kind!r}")
+            raise ValueError(f"kind must be 'cuda' or 'cpu', got {self.kind!r}")
         if type(self.devices) is not int or self.devices < 1:
-            raise ValueError(f"devices is a whole number from 1 up, got {self.devices!r}")
+            raise ValueError(f"devices must be a positive integer, got {self.devices!r}")
         for name, cls in (("efficiency", EfficiencyCurve), ("inside", Link), ("outside", Link)):
             object.__setattr__(self, name, _parse_nested(name, getattr(self, name), cls))
-        names = [entry.name for entry in fields(self)]
-        _normalize_fields(
-            self,
-            [
-                name
-                for name in names
-                if name in (*_BYTES_FIELDS, *_BANDWIDTH_FIELDS, *_SECONDS_FIELDS, *_FRACTION_FIELDS, "host_update")
-            ],
-        )
+        _normalize_fields(self)
         if self.memory <= self.context:
-            raise ValueError(f"memory is {self.memory} bytes, and the runtime alone takes {self.context} (context)")
+            raise ValueError(
+                f"memory must be above context, what the runtime uses: got {self.memory} bytes and {self.context}"
+            )
         object.__setattr__(self, "flops", _check_flops(self.flops))
 
     @classmethod
@@ -144,21 +200,27 @@ class Machine:
         """
         if isinstance(given, Machine):
             machine = given
-        elif isinstance(given, str) and given in PRESETS:
-            machine = cls(name=given, **PRESETS[given])
+        elif isinstance(given, str) and given in MACHINE_PRESETS:
+            machine = cls(name=given, **MACHINE_PRESETS[given])
         elif given == LOCAL_MACHINE:
             machine = _load_local_machine()
         elif isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or "/" in given)):
-            machine = _load_machine_file(Path(given).expanduser(), "correct it, or name another")
+            machine = _load_machine_file(Path(given).expanduser(), "Correct the file, or name another machine")
         else:
-            names = [*PRESETS, LOCAL_MACHINE]
+            names = [*MACHINE_PRESETS, LOCAL_MACHINE]
             matches = difflib.get_close_matches(given, names, 1) if isinstance(given, str) else []
             hint = f"did you mean {matches[0]!r}? " if matches else ""
-            raise ValueError(
-                f"no machine is called {given!r}: {hint}There are {', '.join(names)} (as measured), or give a JSON file"
-            )
+            raise ValueError(f"unknown machine {given!r}: {hint}Use one of {', '.join(names)}, or a JSON file")
         _check_field_names(changes)
         return replace(machine, **changes) if changes else machine
+
+    def with_memory(self, memory: str | int | None) -> Machine:
+        """Return the machine with another memory per device; None changes nothing.
+
+        >>> Machine.resolve("h100").with_memory("60GB").memory
+        60000000000
+        """
+        return self if memory is None else Machine.resolve(self, memory=memory)
 
     @classmethod
     def from_json(cls, text: str, name: str = "machine") -> Machine:
@@ -170,20 +232,19 @@ class Machine:
         try:
             given = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"no JSON: {error}") from None
+            raise ValueError(f"it is not JSON ({error})") from None
         if not isinstance(given, dict):
-            raise ValueError(f"a machine is an object with a value for each name, got {type(given).__name__}")
+            raise ValueError(f"it must be a JSON object, got {type(given).__name__}")
         like = given.pop("like", None)
         _check_field_names(given)
         if like is not None:
-            if like not in (*PRESETS, LOCAL_MACHINE):
-                raise ValueError(f"like is one of {', '.join((*PRESETS, LOCAL_MACHINE))}, got {like!r}")
+            if like not in (*MACHINE_PRESETS, LOCAL_MACHINE):
+                raise ValueError(f"like must be one of {', '.join((*MACHINE_PRESETS, LOCAL_MACHINE))}, got {like!r}")
             return cls.resolve(like, **{"name": name, **given})
         given.setdefault("name", name)
         missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
         if missing:
-            example = '"like": "h100"'
-            raise ValueError(f"without {', '.join(missing)}: give these, or a machine to begin from, as in {example}")
+            raise ValueError(f'missing {", ".join(missing)}: add them, or extend a preset with "like": "h100"')
         return cls(**given)
 
     def to_json(self) -> str:
@@ -219,13 +280,14 @@ class Machine:
         >>> Machine.resolve("dgx2").peak_flops("bf16")
         Traceback (most recent call last):
             ...
-        ValueError: 'dgx2' computes in fp32 and fp16, not in bf16: plan with precision='fp16'
+        ValueError: machine 'dgx2' does not support bf16, only fp32 and fp16: use precision='fp16'
         """
         if precision in self.flops:
             return self.flops[precision]
         fastest = max(self.flops, key=lambda name: self.flops[name])
         raise ValueError(
-            f"{self.name!r} computes in {' and '.join(self.flops)}, not in {precision}: plan with precision={fastest!r}"
+            f"machine {self.name!r} does not support {precision}, only {' and '.join(self.flops)}: "
+            f"use precision={fastest!r}"
         )
 
     def matmul_seconds(self, flops: float, precision: str) -> float:
@@ -248,20 +310,20 @@ class Machine:
 def _load_local_machine() -> Machine:
     path = cache.local_machine_path()
     if path is None:
+        names = ", ".join(MACHINE_PRESETS)
         raise ValueError(
-            f"this machine was not measured yet: run {cache.CALIBRATE_COMMAND}, or name one of "
-            f"{', '.join(PRESETS)} instead"
+            f"this machine has not been measured yet: run {cache.CALIBRATE_COMMAND}, or use one of {names}"
         )
-    return _load_machine_file(path, f"run {cache.CALIBRATE_COMMAND} again")
+    return _load_machine_file(path, f"Run {cache.CALIBRATE_COMMAND} again")
 
 
 def _load_machine_file(path: Path, advice: str) -> Machine:
     try:
         return Machine.from_json(path.read_text(encoding="utf-8"), name=path.stem)
     except OSError as error:
-        raise ValueError(f"no machine can be read from {path}: {error.strerror or error}: {advice}") from None
+        raise ValueError(f"cannot read machine file {path}: {error.strerror or error}. {advice}") from None
     except ValueError as error:  # includes invalid UTF-8
-        raise ValueError(f"{path} describes no machine: {error}: {advice}") from None
+        raise ValueError(f"{path} is not a valid machine file: {error}. {advice}") from None
 
 
 def _check_field_names(names: Iterable[str]) -> None:
@@ -269,11 +331,8 @@ def _check_field_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             matches = difflib.get_close_matches(name, known, 1)
-            raise ValueError(
-                f"a machine has no {name!r}: did you mean {matches[0]!r}?"
-                if matches
-                else f"a machine has no {name!r}: it has {', '.join(known)}"
-            )
+            hint = f"did you mean {matches[0]!r}?" if matches else f"the fields are {', '.join(known)}"
+            raise ValueError(f"unknown machine field {name!r}: {hint}")
 
 
 def _parse_nested(name: str, given: Any, cls: type[EfficiencyCurve] | type[Link]) -> Any:
@@ -282,7 +341,7 @@ def _parse_nested(name: str, given: Any, cls: type[EfficiencyCurve] | type[Link]
         return given
     names = [entry.name for entry in fields(cls)]
     if not isinstance(given, Mapping) or sorted(given) != sorted(names):
-        raise ValueError(f"{name} has {' and '.join(names)}, got {given!r}")
+        raise ValueError(f"{name} must have the fields {' and '.join(names)}, got {given!r}")
     try:
         return cls(**given)
     except ValueError as error:
@@ -291,30 +350,35 @@ def _parse_nested(name: str, given: Any, cls: type[EfficiencyCurve] | type[Link]
 
 def _check_flops(given: Any) -> dict[str, float]:
     if not isinstance(given, Mapping) or not given or not set(given) <= set(PRECISIONS):
-        raise ValueError(f"flops has FLOP/s for some of {', '.join(PRECISIONS)}, got {given!r}")
+        raise ValueError(f"flops must map some of {', '.join(PRECISIONS)} to FLOP/s, got {given!r}")
     for name, value in given.items():
         if not _is_number(value) or value <= 0:
-            raise ValueError(f"flops in {name} are a number of FLOP/s above 0, got {value!r}")
+            raise ValueError(f"flops of {name} must be a number above 0, got {value!r}")
     return {name: float(given[name]) for name in PRECISIONS if name in given}
 
 
-def _normalize_fields(part: Machine | Link, names: Iterable[str], prefix: str = "") -> None:
+def _normalize_fields(part: Machine | Link) -> None:
     """Check the numbers, and parse strings with a unit."""
-    for name in names:
+    for name in (entry.name for entry in fields(part)):
         value = getattr(part, name)
         if name in _BYTES_FIELDS:
             number = parse_bytes(name, value)
             if number is None:
                 raise ValueError(f"{name} is a number of bytes, or one with a unit as in '64GB', got None")
             object.__setattr__(part, name, number)
-            continue
-        if name in _BANDWIDTH_FIELDS and isinstance(value, str):
-            value = parse_bytes(f"{prefix}{name}, a second,", value.removesuffix("/s"))
-        if not _is_number(value) or value < 0 or (value == 0 and name not in _SECONDS_FIELDS):
-            wanted = "seconds from 0 up" if name in _SECONDS_FIELDS else "a number above 0"
-            raise ValueError(f"{prefix}{name} is {wanted}, got {value!r}")
-        object.__setattr__(part, name, float(value))
+        elif name in _NUMBER_FIELDS:
+            if name in _BANDWIDTH_FIELDS and isinstance(value, str):
+                value = parse_bytes(f"{name} per second", value.removesuffix("/s"))
+            if not _is_number(value) or value < 0 or (value == 0 and name not in _SECONDS_FIELDS):
+                expected = "a number of seconds, at least 0" if name in _SECONDS_FIELDS else "a number above 0"
+                raise ValueError(f"{name} must be {expected}, got {value!r}")
+            object.__setattr__(part, name, float(value))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def round_measurement(value: float) -> float:
+    """Round to six significant digits, the most that a measurement supports."""
+    return float(f"{value:.6g}")

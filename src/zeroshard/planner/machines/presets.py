@@ -60,7 +60,7 @@ _H100: Final[dict[str, Any]] = {
     "outside": {"bandwidth": INFINIBAND_FRACTION * 400 * GB, "latency": 5e-6},
 }
 
-PRESETS: Final[dict[str, dict[str, Any]]] = {
+MACHINE_PRESETS: Final[dict[str, dict[str, Any]]] = {
     # DGX-2 (data sheet), the paper's machine: NVSwitch with 300 GB/s a device in both directions, 8 adapters
     # of EDR InfiniBand, 2 processors of 6 channels DDR4-2666, 1.5 TB, 30 TB of NVMe. No bf16: Volta's tensor cores
     # multiply fp16 only.

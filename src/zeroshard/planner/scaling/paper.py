@@ -31,10 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.machines.efficiency_curve import EfficiencyCurve
-from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.scaling.largest_model import find_deepest_member
-from zeroshard.planner.scaling.model_family import SHALLOW_LAYERS, DepthExtrapolatedModel, ModelFamily, gpt_family
+from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
+from zeroshard.planner.scaling.model_family import (
+    DepthExtrapolatedModel,
+    ModelFamily,
+    find_deepest_member,
+    gpt_family,
+)
 from zeroshard.planner.scaling.paper_tables import (
     FIGURE_1,
     FIGURE_2,
@@ -49,6 +52,7 @@ from zeroshard.planner.scaling.paper_tables import (
 )
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
+from zeroshard.planner.traced_model import TrainingLoop
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 from zeroshard.presets import CONFIGURATIONS
 from zeroshard.sharding import Placement
@@ -241,9 +245,8 @@ def _paper_family(width: int, heads: int) -> ModelFamily:
 
 @cache
 def _paper_model(width: int, heads: int, partition: bool) -> DepthExtrapolatedModel:
-    return DepthExtrapolatedModel(
-        _paper_family(width, heads), SHALLOW_LAYERS + 1, partition=partition, precision="fp16"
-    )
+    loop = TrainingLoop(partition_activations=partition)
+    return DepthExtrapolatedModel(_paper_family(width, heads), loop=loop, precision="fp16")
 
 
 def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> PaperResult:

@@ -17,11 +17,11 @@ Inputs = Callable[[int], Any] | torch.Tensor | tuple[Any, ...] | Mapping[str, An
 LossFn = Callable[[Any], torch.Tensor] | None
 
 
+ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class LossError(ValueError):
     """No loss can be computed from a model's output."""
-
-
-ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def model_arguments(model: nn.Module, inputs: Inputs, batch: int, sequence: int | None = None) -> ModelArguments:
@@ -52,8 +52,8 @@ def _resize_batch(example: Any, batch: int) -> Any:
     if len(lengths) != 1:
         found = sorted(lengths) or "no tensor"
         raise ValueError(
-            f"the first dimension of all tensors in inputs is the batch, got {found}: give a function of the batch "
-            "instead, inputs=lambda batch: (…)"
+            f"all tensors in inputs must have the batch as first dimension, got {found}: pass a function of the batch "
+            "size instead, inputs=lambda batch: (…)"
         )
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,13 +74,11 @@ def _default_inputs(model: nn.Module, batch: int, sequence: int | None) -> Any:
     output_embeddings = getattr(model, "get_output_embeddings", lambda: None)()  # set if the model predicts tokens
     if getattr(config, "vocab_size", None) and output_embeddings is not None:
         max_tokens = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        tokens = _zero_tokens(
-            batch,
-            _sequence_length(sequence, min(max_tokens or DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCE_TOKENS), max_tokens),
-        )
+        default = min(max_tokens or DEFAULT_SEQUENCE_TOKENS, DEFAULT_SEQUENCE_TOKENS)
+        tokens = _zero_tokens(batch, _sequence_length(sequence, default, max_tokens))
         return {"input_ids": tokens, "labels": tokens.clone(), "use_cache": False}
     raise ValueError(
-        f"it is not known what a {type(model).__name__} is called with: give inputs=, a function of the batch such as "
+        f"the arguments of {type(model).__name__} are not known: pass inputs=, a function of the batch size such as "
         "lambda batch: torch.empty(batch, 3, 224, 224), or an example batch"
     )
 
@@ -90,12 +88,11 @@ def _sequence_length(sequence: int | None, default: int, max_tokens: int | None)
     if sequence is None:
         return default
     if type(sequence) is not int or sequence < 1:
-        raise ValueError(f"sequence is a whole number of tokens from 1 up, got {sequence!r}")
+        raise ValueError(f"sequence must be a positive integer, got {sequence!r}")
     if max_tokens is not None and sequence > max_tokens:
         raise ValueError(
-            f"sequences of {sequence} tokens do not fit the model's context of {max_tokens}: shorten them, or "
-            "build the model "
-            "with a longer one"
+            f"sequence {sequence} is longer than the model's context of {max_tokens} tokens: use a shorter one, or a "
+            "model with a longer context"
         )
     return sequence
 
@@ -116,7 +113,7 @@ def compute_loss(output: Any, loss: LossFn) -> torch.Tensor:
         return _check_scalar(model_loss)
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not outputs:
-        raise LossError("the model's output depends on no parameter that is trained: there is no backward to plan")
+        raise LossError("the model's output does not depend on any trained parameter, so there is no backward to plan")
     if len(outputs) == 1 and outputs[0].numel() == 1:
         return outputs[0]
     return torch.stack([tensor.float().sum() for tensor in outputs]).sum()
@@ -128,12 +125,12 @@ def _call_loss(loss: Callable[[Any], torch.Tensor], output: Any) -> Any:
     except Exception as error:
         raise LossError(
             f"loss raised {type(error).__name__}: {error}\nWhile planning, the model's output is on the meta device: "
-            "make the targets there too, as in torch.zeros(len(output), dtype=torch.int64, device=output.device)"
+            "create the targets there too, as in torch.zeros(len(output), dtype=torch.int64, device=output.device)"
         ) from error
 
 
 def _check_scalar(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        got = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise LossError(f"loss returns one number, got {got}")
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise LossError(f"loss must return a scalar tensor, got {got}")
     return value

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.engine import ForwardRecord, ModuleCall, Schedule
-from zeroshard.planner.tracing.known_values import KnownValues
+from zeroshard.planner.tracing.meta_device import KnownValues
 from zeroshard.planner.tracing.op_cost import (
     DTYPE_NAMES,
     iter_tensors,

@@ -100,7 +100,7 @@ def _output_layouts(style: ColwiseParallel) -> tuple[Any, ...]:
 def _full_output_width(module: nn.Module) -> int:
     width = getattr(module, "out_features", None) or getattr(module, "embedding_dim", None)
     if not isinstance(width, int):
-        raise ValueError(f"it is not known how wide the output of a {type(module).__name__} is")
+        raise ValueError(f"the output width of a tensor-parallel {type(module).__name__} is not known")
     return width
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.activations import flatten_arguments, select_blocks
+from zeroshard.activations import CheckpointedForward, RecomputeContext, flatten_arguments, select_blocks
 from zeroshard.config.config import Config
-from zeroshard.planner.tracing.attention import FusedAttentionMode
 from zeroshard.planner.tracing.inputs import Inputs, LossError, LossFn, compute_loss, model_arguments
-from zeroshard.planner.tracing.known_values import KnownValues
+from zeroshard.planner.tracing.meta_device import FusedAttentionMode, KnownValues
+from zeroshard.planner.tracing.op_cost import iter_tensors
 from zeroshard.planner.tracing.recorder import OpRecorder, ScheduleRecorder
 from zeroshard.planner.tracing.tp_collectives import hook_tp_collectives
 from zeroshard.planner.tracing.trace import Trace
@@ -69,16 +70,16 @@ def trace_model(
     if checkpoint != "none":
         if next(find_repeated_blocks(model), None) is None:
             raise ValueError(
-                f"this {type(model).__name__} has no repeated blocks, whose inputs could be kept instead of all "
-                'activations: give checkpoint="none", or call checkpoint_activations yourself'
+                f"{type(model).__name__} has no repeated blocks, so the planner cannot checkpoint its activations: "
+                'use checkpoint="none", or call checkpoint_activations on the model first'
             )
         num_blocks = _checkpoint_blocks(meta_model, kept)
     args, kwargs = tree_map_tensors(
         model_arguments(meta_model, inputs, micro_batch, sequence), partial(_to_meta, values=recorder.known_values)
     )
     schedule = ScheduleRecorder(meta_model, unit_specs, recorder)
-    tensors = [*meta_model.parameters(), *meta_model.buffers(), *_tensor_leaves((args, kwargs))]
-    recorder.ignore_tensors(*tensors)
+    batch = list(iter_tensors((args, kwargs)))
+    recorder.ignore_tensors(*meta_model.parameters(), *meta_model.buffers(), *batch)
     try:
         with FusedAttentionMode(device_kind), recorder:
             value = compute_loss(meta_model(*args, **kwargs), loss)
@@ -96,7 +97,7 @@ def trace_model(
         tuple(recorder.events),
         tuple(spec.name for spec in unit_specs),
         micro_batch,
-        input_bytes=float(sum(tensor.nbytes for tensor in _tensor_leaves((args, kwargs)))),
+        input_bytes=float(sum(tensor.nbytes for tensor in batch)),
         buffer_bytes=float(sum(buffer.nbytes for buffer in meta_model.buffers())),
         kept_input_bytes=tuple(kept.nbytes),
         num_recomputed_blocks=num_blocks,
@@ -107,13 +108,6 @@ def _run_backward(value: torch.Tensor) -> None:
     """Run backward with modes active: torch's own call disables them, but recomputed attention needs its mode."""
     ones = torch.ones_like(value)
     _engine_run_backward((value,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _tensor_leaves(value: Any) -> list[torch.Tensor]:
-    leaves: list[torch.Tensor] = []
-    collect = leaves.append
-    torch.utils._pytree.tree_map_only(torch.Tensor, collect, value)
-    return leaves
 
 
 def _to_meta(tensor: torch.Tensor, values: KnownValues) -> torch.Tensor:
@@ -131,15 +125,15 @@ def _untraceable_message(model: nn.Module, error: Exception) -> str:
     if not any(word in str(error) for word in ("meta", "Meta", "data-dependent", "DataDependent")):
         return (
             f"{type(model).__name__} raised {reason}\n"
-            "A plan runs it on tensors without values (the meta device). See whether it runs at all with inputs of "
-            "these shapes: give inputs=, a function of the batch that returns what the model is called with"
+            "The planner runs the model on tensors without values (the meta device). Check that it runs with inputs of "
+            "these shapes, or pass inputs=, a function of the batch size that returns the model's arguments"
         )
     return (
-        f"{type(model).__name__} cannot be run on tensors without values (the meta device): {reason}\n"
-        "A plan needs a forward and backward whose shapes follow from shapes. Decide nothing by a tensor's values "
-        "(.item(), .tolist(), `if tensor:`, nonzero, boolean masks) while planning. Integers and booleans that the "
-        "model is given may be looked at: give inputs= with values, not on the meta device. Or plan the states alone, "
-        "with zeroshard.planner.state_sizes.predict_memory"
+        f"{type(model).__name__} cannot run on tensors without values (the meta device): {reason}\n"
+        "The planner needs a forward and backward whose shapes follow from shapes alone. Do not branch on a tensor's "
+        "values (.item(), .tolist(), `if tensor:`, nonzero, boolean masks) while planning. Integer and boolean inputs "
+        "may be read: pass inputs= with real values, not on the meta device. To predict only the memory of the states, "
+        "use zeroshard.planner.predict_memory"
     )
 
 
@@ -150,7 +144,7 @@ def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecord
         plan = tensor_plan_for(model)
         if plan is None:
             raise ValueError(
-                f"no plan is known to divide a {type(model).__name__} over {tensor} ranks of a tensor axis: known are "
+                f"no tensor-parallel plan is known for {type(model).__name__} (tensor degree {tensor}): supported are "
                 "zeroshard's GPT and Hugging Face's Llama and GPT-2"
             )
         plan.check_divisible(tensor)
@@ -158,19 +152,15 @@ def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecord
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         dtype = precision.compute_dtype(name, parameter)
-        shape, stride = parameter.shape, parameter.stride()
         if name in tp_shards:
-            shape = tp_shards[name].local_shape
-            stride = torch.empty(shape, device="meta").stride()
-        meta_tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            meta_tensor = torch.empty(tp_shards[name].local_shape, dtype=dtype, device="meta")
+        else:
+            meta_tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(meta_tensor, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = meta_tensor = torch.empty_like(buffer, device="meta", requires_grad=False)
         recorder.known_values.set(meta_tensor, buffer)
-    try:
-        meta_model = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise UntraceableError(f"{type(model).__name__} cannot be copied, which planning needs: {error}") from error
+    meta_model = _deepcopy(model, memo)
     if not meta_model.training:  # a training model may have submodules in eval mode on purpose
         meta_model.train()
     if plan is not None:
@@ -180,18 +170,27 @@ def _meta_copy(model: nn.Module, config: Config, tensor: int, recorder: OpRecord
     return meta_model
 
 
-def _register_casts(paper: nn.Module, dtype: torch.dtype, fp32_modules: list[str], inputs: bool) -> None:
+def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UntraceableError(
+            f"{type(model).__name__} cannot be copied with copy.deepcopy, which planning needs: {error}"
+        ) from error
+
+
+def _register_casts(model: nn.Module, dtype: torch.dtype, fp32_modules: list[str], cast_inputs: bool) -> None:
     """Cast the model's inputs, and the inputs and outputs of modules that stay in fp32."""
+
+    def cast_to(dtype: torch.dtype) -> Any:
+        return lambda _, args, kwargs: (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+
     for name in fp32_modules:
-        module = paper.get_submodule(name)
-        module.register_forward_pre_hook(_cast_hook(torch.float32), with_kwargs=True)
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(cast_to(torch.float32), with_kwargs=True)
         module.register_forward_hook(lambda _, args, output: cast_floats(output, dtype))
-    if inputs:
-        paper.register_forward_pre_hook(_cast_hook(dtype), with_kwargs=True)
-
-
-def _cast_hook(dtype: torch.dtype) -> Any:
-    return lambda _, args, kwargs: (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+    if cast_inputs:
+        model.register_forward_pre_hook(cast_to(dtype), with_kwargs=True)
 
 
 class KeptInputs:
@@ -226,18 +225,80 @@ class KeptInputs:
         return full
 
 
-def _checkpoint_blocks(paper: nn.Module, kept: KeptInputs) -> int:
+def _checkpoint_blocks(model: nn.Module, kept: KeptInputs) -> int:
     """Make a model's blocks keep only their inputs; return the number of blocks."""
-    blocks = select_blocks(paper, None)
-    for block in blocks.values():
-        block.__dict__["forward"] = _checkpointed_forward(block.forward, kept)
-    return len(blocks)
 
-
-def _checkpointed_forward(forward: Any, kept: KeptInputs) -> Any:
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors, run = flatten_arguments(forward, args, kwargs)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             return checkpoint(run, *tensors, use_reentrant=False)
 
-    return checkpointed
+    blocks = select_blocks(model, None)
+    for block in blocks.values():
+        block.__dict__["forward"] = partial(checkpointed, block.forward)
+    return len(blocks)
+
+
+# ------------------------------------------------------------------- models that already use activation checkpointing
+
+
+def strip_checkpointing(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, CheckpointMode]:
+    """Return the model to plan with and its checkpoint mode, if it may use activation checkpointing already.
+
+    The planner itself decides what blocks keep, so :func:`zeroshard.checkpoint_activations` is undone on a copy. A
+    model stays checkpointed, on a meta copy, if it checkpoints other blocks than the planner would, has a policy, or
+    keeps full inputs although the tensor-parallel degree ``tensor`` is above 1. The mode is then "none": the planner
+    adds no checkpointing of its own.
+
+    >>> import zeroshard
+    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    >>> strip_checkpointing(model) == (model, "none")
+    True
+    >>> strip_checkpointing(zeroshard.checkpoint_activations(model, offload=True))[1]
+    'host'
+    """
+    if not any(_checkpointed_forwards(model)):
+        return model, "none"
+    meta_model = _deepcopy(model, meta_memo(model))
+    wrapped = dict(_checkpointed_forwards(meta_model))
+    is_default = (
+        next(find_repeated_blocks(meta_model), None) is not None
+        and wrapped.keys() == select_blocks(meta_model, None).keys()
+        and all(_is_default_checkpointing(forward, tensor) for forward in wrapped.values())
+    )
+    is_offloaded = any(forward._context._offload for forward in wrapped.values())
+    for name, forward in wrapped.items():
+        forward.restore()
+        if not is_default:  # keep inputs by reference: a single rank needs no communication for them
+            block, context = meta_model.get_submodule(name), RecomputeContext(False, False)
+            block.__dict__["forward"] = CheckpointedForward(
+                block, name, context, forward._policy, block.__dict__.get("forward")
+            )
+    if not is_default:
+        return meta_model, "none"
+    return meta_model, "host" if is_offloaded else "recompute"
+
+
+def meta_memo(model: nn.Module) -> dict[int, Any]:
+    """Return the memo that makes ``copy.deepcopy`` replace a model's parameters by meta parameters."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        meta_tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(meta_tensor, requires_grad=parameter.requires_grad)
+    memo |= {id(buffer): buffer for buffer in model.buffers()}  # shared: tracing copies them itself
+    return memo
+
+
+def _checkpointed_forwards(model: nn.Module) -> Iterator[tuple[str, CheckpointedForward]]:
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, CheckpointedForward):
+            yield name, forward
+
+
+def _is_default_checkpointing(forward: CheckpointedForward, tensor: int) -> bool:
+    """Return whether a block keeps what the planner assumes: a shard of its input on each tensor-parallel rank."""
+    partition = forward._context._partition
+    if isinstance(partition, DeviceMesh):
+        return forward._policy is None and partition.size() == tensor
+    return forward._policy is None and (tensor == 1 or partition is not False)

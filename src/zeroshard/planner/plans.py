@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.config.offload import parse_bytes
-from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall
+from zeroshard.planner.footprint import Footprint, device_bytes_needed, memory_shortfall, usage_fractions
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.search import candidate_strategies
+from zeroshard.planner.search import SearchSpace, candidate_strategies
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode
 from zeroshard.utils.format import format_bytes
 
 SPEED_TOLERANCE = 0.01  # relative: plans that differ by less count as equally fast, and the smaller one wins
+TIER_TRAFFIC = ("pcie", "disk")  # kinds of traffic that are not collectives
 OFFLOAD_SCORE_FACTOR = 0.95  # scales the speed of a plan that offloads: the host may have other work
 
 
@@ -58,10 +58,30 @@ class Plan:
         return device_bytes_needed(self.footprint, self.machine)
 
     @property
+    def usage_fractions(self) -> dict[str, float]:
+        """Usage / usable capacity of device, host and disk; above 1, the plan does not fit."""
+        return usage_fractions(self.footprint, self.devices, self.machine)
+
+    @property
+    def collective_bytes(self) -> float:
+        """Bytes per step of all collectives."""
+        return sum(nbytes for kind, nbytes in self.step_time.traffic.items() if kind not in TIER_TRAFFIC)
+
+    @property
+    def data_parallel_bytes(self) -> float:
+        """Bytes per step of data-parallel collectives."""
+        traffic = self.step_time.traffic.items()
+        return self.collective_bytes - sum(nbytes for kind, nbytes in traffic if kind.startswith("tensor "))
+
+    @property
+    def batch(self) -> int:
+        """Samples per step over all devices."""
+        return self.strategy.micro_batch * self.strategy.accumulate * (self.devices // self.strategy.tensor)
+
+    @property
     def samples_per_second(self) -> float:
         """Samples per second over all devices."""
-        strategy = self.strategy
-        return strategy.micro_batch * strategy.accumulate * (self.devices // strategy.tensor) / self.step_time.step
+        return self.batch / self.step_time.step
 
     @property
     def score(self) -> float:
@@ -72,6 +92,10 @@ class Plan:
     def flops_per_second(self) -> float:
         """Useful FLOPs per second on one device."""
         return self.useful_flops / self.step_time.step
+
+    def with_strategy(self, strategy: Strategy, *, timeline: bool = False) -> Plan:
+        """Return the plan of another strategy, optionally with the memory usage over time in its footprint."""
+        return evaluate_strategy(self.traced_model, strategy, self.devices, self.machine, timeline)
 
 
 @dataclass(frozen=True)
@@ -87,6 +111,11 @@ class Plans:
     """Every plan that was evaluated."""
     traced_model: TracedModel = field(repr=False, compare=False)
     """The model that is planned, with its traces."""
+
+    @property
+    def psi_bytes(self) -> float:
+        """Ψ in bytes: all parameters in the compute precision."""
+        return self.parameters * (2 if self.precision in ("bf16", "fp16") else 4)
 
     @property
     def fitting(self) -> list[Plan]:
@@ -109,25 +138,39 @@ class Plans:
         """One line: what was chosen and why, or why nothing fits."""
         best = self.best
         if best is None:
-            smallest = min(self.candidates, key=lambda plan: plan.memory)
-            return f"nothing fits: what needs least is {smallest.strategy.description}, and {smallest.shortfall}"
-        fitting = self.fitting
-        rejected = len(self.candidates) - len(fitting)
+            smallest = self.best_or_smallest
+            return f"nothing fits: even with {smallest.strategy.description}, {smallest.shortfall}"
+        fitting = len(self.fitting)
         return (
-            f"{best.strategy.description}: the fastest of {len(fitting)} plans that fit ({rejected} do not), "
-            f"{best.samples_per_second:.4g} samples/s, {format_bytes(int(best.memory))} of "
+            f"{best.strategy.description}: the fastest of {fitting} plans that fit ({len(self.candidates) - fitting} "
+            f"do not), {best.samples_per_second:.4g} samples/s, {format_bytes(int(best.memory))} of "
             f"{format_bytes(self.machine.memory)} a device"
         )
+
+    @property
+    def best_or_smallest(self) -> Plan:
+        """The best plan; if nothing fits, the one that needs the least device memory."""
+        return self.best or min(self.candidates, key=lambda plan: plan.memory)
+
+    def best_per_strategy(self) -> list[Plan]:
+        """Return :meth:`fastest_per_strategy`, but for the chosen strategy the chosen plan."""
+        best = self.best  # among equally fast plans the smaller: not always the fastest of its strategy
+        return [
+            best if best is not None and plan.strategy.key == best.strategy.key else plan
+            for plan in self.fastest_per_strategy()
+        ]
 
     def fastest_per_strategy(self) -> list[Plan]:
         """Return the plan with the fastest micro-batch for each stage, tensor degree, offload and checkpoint mode."""
         groups: dict[tuple[int, int, str, str], list[Plan]] = {}
         for plan in self.candidates:
             groups.setdefault(plan.strategy.key, []).append(plan)
-        return [
-            max(group, key=lambda plan: (plan.fits, plan.samples_per_second if plan.fits else -plan.memory))
-            for group in groups.values()
-        ]
+        return [fastest_or_smallest(group) for group in groups.values()]
+
+
+def fastest_or_smallest(plans: Sequence[Plan]) -> Plan:
+    """Return the fastest plan that fits; if none fits, the one that needs the least device memory."""
+    return max(plans, key=lambda plan: (plan.fits, plan.samples_per_second if plan.fits else -plan.memory))
 
 
 def plan(
@@ -157,8 +200,8 @@ def plan(
     Any model works, also on the meta device; it is run there once or a few times. ``inputs`` is what the model is
     called with: a function of the batch size, or an example whose first dimension is the batch. Known language models
     need no ``inputs``; their samples have ``sequence`` tokens. ``loss`` reduces the output to a scalar, if the output
-    is not a scalar already. ``machine`` is a name, a JSON file or a
-    :class:`zeroshard.planner.machines.machine.Machine`; ``memory`` overrides the memory of each device.
+    is not a scalar already. ``machine`` is a name, a JSON file or a :class:`zeroshard.planner.Machine`; ``memory``
+    overrides the memory of each device.
 
     ``batch`` is the batch size of a step over all devices; without it, each plan uses its fastest micro-batch.
     ``stage``, ``tensor``, ``checkpoint``, ``offload`` and ``micro_batch`` restrict the search, each to one value or
@@ -181,58 +224,49 @@ def plan(
         ("optimizer_states", optimizer_states, 0),
     ):
         if type(value) is not int or value < least:
-            raise ValueError(f"{name} is a whole number from {least} up, got {value!r}")
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if loss is not None and not callable(loss):
-        raise TypeError(f"loss is a function of the model's output, or None, got {loss!r}")
-    machine = (
-        Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
-    )
-    machine = machine.shared_by(devices)
+        raise TypeError(f"loss must be a function of the model's output, or None, got {loss!r}")
+    machine = Machine.resolve(machine).with_memory(memory).shared_by(devices)
     precision = options.setdefault("precision", default_precision(machine))
     if precision is not None:
         machine.peak_flops(precision)  # raises if the machine does not support it
-    traced_model = TracedModel(
-        model,
-        inputs,
+    space = SearchSpace(
+        batch=batch,
+        micro_batches=_as_tuple(micro_batch),
+        stages=_as_tuple(stage) or (),
+        tensors=_as_tuple(tensor),
+        checkpoints=_as_tuple(checkpoint) or (),
+        offloads=offload,
+    )
+    loop = TrainingLoop(
+        inputs=inputs,
         loss=loss,
         sequence=sequence,
+        has_clipping=clip,
         optimizer_states=optimizer_states,
-        one_pass=one_pass,
-        scratch=scratch,
-        clipped=clip,
+        has_fused_adam=one_pass,
+        scratch_bytes_per_element=scratch,
         replicas=replicas,
-        **options,
     )
-    constraints = {
-        "batch": batch,
-        "micro_batches": _as_tuple(micro_batch),
-        "stages": _as_tuple(stage) or (),
-        "tensors": _as_tuple(tensor),
-        "checkpoints": _as_tuple(checkpoint) or (),
-        "offloads": offload,
-    }
-    plans = _evaluate_all(traced_model, devices, machine, precision, constraints)
+    traced_model = TracedModel(model, loop, **options)
+    plans = _evaluate_all(traced_model, devices, machine, space)
     best = plans.best
     if best is not None and not traced_model.verify_extrapolation(best.strategy, machine):
-        plans = _evaluate_all(
-            traced_model, devices, machine, precision, constraints
-        )  # now from traces of the full model
+        plans = _evaluate_all(traced_model, devices, machine, space)  # now from traces of the full model
     return plans
 
 
-def _evaluate_all(
-    traced_model: TracedModel, devices: int, machine: Machine, precision: str | None, constraints: dict[str, Any]
-) -> Plans:
-    strategies = candidate_strategies(traced_model, devices, machine, **constraints)
+def _evaluate_all(traced_model: TracedModel, devices: int, machine: Machine, space: SearchSpace) -> Plans:
+    strategies = candidate_strategies(traced_model, devices, machine, space)
     candidates = tuple(evaluate_strategy(traced_model, strategy, devices, machine) for strategy in strategies)
     if not candidates:
         raise ValueError(
-            f"a batch of {constraints['batch']} cannot be divided over {devices} devices as asked: give a multiple of "
-            f"the data-parallel devices, {devices} over the tensor degree, times the micro-batch"
+            f"batch {space.batch} cannot be divided over {devices} devices: it must be a multiple of the data-parallel "
+            f"ranks ({devices} / tensor degree) times the micro-batch"
         )
-    model = traced_model.model
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Plans(type(model).__name__, parameters, devices, machine, precision, candidates, traced_model)
+    name, precision = type(traced_model.model).__name__, traced_model.options["precision"]
+    return Plans(name, traced_model.parameters, devices, machine, precision, candidates, traced_model)
 
 
 def evaluate_strategy(

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.planner.tracing.inputs import Inputs, model_arguments
+from zeroshard.planner import Inputs, model_arguments
 from zeroshard.presets import PRESETS
 
 CONFIG_FILE = "config.json"
@@ -29,14 +29,32 @@ _PRESET_OVERRIDES = {
 }
 _ACCEPTED_MODELS = (
     f"a preset ({', '.join(list(PRESETS)[:4])}, …: see `zeroshard presets`), a Hugging Face model's directory or its "
-    f"{CONFIG_FILE}, or module:callable for a model of your own"
+    f"{CONFIG_FILE}, or module:callable for your own model"
 )
 
-OpenedModel = tuple[nn.Module, Inputs, str]
+
+class OpenedModel(NamedTuple):
+    """A model on the meta device."""
+
+    model: nn.Module
+    inputs: Inputs  # None if they are known
+    description: str  # one line
+
+    def tokens_per_sample(self, sequence: int | None = None) -> int | None:
+        """Return the tokens per sample of a known language model; None for all others.
+
+        >>> open_model("gpt2").tokens_per_sample()
+        1024
+        """
+        if self.inputs is not None:
+            return None
+        args, kwargs = model_arguments(self.model, None, 1, sequence)
+        tokens: torch.Tensor = kwargs["input_ids"] if kwargs else args[0]
+        return int(tokens.shape[1])
 
 
 def open_model(name: str, **changes: int | None) -> OpenedModel:
-    """Return a model on the meta device, its inputs if they are known, and a one-line description.
+    """Open a model on the meta device.
 
     ``name`` is a preset, a Hugging Face model's directory or config.json (nothing is downloaded), or
     "module:callable", a function without arguments that returns a model, or a model and its inputs as in
@@ -49,20 +67,22 @@ def open_model(name: str, **changes: int | None) -> OpenedModel:
     overrides = {key: value for key, value in changes.items() if value is not None}
     for key in overrides:
         if key not in _PRESET_OVERRIDES:
-            raise ValueError(f"a preset has no {key!r} to change: it has {', '.join(_PRESET_OVERRIDES)}")
+            raise ValueError(f"unknown preset field {key!r}: the fields are {', '.join(_PRESET_OVERRIDES)}")
     if name in PRESETS:
         return _open_preset(name, overrides)
     overrides.pop("sequence", None)  # valid for any language model: it changes the inputs, not the model's shape
     if overrides:
-        raise ValueError(f"{', '.join(overrides)} change a preset, and {name!r} is none: change the model itself")
+        raise ValueError(
+            f"{name!r} is not a preset, so {', '.join(overrides)} cannot be changed: change the model itself"
+        )
     path = Path(name).expanduser()
     if path.exists():
         return _open_hugging_face(path)
     if ":" in name:
         return _open_callable(name)
     matches = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {matches[0]!r}? Wanted is" if matches else "wanted is"
-    raise ValueError(f"{name!r} is no model that is known, and no file or directory here: {hint} {_ACCEPTED_MODELS}")
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    raise ValueError(f"unknown model {name!r}, and there is no such file: {hint}Expected {_ACCEPTED_MODELS}")
 
 
 def open_inputs(name: str) -> Inputs:
@@ -71,23 +91,9 @@ def open_inputs(name: str) -> Inputs:
     if callable(found) or isinstance(found, torch.Tensor | tuple | Mapping):
         return cast("Inputs", found)
     raise ValueError(
-        f"{name} is of type {type(found).__name__}: wanted is a function of the batch such as "
-        "lambda batch: torch.empty(batch, 3, 224, 224, device='meta'), or an example batch"
+        f"{name} must be a function of the batch size, such as lambda batch: torch.empty(batch, 3, 224, 224, "
+        f"device='meta'), or an example batch, got {type(found).__name__}"
     )
-
-
-def tokens_per_sample(model: nn.Module, inputs: Inputs, sequence: int | None = None) -> int | None:
-    """Return the tokens per sample of a known language model; None for all others.
-
-    >>> model, inputs, _ = open_model("gpt2")
-    >>> tokens_per_sample(model, inputs), tokens_per_sample(nn.Linear(2, 2), torch.empty(1, 2))
-    (1024, None)
-    """
-    if inputs is not None:
-        return None
-    args, kwargs = model_arguments(model, None, 1, sequence)
-    tokens: torch.Tensor = kwargs["input_ids"] if kwargs else args[0]
-    return int(tokens.shape[1])
 
 
 def import_attribute(name: str) -> Any:
@@ -98,7 +104,7 @@ def import_attribute(name: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ValueError(f"{name!r} is not of the form module:callable, as in models:build for build() in models.py")
+        raise ValueError(f"expected module:callable, such as models:build for build() in models.py, got {name!r}")
     cwd = os.getcwd()
     if cwd not in sys.path:
         sys.path.insert(0, cwd)
@@ -107,21 +113,19 @@ def import_attribute(name: str) -> Any:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.split(".")[0] and error.name != module:
-            raise ValueError(f"importing {module} failed: {error}: install what it needs, or mend it") from error
+            raise ValueError(f"importing {module} failed: {error}. Install what it needs, or fix it") from error
         raise ValueError(
-            f"no module is called {module!r}, in {cwd} or installed: run this where {module.split('.')[0]}.py lies, "
-            "or set PYTHONPATH"
+            f"module {module!r} is not installed and not in {cwd}: run this in the directory of "
+            f"{module.split('.')[0]}.py, or set PYTHONPATH"
         ) from error
     except Exception as error:
-        raise ValueError(f"importing {module} failed with {type(error).__name__}: {error}: mend it first") from error
+        raise ValueError(f"importing {module} failed with {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             matches = difflib.get_close_matches(part, dir(found), n=1)
             public = [attr for attr in vars(found) if not attr.startswith("_") and callable(getattr(found, attr))]
-            hint = (
-                f"did you mean {matches[0]!r}?" if matches else f"it has {', '.join(public[:8]) or 'nothing to call'}"
-            )
-            raise ValueError(f"{module} has no {part!r}: {hint}")
+            hint = f"did you mean {matches[0]!r}?" if matches else f"it has {', '.join(public[:8]) or 'no callables'}"
+            raise ValueError(f"{module} has no attribute {part!r}: {hint}")
         found = getattr(found, part)
     return found
 
@@ -142,27 +146,26 @@ def _open_preset(name: str, changes: dict[str, int]) -> OpenedModel:
     config = replace(config, **shape)
     with torch.device("meta"):
         model = GPT(config)
-    return model, None, f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
+    return OpenedModel(model, None, f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}")
 
 
 def _open_hugging_face(path: Path) -> OpenedModel:
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"{path} holds no {CONFIG_FILE}: give the directory of a Hugging Face model, or its {CONFIG_FILE}"
+            f"{path} has no {CONFIG_FILE}: pass the directory of a Hugging Face model, or its {CONFIG_FILE}"
         )
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # includes invalid UTF-8
-        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from None
+        raise ValueError(f"{file} is not JSON ({error}): pass the {CONFIG_FILE} of a Hugging Face model") from None
     if not isinstance(settings, dict) or "model_type" not in settings:
-        raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
+        raise ValueError(f'{file} has no "model_type": pass the {CONFIG_FILE} of a Hugging Face model')
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"{file} is of a Hugging Face model, which needs transformers ({error}): "
-            "run pip install 'zeroshard[huggingface]'"
+            f"{file} is a Hugging Face model, which needs transformers ({error}): pip install 'zeroshard[huggingface]'"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
@@ -171,12 +174,12 @@ def _open_hugging_face(path: Path) -> OpenedModel:
     except Exception as error:  # transformers raises many classes
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{file}: transformers {transformers.__version__} makes no causal language model of it: {reason}\n"
-            "For another kind of model, write a function that makes it, and give it as module:callable"
+            f"transformers {transformers.__version__} cannot build a causal language model from {file}: {reason}\n"
+            "For another kind of model, write a function that builds it and pass it as module:callable"
         ) from error
     text = config.get_text_config()
     layers, width = getattr(text, "num_hidden_layers", "?"), getattr(text, "hidden_size", "?")
-    return model, None, f"{type(model).__name__}, {layers} layers, width {width}"
+    return OpenedModel(model, None, f"{type(model).__name__}, {layers} layers, width {width}")
 
 
 def _open_callable(name: str) -> OpenedModel:
@@ -184,15 +187,14 @@ def _open_callable(name: str) -> OpenedModel:
     if isinstance(make, nn.Module):
         return _split_model_and_inputs(name, make)
     if not callable(make):
-        raise ValueError(f"{name} is of type {type(make).__name__}: wanted is a function that returns a model")
+        raise ValueError(f"{name} must be a function that returns a model, got {type(make).__name__}")
     try:
         with torch.device("meta"):
             made = make()
     except Exception as error:
         raise ValueError(
-            f"{name}() failed with {type(error).__name__}: {error}\nIt is called without arguments, under "
-            "torch.device('meta'): tensors have shapes and no values there. Read no values while building, and leave "
-            "loading weights out"
+            f"{name}() failed with {type(error).__name__}: {error}\nIt is called without arguments under "
+            "torch.device('meta'), where tensors have shapes but no values: do not read values or load weights in it"
         ) from error
     return _split_model_and_inputs(name, made)
 
@@ -200,9 +202,9 @@ def _open_callable(name: str) -> OpenedModel:
 def _split_model_and_inputs(name: str, made: Any) -> OpenedModel:
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        got = type(made).__name__ if model is made else f"a tuple that begins with {type(model).__name__}"
+        got = type(made).__name__ if model is made else f"a tuple whose first element is {type(model).__name__}"
         raise ValueError(
-            f"{name} gave {got}: wanted is an nn.Module, or a pair of one and what it is called with (a function of "
-            "the batch, or an example batch)"
+            f"{name} must return an nn.Module, or a module and its inputs (a function of the batch size, or an example "
+            f"batch), got {got}"
         )
-    return model, inputs, f"{type(model).__name__} of {name}"
+    return OpenedModel(model, inputs, f"{type(model).__name__} of {name}")

@@ -1,19 +1,19 @@
-"""Format plans as a table for the terminal."""
+"""Plans as text: a table for the terminal, the command to train, and the calls for a user's own script."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroshard.planner.footprint import usage_fractions
-from zeroshard.planner.plan import Plan, Plans
-from zeroshard.planner.plan_json import best_per_strategy, collective_traffic, data_parallel_traffic, psi_bytes
-from zeroshard.planner.strategy import Strategy
+from zeroshard.config.offload import STATE_KINDS, Offload
+from zeroshard.planner import Machine, Plan, Plans, Strategy
 from zeroshard.utils.format import format_bytes
 
 CHECKPOINT_LABELS = {"none": "-", "recompute": "recompute", "host": "host"}
 ACTIVATION_KINDS = ("activations", "kept inputs")
 CHOSEN_MARK = "►"
+PLACEHOLDER_DIRECTORY = "/path/on/a/fast/disk"  # a plan does not know the path
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,27 @@ def format_table(plans: Plans, *, show_all: bool = False, tokens: int | None = N
 
     With ``tokens`` (per sample), speed is in tokens per second.
     """
-    columns, cells = table_cells(plans, best_per_strategy(plans) if show_all else summary_rows(plans), tokens)
-    lines = [[column.header[part] for column in columns] for part in (0, 1)] + cells
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    formatted = [
+    columns, cells = table_cells(plans, plans.best_per_strategy() if show_all else summary_rows(plans), tokens)
+    headers = [[column.header[part] for column in columns] for part in (0, 1)]
+    return align_columns([*headers, *cells], [index for index, column in enumerate(columns) if not column.is_numeric])
+
+
+def align_columns(rows: Sequence[Sequence[str]], left_aligned: Sequence[int] = ()) -> str:
+    """Return rows of text in columns, right-aligned except the columns in ``left_aligned``.
+
+    >>> print(align_columns([("a", "n"), ("bc", "10")], left_aligned=(0,)))
+    a    n
+    bc  10
+    """
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    lines = [
         "  ".join(
-            f"{text:>{width}}" if column.is_numeric else f"{text:<{width}}"
-            for column, width, text in zip(columns, widths, line, strict=True)
-        ).rstrip()
-        for line in lines
+            f"{cell:<{width}}" if index in left_aligned else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
     ]
-    return "\n".join(formatted)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def table_cells(
@@ -71,8 +81,7 @@ def table_cells(
     """Return the columns that are not empty, and the cells of the sorted rows."""
     best = plans.best
     cells = [_row_cells(plan, plans, plan is best, tokens) for plan in sort_plans(rows)]
-    has_content = [any(row[index] not in ("", "-") for row in cells) for index in range(len(COLUMNS))]
-    used = [index for index, is_used in enumerate(has_content) if is_used]
+    used = [index for index in range(len(COLUMNS)) if any(row[index] not in ("", "-") for row in cells)]
     columns = [
         COLUMNS[index] if COLUMNS[index] is not SAMPLES_COLUMN or tokens is None else TOKENS_COLUMN for index in used
     ]
@@ -86,7 +95,7 @@ def summary_rows(plans: Plans) -> list[Plan]:
     offload, and the best overall. The chosen stage also has the best plan of each checkpoint mode and offload. Other
     tensor degrees have their best plan.
     """
-    rows, chosen = best_per_strategy(plans), best_or_smallest(plans)
+    rows, chosen = plans.best_per_strategy(), plans.best_or_smallest
     shown = [chosen]
     same_degree = [plan for plan in rows if plan.strategy.tensor == chosen.strategy.tensor]
     for stage in sorted({plan.strategy.stage for plan in same_degree}):
@@ -104,11 +113,6 @@ def summary_rows(plans: Plans) -> list[Plan]:
     return list({id(plan): plan for plan in shown}.values())
 
 
-def best_or_smallest(plans: Plans) -> Plan:
-    """Return the chosen plan; if nothing fits, the one that needs the least device memory."""
-    return plans.best or min(plans.candidates, key=lambda plan: plan.memory)
-
-
 def best_of(plans: Sequence[Plan]) -> Plan:
     """Return the plan that fits with the best score; if none fits, the one that needs the least memory."""
     return max(plans, key=lambda plan: (plan.fits, plan.score if plan.fits else -plan.memory))
@@ -121,18 +125,15 @@ def sort_plans(rows: Sequence[Plan]) -> list[Plan]:
 
 def fit_summary(plan: Plan) -> str:
     """Say in a few words whether a plan fits, or which memory is too small."""
-    usage = usage_fractions(plan.footprint, plan.devices, plan.machine)
     if plan.fits:
         return "fits"
+    usage = plan.usage_fractions
+    ratios = {name: f"{ratio:.2f} ×" if ratio < 10 else f"{ratio:.0f} ×" for name, ratio in usage.items()}
     if usage["device"] > 1:
-        return f"needs {_format_ratio(usage['device'])} the device"
+        return f"needs {ratios['device']} the device"
     if usage["host"] > 1:
-        return f"needs {_format_ratio(usage['host'])} what the host gives"
-    return f"needs {_format_ratio(usage['disk'])} the disk" if plan.machine.disk else "needs a disk"
-
-
-def _format_ratio(ratio: float) -> str:
-    return f"{ratio:.2f} ×" if ratio < 10 else f"{ratio:.0f} ×"
+        return f"needs {ratios['host']} the usable host memory"
+    return f"needs {ratios['disk']} the disk" if plan.machine.disk else "needs a disk"
 
 
 def format_seconds(value: float) -> str:
@@ -173,12 +174,19 @@ def short_label(strategy: Strategy) -> str:
     """
     parts = [f"stage {strategy.stage}"]
     parts += [f"tensor {strategy.tensor}"] if strategy.tensor > 1 else []
-    parts += (
-        ["recompute (host)" if strategy.checkpoint == "host" else "recompute"] if strategy.checkpoint != "none" else []
-    )
+    if strategy.checkpoint != "none":
+        parts.append("recompute (host)" if strategy.checkpoint == "host" else "recompute")
     parts += [_short_offload(strategy)] if strategy.offload is not None else []
-    times = f" × {strategy.accumulate}" if strategy.accumulate > 1 else ""
-    return ", ".join([*parts, f"×\u00a0{strategy.micro_batch}{times}"])
+    return ", ".join([*parts, f"×\u00a0{format_batch(strategy)}"])
+
+
+def format_batch(strategy: Strategy) -> str:
+    """Format the micro-batch and the backwards per step.
+
+    >>> format_batch(Strategy(micro_batch=4, accumulate=2)), format_batch(Strategy(micro_batch=4))
+    ('4 × 2', '4')
+    """
+    return f"{strategy.micro_batch}" + (f" × {strategy.accumulate}" if strategy.accumulate > 1 else "")
 
 
 def _short_offload(strategy: Strategy) -> str:
@@ -188,21 +196,118 @@ def _short_offload(strategy: Strategy) -> str:
 def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> list[str]:
     strategy, local_ranks = plan.strategy, min(plan.devices, plan.machine.devices)
     host = plan.footprint.host * local_ranks
-    micro = f"{strategy.micro_batch}" + (f" × {strategy.accumulate}" if strategy.accumulate > 1 else "")
     return [
         CHOSEN_MARK if chosen else "",
         str(strategy.stage),
         str(strategy.tensor) if strategy.tensor > 1 else "-",
         CHECKPOINT_LABELS[strategy.checkpoint],
         "-" if strategy.offload is None else _short_offload(strategy),
-        micro,
+        format_batch(strategy),
         *(format_bytes(part) for part in peak_breakdown(plan)),
         format_bytes(plan.memory),
         format_bytes(host) if host else "-",
-        f"{data_parallel_traffic(plan) / psi_bytes(plans):.2f} Ψ" if collective_traffic(plan) else "-",
-        format_bytes(collective_traffic(plan)) if collective_traffic(plan) else "-",
+        f"{plan.data_parallel_bytes / plans.psi_bytes:.2f} Ψ" if plan.collective_bytes else "-",
+        format_bytes(plan.collective_bytes) if plan.collective_bytes else "-",
         format_seconds(plan.step_time.step),
         format_rate(plan.samples_per_second * (1 if tokens is None else tokens)),
         f"{plan.flops_per_second / 1e12:.3g}",
         fit_summary(plan) + (", chosen" if chosen else ""),
     ]
+
+
+def train_command(
+    strategy: Strategy,
+    model: str,
+    devices: int,
+    machine: Machine,
+    precision: str | None = None,
+    sequence: int | None = None,
+) -> str:
+    """Return the `zeroshard train` command for a strategy; for several nodes, the torchrun command of each node.
+
+    >>> strategy = Strategy(stage=2, checkpoint="recompute", micro_batch=4)
+    >>> print(train_command(strategy, "gpt2-xl", 8, Machine.resolve("h100")))
+    zeroshard train --model gpt2-xl --ranks 8 --stage 2 --recompute --micro-batch 4
+    """
+    args = ["--model", model]
+    nodes = -(-devices // machine.devices)
+    if nodes == 1:
+        args += ["--ranks", str(devices)]
+    if machine.kind == "cpu":
+        args += ["--device", "cpu"]
+    if sequence is not None:
+        args += ["--sequence", str(sequence)]
+    args += ["--stage", str(strategy.stage)]
+    if strategy.tensor > 1:
+        args += ["--tensor", str(strategy.tensor)]
+    if strategy.checkpoint != "none":
+        args.append("--offload-activations" if strategy.checkpoint == "host" else "--recompute")
+    args += _offload_flags(strategy.offload)
+    args += ["--micro-batch", str(strategy.micro_batch)]
+    if strategy.accumulate > 1:
+        args += ["--accumulate", str(strategy.accumulate)]
+    if precision is not None:
+        args += ["--precision", precision]
+    return f"{_launch_command(devices, nodes)} train {shlex.join(args)}"
+
+
+def _launch_command(devices: int, nodes: int) -> str:
+    if nodes == 1:
+        return "zeroshard"
+    if devices % nodes:
+        return (
+            f"# {devices} ranks do not divide evenly over {nodes} nodes: give torchrun each node's own --nproc-per-node"
+            "\ntorchrun … -m zeroshard"
+        )
+    return f"torchrun --nnodes {nodes} --nproc-per-node {devices // nodes} … -m zeroshard"
+
+
+def _offload_flags(offload: Offload | None) -> list[str]:
+    flags: list[str] = []
+    for tier, fraction in offload.optimizer.items() if offload is not None else ():
+        flags += ["--offload", tier]
+        if fraction < 1:
+            flags += ["--offload-fraction", f"{fraction:g}"]
+    if offload is not None and offload.parameters:
+        flags.append("--offload-parameters")
+    if offload is not None and offload.needs_disk:
+        flags += ["--offload-directory", PLACEHOLDER_DIRECTORY]
+    return flags
+
+
+def python_calls(strategy: Strategy, devices: int, machine: Machine, precision: str | None = None) -> str:
+    """Return the Python calls for a strategy, for a user's own script.
+
+    >>> print(python_calls(Strategy(stage=3, checkpoint="host"), 8, Machine.resolve("h100"), "bf16"))
+    model, optimizer = zeroshard.shard(model, optimizer, stage=3, precision="bf16")
+    zeroshard.checkpoint_activations(model, offload=True)
+    """
+    lines, options = [], [f"stage={strategy.stage}"]
+    if strategy.tensor > 1:
+        shape = f"({devices // strategy.tensor}, {strategy.tensor})"
+        lines.append(f'mesh = init_device_mesh("{machine.kind}", {shape}, mesh_dim_names=("shard", "tensor"))')
+        options.insert(0, "mesh=mesh")
+    if precision not in (None, "fp32"):
+        options.append(f'precision="{precision}"')
+    if strategy.offload is not None:
+        options.append(f"offload={_offload_call(strategy.offload)}")
+    lines.append(f"model, optimizer = zeroshard.shard(model, optimizer, {', '.join(options)})")
+    if strategy.checkpoint != "none":
+        lines.append(
+            f"zeroshard.checkpoint_activations(model{', offload=True' if strategy.checkpoint == 'host' else ''})"
+        )
+    return "\n".join(lines)
+
+
+def _offload_call(offload: Offload) -> str:
+    arguments = []
+    for kind in STATE_KINDS:
+        fractions: dict[str, float] = getattr(offload, kind) or {}
+        if not fractions:
+            continue
+        (tier, fraction), has_several = next(iter(fractions.items())), len(fractions) > 1
+        value = str(fractions) if has_several else f'"{tier}"' if fraction == 1 else f'("{tier}", {fraction:g})'
+        arguments.append(f"{kind}={value}")
+    if offload.needs_disk:
+        arguments.append(f'directory="{PLACEHOLDER_DIRECTORY}"')
+    return f"zeroshard.Offload({', '.join(arguments)})"

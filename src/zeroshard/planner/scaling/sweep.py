@@ -2,10 +2,10 @@
 
 [Note: simulating scaling]
 One trace of the model is replayed for every stage and every number of devices. The number of devices changes what a
-rank holds, how long collectives take on a machine's links (``machines/links.py``), and how much of them overlaps with
-computation. Each device has the same work for every number of devices (weak scaling), unless ``batch`` fixes the work
-of all devices together (strong scaling). A stage *stops scaling* at the first number of devices where the throughput
-per device falls below a given fraction of the stage's best.
+rank holds, how long collectives take (``machines/collective_time.py``), and how much of them overlaps with computation.
+Each device has the same work for every number of devices (weak scaling), unless ``batch`` fixes the work of all devices
+together (strong scaling). A stage *stops scaling* at the first number of devices where the throughput per device falls
+below a given fraction of the stage's best.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.config.offload import Offload, parse_bytes
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import Plan, default_precision, evaluate_strategy
+from zeroshard.planner.plans import Plan, default_precision, evaluate_strategy, fastest_or_smallest
 from zeroshard.planner.scaling.model_family import DepthExtrapolatedModel, find_family
-from zeroshard.planner.search import candidate_strategies
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner.search import STAGES, SearchSpace, candidate_strategies
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 
 DEVICE_COUNTS = tuple(2**power for power in range(15))  # 1 to 16,384
-STAGES = (0, 1, 2, 3)
 WAIT_KINDS = ("tensor", "gather", "reduce", "update", "launch")
 GOOD_FRACTION, HALF_FRACTION = 0.9, 0.5  # of a stage's best throughput per device
 
@@ -123,22 +121,13 @@ def _stage_scaling(stage: int, points: Sequence[ScalingPoint]) -> StageScaling:
     best = max(fitting, key=lambda point: point.samples_per_second_per_device)
     beyond = [point for point in fitting if point.devices > best.devices]
 
-    def under(share: float) -> int | None:
-        return next(
-            (
-                point.devices
-                for point in beyond
-                if point.samples_per_second_per_device < share * best.samples_per_second_per_device
-            ),
-            None,
-        )
+    def first_under(fraction: float) -> int | None:
+        limit = fraction * best.samples_per_second_per_device
+        return next((point.devices for point in beyond if point.samples_per_second_per_device < limit), None)
 
-    good = [
-        point.devices for point in beyond if under(GOOD_FRACTION) is None or point.devices < (under(GOOD_FRACTION) or 0)
-    ]
-    return StageScaling(
-        stage, fitting[0].devices, best, max(good, default=best.devices), under(GOOD_FRACTION), under(HALF_FRACTION)
-    )
+    under_90, under_50 = first_under(GOOD_FRACTION), first_under(HALF_FRACTION)
+    good = [point.devices for point in beyond if under_90 is None or point.devices < under_90]
+    return StageScaling(stage, fitting[0].devices, best, max(good, default=best.devices), under_90, under_50)
 
 
 def simulate(
@@ -176,61 +165,47 @@ def simulate(
     """
     counts = _sorted_counts("devices", devices, 1)
     sorted_stages = _sorted_counts("stages", stages, 0)
-    machine = (
-        Machine.resolve(machine) if memory is None else Machine.resolve(machine, memory=parse_bytes("memory", memory))
-    )
+    machine = Machine.resolve(machine).with_memory(memory)
     precision = options.setdefault("precision", default_precision(machine))
     machine.peak_flops(precision)  # raises if the machine does not support the precision
     if tensor < 1:
-        raise ValueError(f"tensor is a whole number from 1 up, got {tensor}")
+        raise ValueError(f"tensor must be a positive integer, got {tensor}")
     valid_counts = [count for count in counts if count % tensor == 0]
     if not valid_counts:
-        raise ValueError(f"no number of devices is a multiple of the {tensor} that divide each layer: got {counts}")
-    if micro_batch is not None and micro_batch < 1:
-        raise ValueError(f"micro_batch is a whole number from 1 up, got {micro_batch}")
-    traced_model = _open_traced_model(model, inputs, loss=loss, sequence=sequence, clipped=clip, **options)
+        raise ValueError(f"no number of devices is a multiple of the tensor degree ({tensor}), got {counts}")
+    loop = TrainingLoop(inputs=inputs, loss=loss, sequence=sequence, has_clipping=clip)
+    family_and_depth = find_family(model)  # if known, traces and state sizes are extrapolated from shallow models
+    traced_model = (
+        TracedModel(model, loop, **options)
+        if family_and_depth is None
+        else DepthExtrapolatedModel(*family_and_depth, loop, **options)
+    )
     points = []
     for stage in sorted_stages:
+        space = SearchSpace(
+            batch=batch,
+            micro_batches=None if micro_batch is None else (micro_batch,),
+            stages=(stage,),
+            tensors=(tensor,),
+            checkpoints=(checkpoint,),
+            offloads=[offload],
+        )
         for count in valid_counts:
-            strategies = candidate_strategies(
-                traced_model,
-                count,
-                machine,
-                batch=batch,
-                micro_batches=None if micro_batch is None else (micro_batch,),
-                stages=(stage,),
-                tensors=(tensor,),
-                checkpoints=(checkpoint,),
-                offloads=[Offload.from_option(offload)],
-            )
+            strategies = candidate_strategies(traced_model, count, machine, space)
             plans = [evaluate_strategy(traced_model, strategy, count, machine) for strategy in strategies]
             if plans:
-                points.append(
-                    ScalingPoint(max(plans, key=lambda p: (p.fits, p.samples_per_second if p.fits else -p.memory)))
-                )
+                points.append(ScalingPoint(fastest_or_smallest(plans)))
     if not points:
-        raise ValueError(
-            f"batch {batch} cannot be divided evenly over any of {valid_counts} devices: change one of them"
-        )
+        raise ValueError(f"batch {batch} cannot be divided evenly over any of {valid_counts} devices: change one")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return ScalingSimulation(type(model).__name__, parameters, machine, precision, tuple(points))
-
-
-def _open_traced_model(model: nn.Module, inputs: Inputs, **given: Any) -> TracedModel:
-    """Return the traced model; if its family is known, traces and state sizes are extrapolated from shallow models."""
-    family_and_depth = find_family(model)
-    return (
-        TracedModel(model, inputs, **given)
-        if family_and_depth is None
-        else DepthExtrapolatedModel(*family_and_depth, inputs, **given)
-    )
 
 
 def _sorted_counts(name: str, given: Iterable[int], least: int) -> list[int]:
     numbers = sorted(set(given))
     if not numbers:
-        raise ValueError(f"{name} is empty: give at least one number")
+        raise ValueError(f"{name} is empty: pass at least one number")
     for number in numbers:
         if type(number) is not int or number < least:
-            raise ValueError(f"{name} are whole numbers from {least} up, got {number!r}")
+            raise ValueError(f"{name} must be integers of at least {least}, got {number!r}")
     return numbers

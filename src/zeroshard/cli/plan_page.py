@@ -7,15 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroshard.page import render_page
-from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.page import plan_charts
-from zeroshard.planner.plan import Plan, Plans
-from zeroshard.planner.plan_json import best_per_strategy, versions
-from zeroshard.planner.plan_table import (
+from zeroshard.cli import plan_charts
+from zeroshard.cli.plan_text import (
     STATES_COLUMN,
     TableColumn,
-    best_or_smallest,
     format_rate,
     format_seconds,
     short_label,
@@ -23,6 +18,8 @@ from zeroshard.planner.plan_table import (
     summary_rows,
     table_cells,
 )
+from zeroshard.page import render_page
+from zeroshard.planner import Machine, Plan, Plans, versions
 from zeroshard.utils.format import format_bytes, format_count
 
 
@@ -55,19 +52,18 @@ def write_page(
     'plan.html'
     """
     content = _template_context(plans, plans.model if model is None else model, tokens, usage)
-    path.write_bytes(render_page("zeroshard.planner.page", "page.html.j2", "the page of a plan", **content))
+    path.write_bytes(render_page("zeroshard.cli", "plan_page.html.j2", "the page of a plan", **content))
     return path
 
 
 def _template_context(plans: Plans, model: str, tokens: int | None, usage: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    traced_model, chosen, rows = plans.traced_model, best_or_smallest(plans), sort_plans(summary_rows(plans))
+    chosen, rows = plans.best_or_smallest, sort_plans(summary_rows(plans))
     charts = (
-        plan_charts.stages_chart(traced_model, chosen),
-        plan_charts.timeline_chart(traced_model, chosen),
-        plan_charts.micro_batch_chart(traced_model, chosen),
+        plan_charts.stages_chart(chosen),
+        plan_charts.timeline_chart(chosen),
+        plan_charts.micro_batch_chart(chosen),
         plan_charts.step_time_chart(rows, chosen),
     )
-    machine = plans.machine
     return {
         "model": model,
         "fits": plans.best is not None,
@@ -79,8 +75,8 @@ def _template_context(plans: Plans, model: str, tokens: int | None, usage: Seque
         "per_sample": plan_charts.needs_time_per_sample(rows),
         "how": usage,
         "table": _html_table(plans, rows, tokens),
-        "whole": _html_table(plans, best_per_strategy(plans), tokens),
-        "machine": _describe_machine(machine),
+        "whole": _html_table(plans, plans.best_per_strategy(), tokens),
+        "machine": _describe_machine(plans.machine),
         "versions": versions(),
         "version": versions()["zeroshard"],
     }
@@ -95,22 +91,21 @@ def _facts(plans: Plans, tokens: int | None) -> list[str]:
 
 
 def _headline(plan: Plan, tokens: int | None, precision: str | None) -> list[HeadlineFigure]:
-    strategy, machine = plan.strategy, plan.machine
-    batch = strategy.micro_batch * strategy.accumulate * (plan.devices // strategy.tensor)
+    machine = plan.machine
     speed = plan.samples_per_second * (1 if tokens is None else tokens)
     peak = machine.flops.get(precision or "fp32", max(machine.flops.values()))
     return [
         HeadlineFigure(
-            "Memory a device",
+            "Memory per device",
             format_bytes(plan.memory),
             f"{plan.memory / machine.memory:.0%} of {format_bytes(machine.memory)}",
         ),
-        HeadlineFigure("A step", format_seconds(plan.step_time.step), f"{batch:,} samples on all devices"),
+        HeadlineFigure("Step", format_seconds(plan.step_time.step), f"{plan.batch:,} samples on all devices"),
         HeadlineFigure(
-            "Tokens a second" if tokens is not None else "Samples a second", format_rate(speed), "on all devices"
+            "Tokens per second" if tokens is not None else "Samples per second", format_rate(speed), "on all devices"
         ),
         HeadlineFigure(
-            "TFLOPS a device",
+            "TFLOPS per device",
             f"{plan.flops_per_second / 1e12:.3g}",
             f"{plan.flops_per_second / peak:.0%} of its peak, recomputation not counted",
         ),

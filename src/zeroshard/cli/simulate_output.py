@@ -1,0 +1,183 @@
+"""Sweeps, largest models and the paper's results as tables for a terminal, and as plain data for JSON.
+
+In JSON, sizes are in bytes and times in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from zeroshard.cli.plan_text import align_columns, format_batch
+from zeroshard.planner import Machine, plan_to_dict, versions
+from zeroshard.planner.scaling import (
+    PAPER_CURVE,
+    WAIT_KINDS,
+    LargestModel,
+    PaperResult,
+    ScalingPoint,
+    ScalingSimulation,
+    StageScaling,
+    mean_error,
+)
+from zeroshard.utils.format import format_bytes
+
+TABLE_HEADERS = ("devices", "micro-batch", "memory", "samples/s", "TFLOPS", "compute", *WAIT_KINDS, "step", "")
+
+
+def simulation_table(found: ScalingSimulation) -> str:
+    """Return a sweep: the rows of each stage, then where each stage stops scaling."""
+    sections = []
+    for stage in found.stages:
+        rows = [TABLE_HEADERS, *(_point_row(point) for point in found.points_of_stage(stage))]
+        shown = [
+            index
+            for index, header in enumerate(TABLE_HEADERS)
+            if header not in WAIT_KINDS or any(row[index] != "-" for row in rows[1:])
+        ]
+        sections.append(
+            f"stage {stage}\n"
+            + align_columns([[row[index] for index in shown] for row in rows], left_aligned=(len(shown) - 1,))
+        )
+    return "\n\n".join([*sections, "\n".join(scaling_line(stage_scaling) for stage_scaling in found.scaling)])
+
+
+def _point_row(point: ScalingPoint) -> list[str]:
+    strategy, fractions = point.plan.strategy, point.time_fractions
+    waits = [f"{fractions[name]:.1%}" if fractions[name] >= 0.0005 else "-" for name in WAIT_KINDS]
+    return [
+        f"{point.devices:,}",
+        format_batch(strategy),
+        format_bytes(int(point.plan.memory)),
+        f"{point.samples_per_second_per_device:.4g}",
+        f"{point.tflops_per_device:.1f}",
+        f"{fractions['compute']:.1%}",
+        *waits,
+        f"{point.plan.step_time.step:.3g} s",
+        "" if point.fits else "does not fit",
+    ]
+
+
+def scaling_line(one: StageScaling) -> str:
+    """Describe in one line where a stage stops scaling.
+
+    >>> scaling_line(StageScaling(0, None, None, None, None, None))
+    'stage 0: fits on none of these'
+    """
+    if one.best is None:
+        return f"stage {one.stage}: fits on none of these"
+    best_text = f"fastest per device on {one.best.devices:,} ({one.best.samples_per_second_per_device:.4g} samples/s)"
+    clauses = [f"stage {one.stage}: fits from {one.fits_from:,} on; {best_text}"]
+    if one.under_90_percent is not None:
+        clauses.append(f"under 90 % of that from {one.under_90_percent:,} on")
+        clauses.append(
+            "never under 50 %" if one.under_50_percent is None else f"under 50 % from {one.under_50_percent:,} on"
+        )
+    elif one.good_until != one.best.devices:
+        clauses.append(f"at least 90 % of that up to {one.good_until:,}")
+    return ", ".join(clauses)
+
+
+def largest_table(found: dict[tuple[int, int], LargestModel]) -> str:
+    """Return the table of the largest models, by (devices, stage)."""
+    stages = sorted({stage for _, stage in found})
+    rows = [["devices", *(f"stage {stage}" for stage in stages)]]
+    for devices in sorted({devices for devices, _ in found}):
+        rows.append([f"{devices:,}", *(_largest_text(found.get((devices, stage))) for stage in stages)])
+    return align_columns(rows)
+
+
+def _largest_text(one: LargestModel | None) -> str:
+    if one is None:
+        return "-"
+    if not one.layers:
+        return "nothing fits"
+    billions = one.parameters / 1e9
+    size = f"{billions / 1000:.3g}T" if billions >= 1000 else f"{billions:.3g}B"
+    limit_text = "" if one.limit == "device" else f", {one.limit} full"
+    return f"{'' if one.confirmed else '≈ '}{size} ({one.layers:,} layers{limit_text})"
+
+
+def paper_table(result: PaperResult) -> str:
+    """Return a table or figure of the paper, with zeroshard's prediction next to each number."""
+    error = result.mean_error
+    if error is None:
+        summary = f"{result.num_exact} of {len(result.cells)} as printed"
+        return f"{result.name}: {result.about}\n{_printed_table(result)}\n{summary}"
+    rows = [["", "", "paper", "ours", "error"]]
+    rows += [[c.row, c.column, f"{c.paper:g}", f"{c.ours:.1f}", f"{c.error:+.0%}"] for c in result.cells]
+    means = [f"mean error {error:.0%}"]
+    kinds = list(dict.fromkeys(cell.column for cell in result.cells))
+    if set(kinds) == {"ZeRO", "baseline"}:
+        means += [f"{kind} {mean_error([c for c in result.cells if c.column == kind]):.0%}" for kind in kinds]
+    return f"{result.name}: {result.about}\n{align_columns(rows, left_aligned=(0, 1))}\n{', '.join(means)}"
+
+
+def _printed_table(result: PaperResult) -> str:
+    """Return a table in the paper's form; a cell that differs from the printed text shows both."""
+    headers = list(dict.fromkeys(cell.column for cell in result.cells))
+    rows = [["", *headers]]
+    for name in dict.fromkeys(cell.row for cell in result.cells):
+        cells = {cell.column: cell for cell in result.cells if cell.row == name}
+        shown = [cells[header] for header in headers]
+        rows.append([name, *(str(c.ours) if c.ours == c.paper else f"{c.ours}, printed {c.paper}" for c in shown)])
+    return align_columns(rows, left_aligned=(0,))
+
+
+def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
+    """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where stages stop scaling."""
+    psi = found.parameters * (4 if found.precision == "fp32" else 2)
+    return {
+        "model": model,
+        "parameters": found.parameters,
+        "precision": found.precision,
+        "machine": json.loads(found.machine.to_json()),
+        "versions": versions(),
+        "points": [_point_to_dict(point, psi, tokens) for point in found.points],
+        "scaling": [vars(one) | {"best": None if one.best is None else one.best.devices} for one in found.scaling],
+    }
+
+
+def _point_to_dict(point: ScalingPoint, psi: float, tokens: int | None) -> dict[str, Any]:
+    return {
+        "devices": point.devices,
+        "stage": point.stage,
+        "samples_per_second_and_device": point.samples_per_second_per_device,
+        "tflops_per_device": point.tflops_per_device,
+        "shares": point.time_fractions,
+        "plan": plan_to_dict(point.plan, psi, tokens),
+    }
+
+
+def largest_to_dict(found: dict[tuple[int, int], LargestModel], model: str, machine: Machine) -> dict[str, Any]:
+    """Return the largest models, one record per number of devices and stage."""
+    records = [
+        {
+            "devices": devices,
+            "stage": stage,
+            **asdict(largest),
+            "parameters": largest.parameters if largest.layers else 0,
+        }
+        for (devices, stage), largest in found.items()
+    ]
+    return {"model": model, "machine": json.loads(machine.to_json()), "versions": versions(), "largest": records}
+
+
+def paper_to_dict(results: Iterable[PaperResult]) -> dict[str, Any]:
+    """Return the paper's tables and figures, each number with zeroshard's prediction."""
+    return {
+        "versions": versions(),
+        "curve": asdict(PAPER_CURVE),
+        "exhibits": [
+            {
+                "name": result.name,
+                "about": result.about,
+                "mean_error": result.mean_error,
+                "exact": result.num_exact,
+                "cells": [asdict(cell) | {"error": cell.error} for cell in result.cells],
+            }
+            for result in results
+        ],
+    }

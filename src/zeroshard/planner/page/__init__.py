@@ -1,1 +1,0 @@
-"""Write plans as one HTML file with charts."""
