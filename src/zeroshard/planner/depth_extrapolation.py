@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.optim import max_slice_numel
-from zeroshard.planner.state_sizes import StateSizes, UnitSizes
+from zeroshard.planner.state_sizes import StateSizes
 from zeroshard.planner.tracing.trace import EngineEvent, Op, Trace
 from zeroshard.planner.tracing.trace_model import meta_memo
 
@@ -95,33 +95,25 @@ class _MiddleBlock:
             )
         return cls(same - count, count, tuple(deeper))
 
-    def __contains__(self, unit: int) -> bool:
-        return self.first_unit <= unit < self.first_unit + self.num_units
+    @property
+    def units(self) -> range:
+        """The indices of its units."""
+        return range(self.first_unit, self.first_unit + self.num_units)
 
     def extended_names(self, extra: int) -> tuple[str, ...]:
         """Return the unit names of a model with ``extra`` more blocks than the deeper one."""
-        inserted = [self.extrapolated_name(unit, count) for count in range(2, extra + 2) for unit in self._unit_indices]
-        end = self.first_unit + 2 * self.num_units
+        inserted = [self._extrapolated_name(unit, count) for count in range(2, extra + 2) for unit in self.units]
+        end = self.units.stop + self.num_units
         return (*self.unit_names[:end], *inserted, *self.unit_names[end:])
 
-    def extrapolated_name(self, unit: int, count: int) -> str:
-        """Return the name of the unit that is ``count`` blocks after ``unit`` of the middle block."""
-        parts, next_parts = (self.unit_names[unit + shift].split(".") for shift in (0, self.num_units))
-        if len(parts) != len(next_parts):
-            pair = self.unit_names[unit], self.unit_names[unit + self.num_units]
-            raise NonUniformBlocksError(f"units {pair[0]!r} and {pair[1]!r} are numbered differently")
-        pairs = zip(parts, next_parts, strict=True)
-        return ".".join(a if a == b else _extrapolate_number(a, b, count) for a, b in pairs)
-
-    @property
-    def _unit_indices(self) -> range:
-        return range(self.first_unit, self.first_unit + self.num_units)
-
-
-def _extrapolate_number(part: str, next_part: str, count: int) -> str:
-    if not (part.isdecimal() and next_part.isdecimal()):
-        raise NonUniformBlocksError(f"blocks must be numbered, got {part!r} and then {next_part!r}")
-    return str(int(part) + count * (int(next_part) - int(part)))
+    def _extrapolated_name(self, unit: int, count: int) -> str:
+        """Return the name of the unit that is ``count`` blocks after ``unit``: a number in it grows."""
+        name, next_name = self.unit_names[unit], self.unit_names[unit + self.num_units]
+        pairs = list(zip(name.split("."), next_name.split("."), strict=False))
+        is_numbered = all(a == b or (a.isdecimal() and b.isdecimal()) for a, b in pairs)
+        if not is_numbered or name.count(".") != next_name.count("."):
+            raise NonUniformBlocksError(f"units must differ only in their numbers, got {name!r} and {next_name!r}")
+        return ".".join(a if a == b else str(int(a) + count * (int(b) - int(a))) for a, b in pairs)
 
 
 def extrapolate_trace(shallow: Trace, deeper: Trace, extra: int) -> Trace:
@@ -139,96 +131,62 @@ def extrapolate_trace(shallow: Trace, deeper: Trace, extra: int) -> Trace:
     True
     """
     middle = _MiddleBlock.find(shallow.unit_names, deeper.unit_names)
-    names, half = middle.extended_names(extra), _backward_start(deeper)
-    forward, backward = deeper.events[:half], deeper.events[half:]
-    without_middle = (
-        *_insert_blocks(forward, middle, -1, shallow.unit_names),
-        *_insert_blocks(backward, middle, -1, shallow.unit_names, True),
-    )
-    recomputed_per_block = deeper.num_recomputed_blocks - shallow.num_recomputed_blocks
-    if (
-        without_middle != shallow.events
-        or recomputed_per_block not in (0, 1)
-        or deeper.input_bytes != shallow.input_bytes
-    ):
+    names = middle.extended_names(extra)
+    if _insert_blocks(deeper, middle, -1, shallow.unit_names) != shallow.events:
         raise NonUniformBlocksError("the middle block has other operations than the others: trace the full model")
+    count = len(deeper.kept_input_bytes) - len(shallow.kept_input_bytes)
+    if deeper.kept_input_bytes[count:] != shallow.kept_input_bytes or deeper.input_bytes != shallow.input_bytes:
+        raise NonUniformBlocksError("the middle block keeps other inputs than the others: trace the full model")
     return replace(
         deeper,
-        events=(*_insert_blocks(forward, middle, extra, names), *_insert_blocks(backward, middle, extra, names, True)),
+        events=_insert_blocks(deeper, middle, extra, names),
         unit_names=names,
-        kept_input_bytes=_extrapolate_kept_inputs(shallow.kept_input_bytes, deeper.kept_input_bytes, extra),
-        num_recomputed_blocks=deeper.num_recomputed_blocks + extra * recomputed_per_block,
+        kept_input_bytes=deeper.kept_input_bytes[:count] * (extra + 1) + shallow.kept_input_bytes,
         buffer_bytes=deeper.buffer_bytes + extra * (deeper.buffer_bytes - shallow.buffer_bytes),
     )
 
 
-def _backward_start(trace: Trace) -> int:
-    """Return the index of the event where backward begins."""
-    return next(i for i, e in enumerate(trace.events) if isinstance(e, EngineEvent) and e.kind == "end forward")
-
-
 def _insert_blocks(
-    events: Sequence[Op | EngineEvent], middle: _MiddleBlock, extra: int, names: Sequence[str], backward: bool = False
-) -> list[Op | EngineEvent]:
-    """Return the events of a pass with ``extra`` more middle blocks (-1: one fewer).
+    deeper: Trace, middle: _MiddleBlock, extra: int, names: Sequence[str]
+) -> tuple[Op | EngineEvent, ...]:
+    """Return the events with ``extra`` more middle blocks (-1: one fewer). ``names`` are the resulting unit names."""
+    unit_indices = {name: index for index, name in enumerate(middle.unit_names)}
 
-    ``names`` are the unit names of the resulting model.
-    """
-    begin, end = _middle_block_range(events, middle)
-    before, block, after = events[:begin], events[begin:end], events[end:]
-    copies = [[_shift_event(event, index * middle.num_units, names) for event in block] for index in range(extra + 1)]
-    if backward:  # goes from the last block to the first
-        before = [_shift_if_after(event, middle, extra, names) for event in before]
-        copies.reverse()
-    else:
-        after = [_shift_if_after(event, middle, extra, names) for event in after]
-    return [*before, *(event for copy in copies for event in copy), *after]
+    def shift(events: Sequence[Op | EngineEvent], blocks: int, first_unit: int = 0) -> list[Op | EngineEvent]:
+        """Return the events with the units from ``first_unit`` on shifted by a number of blocks."""
+        shifted = list(events)
+        for index, event in enumerate(events if blocks else ()):
+            unit = event.unit if isinstance(event, EngineEvent) else unit_indices.get(event.module_name, -1)
+            if unit >= first_unit:
+                unit += blocks * middle.num_units
+                shifted[index] = (
+                    replace(event, unit=unit)
+                    if isinstance(event, EngineEvent)
+                    else replace(event, module_name=names[unit])
+                )
+        return shifted
+
+    found: list[Op | EngineEvent] = []
+    half = next(i for i, e in enumerate(deeper.events) if isinstance(e, EngineEvent) and e.kind == "end forward")
+    for events, is_backward in ((deeper.events[:half], False), (deeper.events[half:], True)):
+        begin, end = _middle_block_range(events, middle)
+        before, after = events[:begin], events[end:]
+        copies = [shift(events[begin:end], count) for count in range(extra + 1)]
+        if is_backward:  # goes from the last block to the first
+            parts = [shift(before, extra, middle.units.stop), *reversed(copies), after]
+        else:
+            parts = [before, *copies, shift(after, extra, middle.units.stop)]
+        found += [event for part in parts for event in part]
+    return tuple(found)
 
 
 def _middle_block_range(events: Sequence[Op | EngineEvent], middle: _MiddleBlock) -> tuple[int, int]:
     """Return the event range from the unshard of the middle block to the unshard of another block."""
     unshards = [(i, e.unit) for i, e in enumerate(events) if isinstance(e, EngineEvent) and e.kind == "bring"]
-    begin = next((i for i, unit in unshards if unit in middle), None)
+    begin = next((i for i, unit in unshards if unit in middle.units), None)
     if begin is None:
         raise NonUniformBlocksError("the middle block is never unsharded: trace the full model")
-    return begin, next((i for i, unit in unshards if i > begin and unit not in middle), len(events))
-
-
-def _shift_if_after(
-    event: Op | EngineEvent, middle: _MiddleBlock, blocks: int, names: Sequence[str]
-) -> Op | EngineEvent:
-    """Shift an event if its unit follows the middle block, where ``blocks`` blocks are inserted."""
-    unit = event.unit if isinstance(event, EngineEvent) else _unit_index(event, middle)
-    if unit < middle.first_unit + middle.num_units:
-        return event  # of an earlier or middle unit, or of no unit
-    return _shift_event(event, blocks * middle.num_units, names, unit)
-
-
-def _shift_event(
-    event: Op | EngineEvent, offset: int, names: Sequence[str], unit: int | None = None
-) -> Op | EngineEvent:
-    """Return the same event for the unit ``offset`` positions later."""
-    if offset == 0:
-        return event
-    if isinstance(event, EngineEvent):
-        return EngineEvent(event.kind, event.unit + offset, event.nbytes) if event.unit >= 0 else event
-    if unit is None:
-        unit = names.index(event.module_name) if event.module_name in names else -1
-    if unit < 0:
-        return event
-    return replace(event, module_name=names[unit + offset])
-
-
-def _unit_index(op: Op, middle: _MiddleBlock) -> int:
-    return middle.unit_names.index(op.module_name) if op.module_name in middle.unit_names else -1
-
-
-def _extrapolate_kept_inputs(shallow: tuple[float, ...], deeper: tuple[float, ...], extra: int) -> tuple[float, ...]:
-    """Return the kept input bytes of each block with ``extra`` more blocks."""
-    count = len(deeper) - len(shallow)
-    if deeper[count:] != shallow:
-        raise NonUniformBlocksError("the middle block keeps other inputs than the others: trace the full model")
-    return deeper[:count] * (extra + 1) + shallow
+    return begin, next((i for i, unit in unshards if i > begin and unit not in middle.units), len(events))
 
 
 def extrapolate_state_sizes(shallow: StateSizes, deeper: StateSizes, extra: int, bucket_size: int) -> StateSizes:
@@ -238,26 +196,19 @@ def extrapolate_state_sizes(shallow: StateSizes, deeper: StateSizes, extra: int,
             "offloaded states are divided over all blocks together: compute the sizes of the full model"
         )
     middle = _MiddleBlock.find([unit.name for unit in shallow.units], [unit.name for unit in deeper.units])
-    begin, end = middle.first_unit, middle.first_unit + middle.num_units
+    begin, end = middle.units.start, middle.units.stop
     remaining = [
         replace(u, name=s.name) for u, s in zip(deeper.units[:begin] + deeper.units[end:], shallow.units, strict=True)
     ]
     buffers = [(sizes.ring_bytes, sizes.shard_buffer_bytes) for sizes in (shallow, deeper)]
     if remaining != shallow.units or buffers[0] != buffers[1]:
         raise NonUniformBlocksError("the middle block has other state sizes than the others: use the full model")
-    block = deeper.units[begin:end]
-    copies = [replace(unit) for _ in range(extra + 1) for unit in block]
-    units = deeper.units[:begin] + copies + deeper.units[end:]
+    units = deeper.units[:begin] + deeper.units[begin:end] * (extra + 1) + deeper.units[end:]
     units = [replace(unit, name=name) for unit, name in zip(units, middle.extended_names(extra), strict=True)]
     states = {kind: nbytes + extra * (nbytes - shallow.states[kind]) for kind, nbytes in deeper.states.items()}
-    return replace(deeper, units=units, states=states, step_buffer_bytes=_step_buffer_bytes(deeper, units, bucket_size))
-
-
-def _step_buffer_bytes(deeper: StateSizes, units: Sequence[UnitSizes], bucket_size: int) -> int:
-    """Return the bytes of the update buffer: 4 per element of this rank's shards, up to the largest slice."""
-    max_numel = min(sum(unit.trained_numel for unit in deeper.units), max_slice_numel(bucket_size))
-    return (
-        deeper.step_buffer_bytes
-        // max(max_numel, 1)
-        * min(sum(unit.trained_numel for unit in units), max_slice_numel(bucket_size))
+    # the update buffer has 4 bytes per element of this rank's shards, up to the largest slice
+    old_numel, numel = (
+        min(sum(unit.trained_numel for unit in group), max_slice_numel(bucket_size)) for group in (deeper.units, units)
     )
+    step_buffer_bytes = deeper.step_buffer_bytes // max(old_numel, 1) * numel
+    return replace(deeper, units=units, states=states, step_buffer_bytes=step_buffer_bytes)

@@ -60,8 +60,6 @@ class Trace:
     """Bytes of the model's buffers."""
     kept_input_bytes: tuple[float, ...] = ()
     """Bytes of each input of recomputed blocks that this rank keeps, in forward order."""
-    num_recomputed_blocks: int = 0
-    """Number of recomputed blocks."""
 
     @property
     def ops(self) -> Iterator[Op]:

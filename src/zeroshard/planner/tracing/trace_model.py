@@ -66,14 +66,13 @@ def trace_model(
     recorder = OpRecorder()
     meta_model = _meta_copy(model, config, tensor, recorder)
     kept = KeptInputs(tensor if partition_activations else 1, recorder)
-    num_blocks = 0
     if checkpoint != "none":
         if next(find_repeated_blocks(model), None) is None:
             raise ValueError(
                 f"{type(model).__name__} has no repeated blocks, so the planner cannot checkpoint its activations: "
                 'use checkpoint="none", or call checkpoint_activations on the model first'
             )
-        num_blocks = _checkpoint_blocks(meta_model, kept)
+        _checkpoint_blocks(meta_model, kept)
     args, kwargs = tree_map_tensors(
         model_arguments(meta_model, inputs, micro_batch, sequence), partial(_to_meta, values=recorder.known_values)
     )
@@ -100,7 +99,6 @@ def trace_model(
         input_bytes=float(sum(tensor.nbytes for tensor in batch)),
         buffer_bytes=float(sum(buffer.nbytes for buffer in meta_model.buffers())),
         kept_input_bytes=tuple(kept.nbytes),
-        num_recomputed_blocks=num_blocks,
     )
 
 
@@ -225,18 +223,16 @@ class KeptInputs:
         return full
 
 
-def _checkpoint_blocks(model: nn.Module, kept: KeptInputs) -> int:
-    """Make a model's blocks keep only their inputs; return the number of blocks."""
+def _checkpoint_blocks(model: nn.Module, kept: KeptInputs) -> None:
+    """Make a model's blocks keep only their inputs."""
 
     def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors, run = flatten_arguments(forward, args, kwargs)
         with saved_tensors_hooks(kept.pack, kept.unpack):
             return checkpoint(run, *tensors, use_reentrant=False)
 
-    blocks = select_blocks(model, None)
-    for block in blocks.values():
+    for block in select_blocks(model, None).values():
         block.__dict__["forward"] = partial(checkpointed, block.forward)
-    return len(blocks)
 
 
 # ------------------------------------------------------------------- models that already use activation checkpointing
