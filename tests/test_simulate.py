@@ -76,12 +76,12 @@ def test_deepened_holdings_are_the_deep_models_own(precision: str, bucket_size: 
 
 
 def test_a_family_has_the_models_that_its_shape_makes() -> None:
-    found = find_family(gpt(5))
-    assert found is not None and found[1] == 5
-    ours, plain = found[0](5), gpt(5)
+    family = find_family(gpt(5))
+    assert family is not None
+    ours, plain = family(5), gpt(5)
     assert [(n, p.shape) for n, p in ours.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
     assert all(parameter.is_meta for parameter in ours.parameters())
-    assert DepthExtrapolatedModel(found[0], 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
+    assert DepthExtrapolatedModel(family, 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
     assert find_family(nn.Linear(2, 2)) is None
 
 

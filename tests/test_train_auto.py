@@ -328,4 +328,4 @@ def test_a_dry_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     assert "ranks     2 on cpu" in said and "plan      stage" in said
     assert main([*SMALL, "--ranks", "2", "--auto", "--machine", "h1000", "--dry-run"]) == 1
-    assert "no machine is called 'h1000': did you mean 'h100'?" in capsys.readouterr().err
+    assert "unknown machine 'h1000': did you mean 'h100'?" in capsys.readouterr().err

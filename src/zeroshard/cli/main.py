@@ -10,9 +10,9 @@ from importlib import import_module
 COMMANDS = {
     "plan": (
         "zeroshard.cli.plan",
-        "tell what training a model takes, what fits, and what to set, without running it",
+        "predict the memory and time of training a model, and choose options that fit",
     ),
-    "simulate": ("zeroshard.cli.simulate", "tell how training scales to thousands of devices, on paper"),
+    "simulate": ("zeroshard.cli.simulate", "predict how training scales to thousands of devices"),
     "train": ("zeroshard.cli.train", "train a language model with ZeRO; without options, one that takes a minute"),
     "generate": ("zeroshard.cli.generate", "let a trained model go on with a text"),
     "report": ("zeroshard.cli.report", "make the HTML report of a run anew"),

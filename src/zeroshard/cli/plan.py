@@ -166,7 +166,7 @@ def _plans_for_options(options: argparse.Namespace, opened: OpenedModel, machine
     from zeroshard.planner import UntraceableError, plan
 
     tier = options.offload if options.offload in ("host", "disk") else None
-    if tier is not None and machine.kind == "cpu":
+    if tier is not None and machine.is_cpu:
         raise ValueError(f"--offload {tier} is not possible on a CPU, whose memory is the host's: leave it out")
     constraints: dict[str, Any] = {
         name: value

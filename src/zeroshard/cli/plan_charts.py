@@ -189,7 +189,7 @@ def micro_batch_chart(chosen: Plan) -> Chart:
     lines = {
         CHECKPOINT_LINES[mode]: _bytes_by_micro_batch(chosen, mode)
         for mode in modes
-        if mode != "host" or chosen.machine.kind == "cuda"
+        if mode != "host" or not chosen.machine.is_cpu
     }
     data = [
         line_trace(list(points), list(points.values()), name, _color(color), 2.2)

@@ -233,7 +233,7 @@ def train_command(
     nodes = -(-devices // machine.devices)
     if nodes == 1:
         args += ["--ranks", str(devices)]
-    if machine.kind == "cpu":
+    if machine.is_cpu:
         args += ["--device", "cpu"]
     if sequence is not None:
         args += ["--sequence", str(sequence)]

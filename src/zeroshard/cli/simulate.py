@@ -185,7 +185,7 @@ def _find_largest(
             "zeroshard.planner.scaling.find_largest_model with a function of the number of layers"
         )
     loop = TrainingLoop(inputs=opened.inputs, sequence=options.sequence)
-    base_model = DepthExtrapolatedModel(family[0], loop=loop, precision=options.precision)
+    base_model = DepthExtrapolatedModel(family, loop=loop, precision=options.precision)
     micro_batch = options.micro_batch or 1
     largest = {}
     for devices in options.devices:

@@ -20,6 +20,7 @@ from zeroshard.optim import is_supported, state_bytes_per_element
 from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import Plan, Plans, plan
+from zeroshard.planner.search import STAGES
 from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.inputs import Inputs, LossFn, compute_loss
 from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, UntraceableError, strip_checkpointing
@@ -28,7 +29,6 @@ from zeroshard.utils.format import format_bytes
 from zeroshard.utils.tree import tensors_in
 
 AUTO = "auto"
-STAGES = (0, 1, 2, 3)
 UNFUSED_SCRATCH_BYTES_PER_ELEMENT = 8.0  # temporary memory of an unfused optimizer, per updated element
 
 _log = logging.getLogger("zeroshard")
@@ -108,8 +108,8 @@ class PlanDecision:
     def as_json(self) -> str:
         """The JSON text that rank 0 broadcasts.
 
-        >>> said = PlanDecision(Strategy(stage=2, offload=Offload(optimizer="host")), "it is fast")
-        >>> PlanDecision.from_json(said.as_json) == said
+        >>> decision = PlanDecision(Strategy(stage=2, offload=Offload(optimizer="host")), "it is fast")
+        >>> PlanDecision.from_json(decision.as_json) == decision
         True
         """
         return json.dumps({"choice": asdict(self.strategy), "why": self.reason}, default=os.fspath)
@@ -162,17 +162,17 @@ def choose_plan(
     machine: str | Machine | None = None,
     memory: int | str | None = None,
     directory: str | os.PathLike[str] | None = None,
-    **question: Any,
+    **arguments: Any,
 ) -> PlanDecision:
     """Choose the fastest plan that fits on all ranks. All ranks call it; rank 0 plans and broadcasts the decision.
 
-    ``machine``, ``memory`` and ``directory`` are those of :class:`PlanningOptions`; ``question`` are the arguments of
+    ``machine``, ``memory`` and ``directory`` are those of :class:`PlanningOptions`; ``arguments`` are those of
     :func:`zeroshard.plan`. Raises :class:`NothingFitsError` on all ranks, before any memory is allocated. Without
     ``control``, all ranks of the job take part and wait for each other for up to ``timeout`` seconds. If states are
     offloaded to disk, each rank gets its own directory, not rank 0's.
     """
     control = open_consistency_checker(None, timeout) if control is None else control
-    offload_option = question.get("offload")
+    offload_option = arguments.get("offload")
     if directory is None and offload_option != AUTO:
         offload = Offload.from_option(offload_option)
         directory = offload.directory if offload is not None else None
@@ -181,7 +181,7 @@ def choose_plan(
         return PlanDecision.from_json(control.broadcast_text("plan", "") or "").with_directory(directory)
     try:
         resolved = machine_from_free_memory(free_memory, topology.ranks, machine, memory)
-        decision = choose_plan_for_machine(model, inputs, topology, resolved, directory=directory, **question)
+        decision = choose_plan_for_machine(model, inputs, topology, resolved, directory=directory, **arguments)
     except Exception as error:
         control.broadcast_text("plan", json.dumps({"kind": type(error).__name__, "error": str(error)}))
         raise
@@ -197,33 +197,28 @@ def choose_plan_for_machine(
     machine: Machine,
     *,
     directory: str | os.PathLike[str] | None = None,
-    **question: Any,
+    **arguments: Any,
 ) -> PlanDecision:
     """Choose a plan for a machine, without communication.
 
-    "auto" in ``question`` leaves the stage, offload or checkpointing open.
+    "auto" in ``arguments`` leaves the stage, offload or checkpointing open.
     """
     stripped, current_mode = strip_checkpointing(model, topology.tensor)
-    fixed = [name for name in ("stage", "offload") if question.get(name) != AUTO]
-    offload = question.pop("offload", None)
-    question["checkpoint"] = CHECKPOINT_MODES if question.get("checkpoint") == AUTO else (current_mode,)
+    fixed = [name for name in ("stage", "offload") if arguments.get(name) != AUTO]
+    offload = arguments.pop("offload", None)
+    arguments["checkpoint"] = CHECKPOINT_MODES if arguments.get("checkpoint") == AUTO else (current_mode,)
     if offload == AUTO:
-        question["offload"] = "every"
+        arguments["offload"] = "every"
         machine = replace(machine, disk=0) if directory is None else machine
     else:
-        question["offload"] = [offload]
-    if question["stage"] == AUTO:
-        question["stage"] = _supported_stages(topology, None if offload == AUTO else Offload.from_option(offload))
+        arguments["offload"] = [offload]
+    if arguments["stage"] == AUTO:
+        arguments["stage"] = _supported_stages(topology, None if offload == AUTO else Offload.from_option(offload))
+    arguments = {"tensor": topology.tensor, "replicas": topology.replicas, **arguments}
 
-    def make_plans(**more: Any) -> Plans:
-        job = {
-            "devices": topology.ranks,
-            "replicas": topology.replicas,
-            "machine": machine,
-            "tensor": topology.tensor,
-        }
-        arguments = {**job, **question, **more}
-        return _with_shared_host_memory(plan(stripped, inputs, **arguments))
+    def make_plans(**changes: Any) -> Plans:
+        plans = plan(stripped, inputs, devices=topology.ranks, machine=machine, **{**arguments, **changes})
+        return replace(plans, candidates=tuple(_check_shared_memory(candidate) for candidate in plans.candidates))
 
     plans = make_plans()
     best = plans.best
@@ -314,14 +309,10 @@ def _supported_stages(topology: JobTopology, offload: Offload | None) -> list[in
     return stages
 
 
-def _with_shared_host_memory(plans: Plans) -> Plans:
-    """Check the plans for CPUs again: host and device share one memory, so the host bytes count in addition."""
-    return replace(plans, candidates=tuple(_check_shared_memory(candidate) for candidate in plans.candidates))
-
-
 def _check_shared_memory(candidate: Plan) -> Plan:
+    """Check a plan for CPUs again: host and device share one memory, so the host bytes count in addition."""
     needed = candidate.memory + candidate.footprint.host
-    if not candidate.fits or candidate.machine.kind != "cpu" or needed <= candidate.machine.memory:
+    if not candidate.fits or not candidate.machine.is_cpu or needed <= candidate.machine.memory:
         return candidate
     return replace(
         candidate,
@@ -332,7 +323,7 @@ def _check_shared_memory(candidate: Plan) -> Plan:
 
 def _no_fit_message(plans: Plans, fixed_options: Sequence[str], replan: Callable[..., Plans]) -> str:
     """Say which plan is the smallest and what may help; ``fixed_options`` are those that were not "auto"."""
-    smallest = min(plans.candidates, key=lambda candidate: candidate.memory).strategy
+    smallest = plans.best_or_smallest.strategy
     if smallest.checkpoint == "none":
         recomputing = replan(checkpoint=CHECKPOINT_MODES).best
         if recomputing is not None:
@@ -345,16 +336,14 @@ def _no_fit_message(plans: Plans, fixed_options: Sequence[str], replan: Callable
 
 def _min_memory_limit(control: ConsistencyChecker, planning: PlanningOptions, inputs: Inputs) -> int | None:
     """Return the smallest memory limit of all ranks; raise on all ranks if they describe different loops."""
-    # as in _gather_free_memory
-    gathered = control.gather_text("loop", json.dumps([planning.describe(inputs), planning.memory], default=str))
-    loops = {rank: json.loads(text) for rank, text in gathered.items()} or {
-        0: [planning.describe(inputs), planning.memory]
-    }
-    first, *_ = loops.values()
+    local = [planning.describe(inputs), planning.memory]
+    gathered = control.gather_text("loop", json.dumps(local, default=str))  # empty as in _gather_free_memory
+    loops = {rank: json.loads(text) for rank, text in gathered.items()} or {0: local}
+    first, *_ = (described for described, _ in loops.values())
     for rank, (described, _) in loops.items():
-        if described != first[0]:
+        if described != first:
             raise ValueError(
-                f"all ranks must pass the same planning options: rank 0 has {first[0]}; rank {rank} has {described}. "
+                f"all ranks must pass the same planning options: rank 0 has {first}; rank {rank} has {described}. "
                 "As inputs, pass an example as large as the largest batch of any rank"
             )
     limits = [parse_bytes("memory", memory) for _, memory in loops.values()]

@@ -314,9 +314,9 @@ def memory_shortfall(footprint: Footprint, devices: int, machine: Machine) -> st
         needed = format_bytes(int(device_bytes_needed(footprint, machine)))
         return f"it needs {needed} per device, but a device has {format_bytes(machine.memory)}"
     if usage["host"] > 1:
-        needed, usable = format_bytes(int(footprint.host * ranks)), f"{USABLE_HOST_FRACTION:.0%} of which can be used"
-        has = f"{format_bytes(machine.host_memory)}, {usable}"
-        return f"the {ranks} ranks of a node need {needed} of host memory, but a node has {has}"
+        needed, has = format_bytes(int(footprint.host * ranks)), format_bytes(machine.host_memory)
+        usable = f"({USABLE_HOST_FRACTION:.0%} is usable)"
+        return f"the {ranks} ranks of a node need {needed} of host memory, but a node has {has} {usable}"
     if usage["disk"] > 1:
         needed = format_bytes(int(footprint.disk * ranks))
         return f"the {ranks} ranks of a node need {needed} of disk, but a node has {format_bytes(machine.disk)}"

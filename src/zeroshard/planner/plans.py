@@ -283,7 +283,7 @@ def default_precision(machine: Machine) -> str:
     >>> default_precision(Machine.resolve("dgx2")), default_precision(Machine.resolve("cpu"))
     ('fp16', 'fp32')
     """
-    if machine.kind == "cpu":
+    if machine.is_cpu:
         return "fp32"
     return next(name for name in ("bf16", "fp16", "fp32") if name in machine.flops)
 

@@ -81,7 +81,7 @@ def candidate_strategies(
                         raise
                     continue  # a higher stage may support it
                 for checkpoint in checkpoints:
-                    if checkpoint == "host" and machine.kind == "cpu" and len(checkpoints) > 1:
+                    if checkpoint == "host" and machine.is_cpu and len(checkpoints) > 1:
                         continue  # the host is the device: no memory is saved
                     base = Strategy(stage=stage, tensor=tensor, checkpoint=checkpoint, offload=offload)
                     yield from _with_batches(base, devices // tensor, space, can_fit)
@@ -104,7 +104,7 @@ def _candidate_offloads(given: Any, stage: int, data_ranks: int, machine: Machin
     if given != "every":
         return [Offload.from_option(option) for option in (given if isinstance(given, (list, tuple)) else [given])]
     offloads: list[Offload | None] = [None]
-    if machine.kind == "cpu" or (stage == 0 and data_ranks > 1):
+    if machine.is_cpu or (stage == 0 and data_ranks > 1):
         return offloads
     offloads += [Offload(optimizer=("host", fraction)) for fraction in OFFLOAD_FRACTIONS]
     if stage == 3:

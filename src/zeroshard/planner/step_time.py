@@ -158,6 +158,19 @@ def step_time(cost: TraceCost, sizes: StateSizes, machine: Machine, conditions: 
     return found.extrapolate(before, conditions.accumulate - simulated)
 
 
+@dataclass
+class _Timelines:
+    """When each resource is free, in seconds."""
+
+    host: float = 0.0  # the thread that launches
+    compute: float = 0.0
+    all_gather: float = 0.0  # the stream
+    reduce: float = 0.0  # the stream
+    network: float = 0.0  # all-gathers and reductions share it
+    h2d: float = 0.0
+    host_update: float = 0.0
+
+
 class _StepSimulator:
     """All timelines of one rank."""
 
@@ -166,15 +179,10 @@ class _StepSimulator:
         self._data_ranks = conditions.ranks // conditions.tensor
         self._local_ranks = min(conditions.ranks, machine.devices)  # they share a node's host memory and disk
         self._unshard_orders = unshard_orders(cost.spans)
-        self._is_cpu = machine.kind == "cpu"
         self._wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self._traffic: dict[str, float] = {}
         self._known_collective_seconds: dict[tuple[str, float], float] = {}  # over the data-parallel axis
-        self._host_time = self._compute_time = 0.0
-        # when each resource is free
-        self._all_gather_free_at = self._reduce_free_at = self._network_free_at = self._h2d_free_at = (
-            self._host_update_free_at
-        ) = 0.0
+        self._time = _Timelines()
         self._all_gather_done_at: dict[int, float] = {}  # units in all-gather → when they are unsharded
         self._grad_offloaded_at: dict[int, float] = {}  # offloaded gradients → when the copy is done
         # units updated by the last step → when their new values are on the device
@@ -186,11 +194,11 @@ class _StepSimulator:
         step = 0.0
         for _ in range(SIMULATED_STEPS):
             self._wait_seconds, self._traffic = dict.fromkeys(self._wait_seconds, 0.0), {}
-            begin = self._compute_time
+            begin = self._time.compute
             for _ in range(accumulate):
                 self._micro_step()
             self._step()
-            step = self._compute_time - begin
+            step = self._time.compute - begin
         cost = self._cost
         for kind, nbytes in cost.traffic.items():
             self._count_traffic(kind, accumulate * nbytes)
@@ -207,7 +215,7 @@ class _StepSimulator:
 
     def _micro_step(self) -> None:
         """Simulate one forward and backward."""
-        self._next_unshard, began = 0, self._compute_time
+        self._next_unshard, began = 0, self._time.compute
         for index, span in enumerate(self._cost.spans):
             event = span.event
             kind = "" if event is None else event.kind
@@ -221,7 +229,7 @@ class _StepSimulator:
                 self._next_unshard = 0
                 began = self._wait_kept_inputs(began)
             elif kind == "end backward":
-                self._wait_until("reduce", self._reduce_free_at)
+                self._wait_until("reduce", self._time.reduce)
                 self._wait_kept_inputs(began)
                 self._all_gather_done_at.clear()
             self._run_ops(index)
@@ -229,39 +237,39 @@ class _StepSimulator:
     def _run_ops(self, number: int) -> None:
         """Advance host and device by the operations of a span."""
         device, host = self._cost.device_seconds[number], self._cost.host_seconds[number]
-        if self._is_cpu:
-            self._compute_time = self._host_time = max(self._compute_time, self._host_time) + device + host
+        if self._machine.is_cpu:
+            self._time.compute = self._time.host = max(self._time.compute, self._time.host) + device + host
             self._wait_seconds["launch"] += host
             return
-        begin = max(self._compute_time, self._host_time)
-        self._host_time += host
-        end = max(begin + device, self._host_time)
-        self._wait_seconds["launch"] += end - self._compute_time - device
-        self._compute_time = end
+        begin = max(self._time.compute, self._time.host)
+        self._time.host += host
+        end = max(begin + device, self._time.host)
+        self._wait_seconds["launch"] += end - self._time.compute - device
+        self._time.compute = end
 
     def _wait_kept_inputs(self, began: float) -> float:
         """Wait until the kept inputs are transferred, once in a forward and once in a backward."""
         if self._conditions.kept_input_bytes:
             self._count_traffic("pcie", self._conditions.kept_input_bytes)
             self._wait_until("reduce", began + self._conditions.kept_input_bytes / self._machine.pcie)
-        return self._compute_time
+        return self._time.compute
 
     def _wait_until(self, kind: str, until: float) -> None:
-        if until > self._compute_time:
-            self._wait_seconds[kind] += until - self._compute_time
-            self._compute_time = until
-            if self._is_cpu:
-                self._host_time = self._compute_time
+        if until > self._time.compute:
+            self._wait_seconds[kind] += until - self._time.compute
+            self._time.compute = until
+            if self._machine.is_cpu:
+                self._time.host = self._time.compute
 
     def _count_traffic(self, kind: str, nbytes: float) -> None:
         self._traffic[kind] = self._traffic.get(kind, 0.0) + nbytes
 
     def _unshard(self, unit: int, backward: bool) -> None:
-        self._host_time += self._host_seconds(unit)
+        self._time.host += self._host_seconds(unit)
         if unit in self._updated_params_at:  # updated by the last step: first the host waits, then the device
             ready = self._updated_params_at.pop(unit)
             if self._sizes.units[unit].offloaded_numel:
-                self._host_time = max(self._host_time, ready)
+                self._time.host = max(self._time.host, ready)
             self._wait_until("update", ready)
         if not self._sizes.placement.parameters:
             return
@@ -280,26 +288,26 @@ class _StepSimulator:
     def _start_all_gather(self, unit: int) -> None:
         if unit in self._all_gather_done_at:
             return
-        sizes, ready = self._sizes.units[unit], max(self._compute_time, self._host_time, self._all_gather_free_at)
+        sizes, ready = self._sizes.units[unit], max(self._time.compute, self._time.host, self._time.all_gather)
         ready = max(ready, self._updated_params_at.get(unit, 0.0))
         if sizes.param_tier != "device":
             if sizes.param_tier == "disk":
                 ready += sizes.shard_bytes * self._local_ranks / self._machine.disk_read
                 self._count_traffic("disk", sizes.shard_bytes)
-            self._h2d_free_at = max(self._h2d_free_at, ready) + sizes.shard_bytes / self._machine.pcie
+            self._time.h2d = max(self._time.h2d, ready) + sizes.shard_bytes / self._machine.pcie
             self._count_traffic("pcie", sizes.shard_bytes)
-            ready = self._h2d_free_at
+            ready = self._time.h2d
         ready += sizes.cast_bytes / self._machine.bandwidth
-        self._all_gather_free_at = self._schedule_collective(ready, "all-gather", sizes.full_bytes)
-        self._all_gather_done_at[unit] = self._all_gather_free_at
+        self._time.all_gather = self._schedule_collective(ready, "all-gather", sizes.full_bytes)
+        self._all_gather_done_at[unit] = self._time.all_gather
 
     def _schedule_collective(self, ready: float, kind: str, nbytes: float) -> float:
         """Return when a collective that can start at ``ready`` ends: all-gathers and reductions share the network."""
         seconds = self._collective_seconds(kind, nbytes)
         if not seconds:
             return ready
-        self._network_free_at = max(self._network_free_at, ready) + seconds
-        return self._network_free_at
+        self._time.network = max(self._time.network, ready) + seconds
+        return self._time.network
 
     def _collective_seconds(self, kind: str, nbytes: float) -> float:
         """Count the traffic of a data-parallel collective and return its seconds."""
@@ -314,22 +322,22 @@ class _StepSimulator:
 
     def _post_backward(self, unit: int) -> None:
         """Pack a unit's gradients and reduce them during computation, or add them to the accumulated gradients."""
-        self._host_time += self._host_seconds(unit)
+        self._time.host += self._host_seconds(unit)
         sizes = self._sizes.units[unit]
         if not self._sizes.placement.gradients:
-            self._compute_time += 2 * sizes.grad_bytes / self._machine.bandwidth
+            self._time.compute += 2 * sizes.grad_bytes / self._machine.bandwidth
             return
-        self._wait_until("reduce", self._reduce_free_at)
+        self._wait_until("reduce", self._time.reduce)
         copied = sizes.grad_bytes + sizes.reduce_bytes - 2 * sizes.in_place_grad_bytes
-        begin = max(self._compute_time, self._host_time) + copied / self._machine.bandwidth
+        begin = max(self._time.compute, self._time.host) + copied / self._machine.bandwidth
         if not sizes.side_stream_grad_bytes:  # see [Note: packing on the compute stream]
-            self._wait_until("launch", self._host_time)
-            self._compute_time = begin
-        self._reduce_free_at = self._schedule_collective(begin, "reduce-scatter", sizes.reduce_bytes)
+            self._wait_until("launch", self._time.host)
+            self._time.compute = begin
+        self._time.reduce = self._schedule_collective(begin, "reduce-scatter", sizes.reduce_bytes)
         if sizes.offloaded_grad_bytes:
-            self._reduce_free_at += sizes.offloaded_grad_bytes / self._machine.pcie
+            self._time.reduce += sizes.offloaded_grad_bytes / self._machine.pcie
             self._count_traffic("pcie", sizes.offloaded_grad_bytes)
-            self._grad_offloaded_at[unit] = self._reduce_free_at
+            self._grad_offloaded_at[unit] = self._time.reduce
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -340,7 +348,7 @@ class _StepSimulator:
             kind = "reduce-scatter" if sizes.shard_count > 1 else "all-reduce"
             self._wait_until(
                 "reduce",
-                self._compute_time + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in sizes.units),
+                self._time.compute + sum(self._collective_seconds(kind, unit.reduce_bytes) for unit in sizes.units),
             )
         trainable = sum(unit.trained_numel for unit in sizes.units)
         on_device = trainable - sum(sum(unit.offloaded_numel.values()) for unit in sizes.units)
@@ -348,8 +356,8 @@ class _StepSimulator:
         if self._conditions.has_clipping:
             busy += sizes.states["gradients"] / machine.bandwidth
             busy += collective_seconds(machine, "all-reduce", 4, self._data_ranks, self._conditions.tensor)
-        self._host_time += machine.unit
-        self._wait_until("update", max(self._compute_time, self._host_time) + busy)
+        self._time.host += machine.unit
+        self._wait_until("update", max(self._time.compute, self._time.host) + busy)
         self._updated_params_at.clear()
         self._update_offloaded()
         if sizes.shard_count > 1 and not sizes.placement.parameters:
@@ -359,13 +367,13 @@ class _StepSimulator:
         """Update unit by unit on the host: among the gradients that have arrived, the first one that forward needs."""
         state_sizes, machine = self._sizes, self._machine
         # transfers of gradients and parameters use host memory bandwidth, too
-        slowdown = 1.0 if self._is_cpu else 1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM
+        slowdown = 1.0 if self._machine.is_cpu else 1 + TRANSFER_BYTES_PER_PARAM / ADAM_BYTES_PER_PARAM
         arrivals = {
             unit: time for unit, time in self._grad_offloaded_at.items() if state_sizes.units[unit].offloaded_numel
         }
         self._grad_offloaded_at.clear()
         forward_position = {unit: position for position, unit in reversed(list(enumerate(self._unshard_orders[0])))}
-        free_at = self._host_update_free_at
+        free_at = self._time.host_update
         while arrivals:
             now = max(free_at, min(arrivals.values()))
             unit = min(
@@ -375,25 +383,25 @@ class _StepSimulator:
             sizes = state_sizes.units[unit]
             begin = max(free_at, arrivals.pop(unit))
             if self._conditions.has_clipping or "disk" in sizes.offloaded_numel:  # not before the step
-                begin = max(begin, self._compute_time)
+                begin = max(begin, self._time.compute)
             numel = sum(sizes.offloaded_numel.values()) * self._local_ranks
             free_at = begin + numel * slowdown / machine.host_update
             if "disk" in sizes.offloaded_numel:
                 state_bytes = sizes.offloaded_numel["disk"] * state_sizes.optimizer_bytes_per_element
                 free_at += state_bytes * self._local_ranks * (1 / machine.disk_read + 1 / machine.disk_write)
                 self._count_traffic("disk", 2 * state_bytes)
-            self._h2d_free_at = max(self._h2d_free_at, free_at, self._compute_time) + sizes.shard_bytes / machine.pcie
+            self._time.h2d = max(self._time.h2d, free_at, self._time.compute) + sizes.shard_bytes / machine.pcie
             self._count_traffic("pcie", sizes.shard_bytes)
-            self._updated_params_at[unit] = self._h2d_free_at
-        self._host_update_free_at = free_at
+            self._updated_params_at[unit] = self._time.h2d
+        self._time.host_update = free_at
 
     def _all_gather_params(self) -> None:
         """All-gather the updated shards of unsharded parameters; the next forward waits unit by unit."""
-        self._all_gather_free_at = max(self._all_gather_free_at, self._compute_time, self._host_time)
+        self._time.all_gather = max(self._time.all_gather, self._time.compute, self._time.host)
         for unit in dict.fromkeys(self._unshard_orders[0]):
             if self._sizes.units[unit].trained_numel:
-                self._all_gather_free_at = max(self._all_gather_free_at, self._updated_params_at.get(unit, 0.0))
-                self._all_gather_free_at = self._schedule_collective(
-                    self._all_gather_free_at, "all-gather", self._sizes.units[unit].full_bytes
+                self._time.all_gather = max(self._time.all_gather, self._updated_params_at.get(unit, 0.0))
+                self._time.all_gather = self._schedule_collective(
+                    self._time.all_gather, "all-gather", self._sizes.units[unit].full_bytes
                 )
-                self._updated_params_at[unit] = self._all_gather_free_at
+                self._updated_params_at[unit] = self._time.all_gather

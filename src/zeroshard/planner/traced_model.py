@@ -213,7 +213,7 @@ class TracedModel:
         return self._footprints[key]
 
     def _compute_footprint(self, strategy: Strategy, ranks: int, machine: Machine, timeline: bool) -> Footprint:
-        traced, on_gpu = self.trace_and_cost(strategy, machine), machine.kind == "cuda"
+        traced, on_gpu = self.trace_and_cost(strategy, machine), not machine.is_cpu
         sizes = self.state_sizes(strategy, ranks, on_gpu)
         trained_numel = sum(unit.trained_numel for unit in sizes.units)
         conditions = MemoryConditions(
@@ -238,7 +238,7 @@ class TracedModel:
             has_clipping=self.loop.has_clipping,
             kept_input_bytes=sum(traced.trace.kept_input_bytes) if strategy.checkpoint == "host" else 0.0,
         )
-        return step_time(traced.cost, self.state_sizes(strategy, ranks, machine.kind == "cuda"), machine, conditions)
+        return step_time(traced.cost, self.state_sizes(strategy, ranks, not machine.is_cpu), machine, conditions)
 
     def useful_flops(self, strategy: Strategy, machine: Machine) -> float:
         """Return the FLOPs of a step on one device, without recomputation."""

@@ -24,8 +24,6 @@ from zeroshard.planner.machines.machine import Link, Machine, round_measurement
 UPDATE_NUMEL = 25_000_000  # parameters in the timed update: 28 bytes each, much more than the caches hold
 DISK_FILE_BYTES = 2**28  # bytes written and read
 MIN_DISK_FILE_BYTES = 2**20  # fewer bytes say nothing about a disk's speed
-
-
 ALL_GATHER_REPEATS = 5
 SMALL_BYTES = 2**12  # of the all-gather output on each rank: latency dominates
 LARGE_BYTES = {"cuda": 2**28, "cpu": 2**22}  # bandwidth dominates

@@ -86,7 +86,7 @@ def collective_seconds(machine: Machine, kind: str, nbytes: float, ranks: int, s
     if ranks == 1:
         return 0.0
     group = GroupTopology.from_stride(machine.devices, ranks, stride)
-    passes = 2 if kind == "reduce-scatter" and machine.kind == "cpu" else PASSES[kind]
+    passes = 2 if kind == "reduce-scatter" and machine.is_cpu else PASSES[kind]
     transfer = nbytes * (ranks - 1) / ranks / link_rate(machine, group)
     return passes * min(
         transfer + latency_seconds(machine, group.ring_hops),

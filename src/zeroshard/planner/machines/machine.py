@@ -255,6 +255,11 @@ class Machine:
         """
         return json.dumps(asdict(self), indent=2) + "\n"
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether its devices are CPUs."""
+        return self.kind == "cpu"
+
     def shared_by(self, ranks: int) -> Machine:
         """Return the local CPU machine, which one process has measured, divided among ``ranks`` on one node.
 
@@ -263,7 +268,7 @@ class Machine:
         >>> Machine.resolve("cpu", devices=1, name="elsewhere").shared_by(2).devices
         1
         """
-        if self.kind != "cpu" or self.name != cache.local_machine_name("cpu") or ranks <= self.devices:
+        if not self.is_cpu or self.name != cache.local_machine_name("cpu") or ranks <= self.devices:
             return self
         fraction = self.devices / ranks
         return replace(

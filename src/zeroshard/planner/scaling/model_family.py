@@ -58,16 +58,9 @@ def gpt_family(config: Any, kind: type[GPT] = GPT) -> ModelFamily:
     return build_model
 
 
-def find_family(model: nn.Module) -> tuple[ModelFamily, int] | None:
-    """Return the family and the depth of zeroshard's GPT; None for any other model.
-
-    >>> from zeroshard.models import GPT, GPTConfig
-    >>> with torch.device("meta"):
-    ...     family, layers = find_family(GPT(GPTConfig(layers=4, heads=2, width=64)))
-    >>> layers
-    4
-    """
-    return (gpt_family(model.config, type(model)), model.config.layers) if isinstance(model, GPT) else None
+def find_family(model: nn.Module) -> ModelFamily | None:
+    """Return the family of zeroshard's GPT; None for any other model."""
+    return gpt_family(model.config, type(model)) if isinstance(model, GPT) else None
 
 
 class DepthExtrapolatedModel(TracedModel):

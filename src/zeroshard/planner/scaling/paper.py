@@ -107,14 +107,8 @@ def mean_error(cells: Sequence[PaperCell]) -> float | None:
 
 def paper_results() -> Iterator[PaperResult]:
     """Yield all tables and figures, each as soon as it is computed."""
-    yield figure_1()
-    yield table_1()
-    yield table_2()
-    yield figure_2()
-    yield figure_3()
-    yield figure_4()
-    yield figure_6()
-    yield figure_7()
+    for compute in (figure_1, table_1, table_2, figure_2, figure_3, figure_4, figure_6, figure_7):
+        yield compute()
 
 
 # --------------------------------------------------------------------------------------- model states, compared as text

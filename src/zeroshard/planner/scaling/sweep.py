@@ -18,7 +18,6 @@ from torch import nn
 
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import Plan, default_precision, evaluate_strategy, fastest_or_smallest
-from zeroshard.planner.scaling.model_family import DepthExtrapolatedModel, find_family
 from zeroshard.planner.search import STAGES, SearchSpace, candidate_strategies
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
@@ -174,12 +173,7 @@ def simulate(
     if not valid_counts:
         raise ValueError(f"no number of devices is a multiple of the tensor degree ({tensor}), got {counts}")
     loop = TrainingLoop(inputs=inputs, loss=loss, sequence=sequence, has_clipping=clip)
-    family_and_depth = find_family(model)  # if known, traces and state sizes are extrapolated from shallow models
-    traced_model = (
-        TracedModel(model, loop, **options)
-        if family_and_depth is None
-        else DepthExtrapolatedModel(*family_and_depth, loop, **options)
-    )
+    traced_model = TracedModel(model, loop, **options)
     points = []
     for stage in sorted_stages:
         space = SearchSpace(
@@ -197,8 +191,7 @@ def simulate(
                 points.append(ScalingPoint(fastest_or_smallest(plans)))
     if not points:
         raise ValueError(f"batch {batch} cannot be divided evenly over any of {valid_counts} devices: change one")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ScalingSimulation(type(model).__name__, parameters, machine, precision, tuple(points))
+    return ScalingSimulation(type(model).__name__, traced_model.parameters, machine, precision, tuple(points))
 
 
 def _sorted_counts(name: str, given: Iterable[int], least: int) -> list[int]:
