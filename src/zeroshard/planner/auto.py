@@ -287,7 +287,6 @@ class _OutputHoldingLoss:
         self._loss, self._output = loss, None
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """Return the scalar loss."""
         self._output = output  # replaces the previous one
         return compute_loss(output, self._loss)
 

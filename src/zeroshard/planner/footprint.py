@@ -46,7 +46,6 @@ class MemoryUsage:
 
     @property
     def total(self) -> float:
-        """The sum over all kinds."""
         return sum(self.by_kind.values())
 
 
@@ -180,7 +179,6 @@ class SimulatedRings:
                 self._shard_buffers.add((bucket.dtype, slot, bucket.shard_buffer_bytes))
 
     def free(self) -> None:
-        """Free all buffers."""
         self._packed_buffers.clear()
         self._shard_buffers.clear()
 

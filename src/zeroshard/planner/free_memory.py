@@ -106,12 +106,13 @@ def machine_from_free_memory(
     limits = [nbytes + machine.context for nbytes in available]  # this process has already allocated its context
     limits += [machine.memory] if requested_machine is not None or not available else []
     requested_bytes = parse_bytes("memory", memory)
+    limits += [requested_bytes] if requested_bytes is not None else []
     hosts = [rank_memory.host_bytes for rank_memory in free_memory if rank_memory.host_bytes]
     hosts += [machine.host_memory] if requested_machine is not None or not hosts else []
     return Machine.resolve(
         machine,
         devices=max(ranks_per_node.values()),
-        memory=min([*limits, *([requested_bytes] if requested_bytes is not None else [])]),
+        memory=min(limits),
         host_memory=min(hosts),
         disk=min(rank_memory.disk_bytes for rank_memory in free_memory),
     )

@@ -36,7 +36,6 @@ class SearchSpace:
     """The ``offload`` option of :func:`zeroshard.shard`, a list of them, or "every"."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, values in (("batch", (self.batch,)), ("micro_batch", self.micro_batches), ("tensor", self.tensors)):
             for value in values or ():
                 if value is not None and (type(value) is not int or value < 1):

@@ -119,7 +119,7 @@ def op_seconds(op: Op, machine: Machine) -> float:
     """Return how long an operation keeps the device busy."""
     moving, computing = op.moved_bytes / machine.bandwidth, 0.0
     precision = op.dtype if op.dtype in machine.flops else "fp32"
-    if op.kind == "product" and op.flops:
+    if op.kind == "matmul" and op.flops:
         computing = machine.matmul_seconds(op.flops, precision)
     elif op.kind == "attention":
         computing = machine.attention_seconds(op.flops, precision)

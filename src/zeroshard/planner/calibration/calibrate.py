@@ -46,7 +46,7 @@ from zeroshard.planner.machines.presets import preset_of_gpu
 
 FULL_CALIBRATION_SECONDS = 45.0  # enough for every measurement at its full size
 TIME_SHARES = {  # fractions of the total time
-    "products": 0.28,
+    "matmuls": 0.28,
     "attention": 0.05,
     "convolution": 0.03,
     "training": 0.08,
@@ -145,7 +145,7 @@ def _base_machine(device: torch.device) -> Machine:
 def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: CalibrationRanks) -> dict[str, Any]:
     """Measure the rates of one device, with all ranks of a node running concurrently as in training."""
     ranks.barrier()
-    seconds_per_precision = TIME_SHARES["products"] * seconds / len(PRECISIONS)
+    seconds_per_precision = TIME_SHARES["matmuls"] * seconds / len(PRECISIONS)
     precisions = [name for name in PRECISIONS if has_attention(device, name)]
     measured = {name: times for name in precisions if (times := time_matmuls(device, name, seconds_per_precision))}
     if not measured:

@@ -225,7 +225,6 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count it."""
         input_storages = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
         allocates = any(tensor.untyped_storage().data_ptr() not in input_storages for tensor in iter_tensors(result))

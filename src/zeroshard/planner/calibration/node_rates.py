@@ -115,7 +115,6 @@ class CalibrationRanks:
             dist.barrier()
 
     def gather_text(self, text: str) -> list[str]:
-        """Return the text of every rank."""
         texts = [text] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(texts, text)

@@ -54,7 +54,6 @@ class EfficiencyCurve:
     """FLOPs of the matmul that reaches half of ``share``."""
 
     def __post_init__(self) -> None:
-        """Check and convert the values."""
         if not _is_number(self.share) or not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share!r}")
         if not _is_number(self.half) or self.half < 0:
@@ -106,7 +105,6 @@ class Link:
     """Seconds from one end to the other, independent of the size."""
 
     def __post_init__(self) -> None:
-        """Check and convert the values."""
         _normalize_fields(self)
 
 
@@ -176,7 +174,6 @@ class Machine:
     """Between nodes; each node has one, which its devices share."""
 
     def __post_init__(self) -> None:
-        """Check the values and parse sizes given as strings."""
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a non-empty string, got {self.name!r}")
         if self.kind not in DEVICE_KINDS:

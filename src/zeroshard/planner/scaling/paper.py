@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -34,7 +34,6 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
 from zeroshard.planner.scaling.model_family import (
     DepthExtrapolatedModel,
-    ModelFamily,
     find_deepest_member,
     gpt_family,
 )
@@ -219,9 +218,8 @@ def paper_step_time(run: PaperRun) -> StepTime:
     is_zero = run.system == "ZeRO"
     checkpoint: CheckpointMode = "host" if is_zero and run.label == "170B" else "recompute"
     strategy = Strategy(stage=2 if is_zero else 0, tensor=run.tensor, checkpoint=checkpoint, micro_batch=run.batch)
-    return (
-        _paper_model(run.width, run.heads, True).with_layers(run.layers).step_time(strategy, run.gpus, paper_machine())
-    )
+    model = _paper_model(run.width, run.heads, True).with_layers(run.layers)
+    return model.step_time(strategy, run.gpus, paper_machine())
 
 
 def paper_flops(run: PaperRun) -> float:
@@ -231,16 +229,10 @@ def paper_flops(run: PaperRun) -> float:
 
 
 @cache
-def _paper_family(width: int, heads: int) -> ModelFamily:
-    return gpt_family(
-        GPTConfig(vocab_size=VOCAB_SIZE, context=SEQUENCE_TOKENS, heads=heads, width=width), VocabParallelGPT
-    )
-
-
-@cache
 def _paper_model(width: int, heads: int, partition: bool) -> DepthExtrapolatedModel:
+    config = GPTConfig(vocab_size=VOCAB_SIZE, context=SEQUENCE_TOKENS, heads=heads, width=width)
     loop = TrainingLoop(partition_activations=partition)
-    return DepthExtrapolatedModel(_paper_family(width, heads), loop=loop, precision="fp16")
+    return DepthExtrapolatedModel(gpt_family(config, VocabParallelGPT), loop=loop, precision="fp16")
 
 
 def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> PaperResult:
@@ -252,19 +244,9 @@ def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> Paper
     return PaperResult(name, about, tuple(cells))
 
 
-def figure_2() -> PaperResult:
-    """Predict the throughput of ZeRO and Megatron-LM."""
-    return _throughput_result("Figure 2", "TFLOPS a GPU, ZeRO and Megatron-LM", FIGURE_2)
-
-
-def figure_3() -> PaperResult:
-    """Predict the throughput by number of devices."""
-    return _throughput_result("Figure 3", "TFLOPS a GPU, 60B on more and more GPUs", FIGURE_3)
-
-
-def figure_4() -> PaperResult:
-    """Predict the throughput without model parallelism."""
-    return _throughput_result("Figure 4", "TFLOPS a GPU without model parallelism, ZeRO and DDP", FIGURE_4)
+figure_2 = partial(_throughput_result, "Figure 2", "TFLOPS a GPU, ZeRO and Megatron-LM", FIGURE_2)
+figure_3 = partial(_throughput_result, "Figure 3", "TFLOPS a GPU, 60B on more and more GPUs", FIGURE_3)
+figure_4 = partial(_throughput_result, "Figure 4", "TFLOPS a GPU without model parallelism, ZeRO and DDP", FIGURE_4)
 
 
 def _paper_strategy(fit: PaperModelFit) -> tuple[Strategy, bool]:
@@ -277,21 +259,14 @@ def _paper_strategy(fit: PaperModelFit) -> tuple[Strategy, bool]:
 
 def figure_6() -> PaperResult:
     """Find the largest model by configuration."""
-    return PaperResult(
-        "Figure 6", "the largest model in 32 GB, B of parameters", tuple(_largest_cell(fit) for fit in FIGURE_6)
-    )
-
-
-def _largest_cell(fit: PaperModelFit) -> PaperCell:
-    strategy, partition = _paper_strategy(fit)
-    largest = find_deepest_member(
-        _paper_model(fit.width, fit.heads, partition),
-        strategy,
-        NUM_GPUS,
-        Machine.resolve(paper_machine(), memory=GPU_MEMORY),
-    )
-    row = f"{fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
-    return PaperCell(row, f"{largest.layers} layers", fit.value, largest.parameters / 1e9)
+    cells, machine = [], paper_machine().with_memory(GPU_MEMORY)
+    for fit in FIGURE_6:
+        strategy, partition = _paper_strategy(fit)
+        model = _paper_model(fit.width, fit.heads, partition)
+        largest = find_deepest_member(model, strategy, NUM_GPUS, machine)
+        row = f"{fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
+        cells.append(PaperCell(row, f"{largest.layers} layers", fit.value, largest.parameters / 1e9))
+    return PaperResult("Figure 6", "the largest model in 32 GB, B of parameters", tuple(cells))
 
 
 def figure_7() -> PaperResult:
@@ -299,11 +274,8 @@ def figure_7() -> PaperResult:
     cells = []
     for fit in FIGURE_7:
         strategy, partition = _paper_strategy(fit)
-        footprint = (
-            _paper_model(fit.width, fit.heads, partition)
-            .with_layers(fit.layers)
-            .footprint(strategy, NUM_GPUS, paper_machine())
-        )
+        model = _paper_model(fit.width, fit.heads, partition).with_layers(fit.layers)
+        footprint = model.footprint(strategy, NUM_GPUS, paper_machine())
         row = f"{fit.label}, {fit.configuration}, {CONFIGURATIONS[fit.configuration].notation}"
         cells.append(PaperCell(row, "GB", fit.value, footprint.reserved / 1e9))
     return PaperResult("Figure 7", "GB cached by the allocator at the most", tuple(cells))

@@ -42,7 +42,7 @@ def op_kind(func: Any, has_new_storage: bool) -> OpKind:
         return "attention"
     if func._overloadpacket not in flop_registry:
         return "plain"
-    return "convolution" if "conv" in name else "product"
+    return "convolution" if "conv" in name else "matmul"
 
 
 def op_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Any, Literal
 
-OpKind = Literal["product", "attention", "convolution", "plain", "nothing"]
+OpKind = Literal["matmul", "attention", "convolution", "plain", "nothing"]
 EngineEventKind = Literal["bring", "release", "finish", "end forward", "end backward"]
+_SCALING_FIELDS = ("flops", "moved_bytes", "freed_bytes", "allocated_bytes", "scratch_bytes")  # linear in the batch
 
 
 @dataclass(slots=True)
@@ -90,17 +91,10 @@ class Trace:
             if isinstance(mine, EngineEvent):
                 events.append(mine)
                 continue
-            its = cast(Op, its)
-            events.append(
-                replace(
-                    mine,
-                    flops=interpolate(mine.flops, its.flops),
-                    moved_bytes=interpolate(mine.moved_bytes, its.moved_bytes),
-                    freed_bytes=interpolate(mine.freed_bytes, its.freed_bytes),
-                    allocated_bytes=interpolate(mine.allocated_bytes, its.allocated_bytes),
-                    scratch_bytes=interpolate(mine.scratch_bytes, its.scratch_bytes),
-                )
-            )
+            sizes: dict[str, Any] = {
+                name: interpolate(getattr(mine, name), getattr(its, name)) for name in _SCALING_FIELDS
+            }
+            events.append(replace(mine, **sizes))
         kept = tuple(
             interpolate(mine, its) for mine, its in zip(self.kept_input_bytes, other.kept_input_bytes, strict=True)
         )
