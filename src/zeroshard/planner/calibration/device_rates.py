@@ -169,9 +169,9 @@ def convolution_rate(device: torch.device, precision: str, seconds: float) -> fl
     return 3 * 2 * 9 * images.numel() * channels / device_seconds(run, device, seconds)
 
 
-def memory_rate(device: torch.device, seconds: float, max_bytes: int | None = None) -> float:
+def memory_rate(device: torch.device, seconds: float, max_bytes: int) -> float:
     """Return the bytes/s of device memory that an addition reads and writes."""
-    numel = min(MOVED_BYTES[device.type], max_bytes or MOVED_BYTES[device.type]) // 4
+    numel = min(MOVED_BYTES[device.type], max_bytes) // 4
     a, b, out = (torch.ones(numel, device=device) for _ in range(3))
     return 3 * out.nbytes / device_seconds(lambda: torch.add(a, b, out=out), device, seconds)
 
@@ -232,12 +232,12 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def copy_rate(device: torch.device, seconds: float, max_bytes: int | None = None) -> float:
+def copy_rate(device: torch.device, seconds: float, max_bytes: int) -> float:
     """Return the bytes/s between pinned host memory and a device, in the slower direction.
 
     On a CPU, return the rate of a copy within its memory.
     """
-    nbytes = min(MOVED_BYTES[device.type], max_bytes or MOVED_BYTES[device.type])
+    nbytes = min(MOVED_BYTES[device.type], max_bytes)
     device_buffer = torch.ones(nbytes, dtype=torch.uint8, device=device)
     host_buffer = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     to_host = device_seconds(lambda: host_buffer.copy_(device_buffer, non_blocking=True), device, seconds / 2)

@@ -129,9 +129,7 @@ class CalibrationRanks:
         return texts[0]
 
 
-def measure_links(
-    ranks: CalibrationRanks, device: torch.device, base: Machine, max_bytes: int | None = None
-) -> dict[str, Link]:
+def measure_links(ranks: CalibrationRanks, device: torch.device, base: Machine, max_bytes: int) -> dict[str, Link]:
     """Measure the links that this job uses; return them as a machine's ``inside`` and ``outside``.
 
     Links that the job does not use are left out.
@@ -139,19 +137,21 @@ def measure_links(
     links: dict[str, Link] = {}
     if ranks.world_size == 1:
         return links
-    large = min(LARGE_BYTES[device.type], max_bytes or LARGE_BYTES[device.type])
+    sizes = (SMALL_BYTES, max(min(LARGE_BYTES[device.type], max_bytes), 4 * SMALL_BYTES))
     inside = base.inside
     if len(ranks.local_ranks) > 1:
         group = dist.group.WORLD
         if len(ranks.local_ranks) < ranks.world_size:
             group = dist.new_group(list(ranks.local_ranks), use_local_synchronization=True)
-        times = _time_small_and_large(MeshAxis.from_group(group), device, large)
-        inside = links["inside"] = fit_link(len(ranks.local_ranks), *times)
+        axis = MeshAxis.from_group(group)
+        times = [_time_all_gather(axis, device, nbytes) for nbytes in sizes]
+        inside = links["inside"] = fit_link(len(ranks.local_ranks), times[0], times[1])
     if len(ranks.local_ranks) < ranks.world_size:
         nodes = -(-ranks.world_size // len(ranks.local_ranks))
-        times = _time_small_and_large(MeshAxis.from_group(dist.group.WORLD), device, large)
+        axis = MeshAxis.from_group(dist.group.WORLD)
+        times = [_time_all_gather(axis, device, nbytes) for nbytes in sizes]
         local_seconds = (ranks.world_size - nodes) * inside.latency
-        links["outside"] = fit_link(ranks.world_size, *times, hops=nodes - 1, local_seconds=local_seconds)
+        links["outside"] = fit_link(ranks.world_size, times[0], times[1], hops=nodes - 1, local_seconds=local_seconds)
     return links
 
 
@@ -178,15 +178,8 @@ def fit_link(
     return Link(bandwidth=round_measurement(sent_fraction / slope), latency=round_measurement(latency))
 
 
-def _time_small_and_large(
-    axis: MeshAxis, device: torch.device, large: int
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return (bytes, seconds) of a small and a large all-gather. Every rank runs the same number of repeats."""
-    small = _time_all_gather(axis, device, SMALL_BYTES)
-    return small, _time_all_gather(axis, device, max(large, 4 * SMALL_BYTES))
-
-
 def _time_all_gather(axis: MeshAxis, device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Return (output bytes, seconds). Every rank runs the same number of repeats."""
     shard = torch.zeros(max(1, nbytes // axis.size), dtype=torch.uint8, device=device)
     full = torch.zeros(shard.numel() * axis.size, dtype=torch.uint8, device=device)
     times = []
