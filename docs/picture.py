@@ -4,8 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from zeroshard.train.live_view import save_live_view_svg
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.train.view.live import save_live_view_svg
 
 
 def main() -> None:

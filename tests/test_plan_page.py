@@ -81,7 +81,7 @@ def test_the_page_says_what_was_chosen_and_why(dom: Dom, made: Plans) -> None:
     plans, text = made, dom.text()
     assert plans.reason in text
     assert f"GPT of {HOSTILE} fits" in text
-    assert "1.07 M parameters 4 × h100 18.00 MB a device bf16 128 tokens a sample" in text
+    assert "1.07M parameters 4 × h100 18.00 MB a device bf16 128 tokens a sample" in text
     assert "in your own script shard(" in text and "to train with this plan zeroshard train --model tiny" in text
     levels = [int(tag[1]) for tag, _ in dom.elements if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1 and levels.count(1) == 1

@@ -201,12 +201,12 @@ def test_every_colour_of_a_figure_is_one_of_the_stylesheet(full: Dom) -> None:
 
 def test_the_head_tells_the_figures_of_the_run(full: Dom) -> None:
     text = full.text()
-    assert "GPT, 4 layers 1.06 M parameters ZeRO stage 3 2 ranks cpu gloo fp32 15 November 2026, 05:20 UTC" in text
+    assert "GPT, 4 layers 1.06M parameters ZeRO stage 3 2 ranks cpu gloo fp32 15 November 2026, 05:20 UTC" in text
     assert "Training loss 1.15 at step 40, from 7.00 at step 1" in text
     assert "Held-out loss 7.10 → 1.50 best at step 40, a perplexity of 4.48" in text
-    assert "Tokens per second 21.0 k" in text
+    assert "Tokens per second 21.0k" in text
     assert "Memory per rank 8.48 MB of model states, 2.0 × less than plain data parallelism" in text
-    assert "Time 1 min 11 s 40 steps, 81.9 k tokens" in text
+    assert "Time 1 min 11 s 40 steps, 81.9k tokens" in text
 
 
 def test_traffic_is_held_against_the_formula(full: Dom) -> None:

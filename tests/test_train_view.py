@@ -8,11 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from zeroshard.train import live_view, run_view
+from zeroshard.train.live_view import LiveView, save_live_view_svg
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.train.view import live as live_module
-from zeroshard.train.view import view as view_module
-from zeroshard.train.view.live import LiveView, save_live_view_svg
-from zeroshard.train.view.view import PlainView, RunView, open_view
+from zeroshard.train.run_view import PlainView, RunView, open_view
 
 HELD = {"parameters": 1_050_000, "gradients": 1_050_000, "optimizer states": 4_200_000}
 PLAIN = {kind: 4 * nbytes for kind, nbytes in HELD.items()}
@@ -23,7 +22,7 @@ SHOW, HIDE = "\x1b[?25h", "\x1b[?25l"
 @pytest.fixture(autouse=True)
 def still_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes after a step, so that elapsed and left are the same on any machine."""
-    monkeypatch.setattr(live_module, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(live_view, "monotonic", lambda: 100.0)
 
 
 def figures(step: int, loss: float = 5.812, **others: float | None) -> StepMetrics:
@@ -166,7 +165,7 @@ def test_the_live_view_shows_the_run_without_wrapping(columns: int) -> None:
         r"learning rate +1\.0e-03",
         r"gradient norm +1\.02",
         r"tokens/s +21\.3k",
-        r"TFLOPS a device +412\.1",
+        r"TFLOPS/device +412\.1",
         r"MFU +42%",
         r"communication +27%",
         r"memory 6\.30 MB, plain data parallelism 25\.20 MB",
@@ -260,7 +259,7 @@ def test_the_view_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_rich_there_are_plain_lines_and_a_word_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(view_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_view.importlib.util, "find_spec", lambda name: None)
     terminal, file = Terminal(), io.StringIO()
     assert type(open_view(total_steps=4, start_step=0, stream=terminal)) is PlainView
     assert terminal.getvalue().count("\n") == 1
@@ -277,7 +276,7 @@ def test_ranks_above_0_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_log_every_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="log_every is 0, but must be at least 1"):
+    with pytest.raises(ValueError, match=r"log_every must be at least 1 \(got 0\)"):
         open_view(total_steps=4, start_step=0, stream=io.StringIO(), log_every=0)
 
 

@@ -30,10 +30,10 @@ from zeroshard.train.run_record import (
     tensor_parallel_traffic,
     traffic_by_collective,
 )
+from zeroshard.train.run_view import RunView, open_view
 from zeroshard.train.step_stats import StepStats, StepStatsReducer
 from zeroshard.train.summary import footer_lines, header_lines, resume_command
 from zeroshard.train.training_setup import TrainingSetup
-from zeroshard.train.view.view import RunView, open_view
 
 
 def learning_rate(step: int, options: StepOptions) -> float:

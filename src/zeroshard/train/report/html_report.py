@@ -14,7 +14,7 @@ from zeroshard.page import render_page
 from zeroshard.train.report import run_charts
 from zeroshard.train.report.series import JsonObject, extract_series, finite_or_none
 from zeroshard.utils.atomic_file import read_json
-from zeroshard.utils.format import format_bytes, format_count, format_duration
+from zeroshard.utils.format import format_bytes, format_count
 
 
 class RunMetrics(NamedTuple):
@@ -237,6 +237,18 @@ def _activation_vs_tensor_traffic(traffic: JsonObject | None) -> JsonObject | No
         "gathered": format_bytes(activation_bytes),
         "share": f"1/{tensor_bytes / activation_bytes:.1f}" if activation_bytes else "",
     }
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration with its two largest units.
+
+    >>> format_duration(0.4), format_duration(71.3), format_duration(7_500), format_duration(200_000)
+    ('0.4 s', '1 min 11 s', '2 h 5 min', '2 d 7 h')
+    """
+    for name, unit, smaller_name, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= unit:
+            return f"{seconds // unit:.0f} {name} {seconds % unit // smaller:.0f} {smaller_name}"
+    return f"{seconds:.3g} s"
 
 
 def _sample_context(sample: JsonObject) -> JsonObject:
