@@ -21,7 +21,7 @@ from benchmarks.table import Result, gigabytes, listed, ratio, said
 from benchmarks.trial import Trials
 from zeroshard.memory import available_host_memory
 from zeroshard.presets import GPTPreset
-from zeroshard.train.flops import flops_per_token
+from zeroshard.train.metrics import flops_per_token
 
 HEADS = {4096: 32, 6144: 48}  # by width: 128 each
 SHARES = (0.97, 0.98)  # of the tiers, which a search begins with: the first is what may be filled

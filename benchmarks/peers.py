@@ -41,7 +41,7 @@ from benchmarks.steady import steady, steady_rank
 from benchmarks.table import Result, gigabytes, middle, ratio, said, spread
 from benchmarks.trial import Trials, options, parsed
 from benchmarks.variants import PEERS, VARIANTS, Job
-from zeroshard.train.flops import peak_flops
+from zeroshard.train.metrics import peak_flops
 
 NOT_NCCL = """\
 Real ranks, over gloo, on one machine: times here are not NCCL's. What carries over is memory, what is communicated, and

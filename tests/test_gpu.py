@@ -19,7 +19,7 @@ import zeroshard
 from benchmarks.echo import Echo
 from zeroshard.memory import CublasWorkspace
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.train.step_stats import StepStatsReducer
+from zeroshard.train.metrics import StepStatsReducer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

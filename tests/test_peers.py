@@ -26,7 +26,7 @@ from benchmarks.models import adapted, divided
 from benchmarks.rank import adamw
 from benchmarks.record import ROOT
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.train.flops import flops_per_token
+from zeroshard.train.metrics import flops_per_token
 
 SMALL = rows.Row(layers=3, heads=2, width=32, batch=2, sequence=8, vocabulary=32, ranks=4)
 ALONE = replace(SMALL, place="alone", ranks=1)

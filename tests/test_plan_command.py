@@ -356,17 +356,17 @@ def test_a_presets_shape_may_be_changed() -> None:
         ("tiny --checkpoint some", "checkpoint must be one of none, recompute, host, got 'some'"),
         ("tiny --tensor 3", "devices (2) must be a multiple of the tensor degree (3)"),
         ("tiny --batch 7 --tensor 1", "batch 7 cannot be divided over 2 devices"),
-        ("tiny --batch 0", "wanted a whole number from 1 up, got '0'"),
-        ("tiny --devices 0", "wanted a whole number from 1 up, got '0'"),
+        ("tiny --batch 0", "expected a positive integer (got '0')"),
+        ("tiny --devices 0", "expected a positive integer (got '0')"),
         ("tiny --machine cpu --offload host", "--offload host is not possible on a CPU, whose memory is the host's"),
         (
             "tiny --offload host --stage 0 --micro-batch 2 --tensor 1",
             "no plan can use --offload host here: use",
         ),
-        ("tiny --json nowhere/plan.json", "nowhere/plan.json cannot be written: nowhere is no directory here"),
-        ("tiny --html nowhere/plan.html", "nowhere/plan.html cannot be written"),
-        ("tiny --json .", ". cannot be written: it is a directory: give the name of a file"),
-        ("tiny --json OWN.py/plan.json", "OWN.py/plan.json cannot be written: OWN.py is no directory here"),
+        ("tiny --json nowhere/plan.json", "cannot write nowhere/plan.json: nowhere is not a directory"),
+        ("tiny --html nowhere/plan.html", "cannot write nowhere/plan.html"),
+        ("tiny --json .", "cannot write .: it is a directory: pass the name of a file"),
+        ("tiny --json OWN.py/plan.json", "OWN.py/plan.json: OWN.py is not a directory"),
         ("", "the following argument is required: MODEL"),
     ],
 )
@@ -392,14 +392,14 @@ def test_targets_are_looked_at_before_any_work(
     monkeypatch.setattr("os.access", lambda path, mode: False)  # permissions do not stop every user
     (tmp_path / "old").touch()
     for name, words in (
-        ("none/new", f"{tmp_path / 'none'} is no directory here"),
+        ("none/new", f"{tmp_path / 'none'} is not a directory"),
         ("", "it is a directory"),
-        ("new", f"nothing may be written in {tmp_path}"),
-        ("old", "it may not be changed"),
+        ("new", f"no permission to write {tmp_path}"),
+        ("old", "no permission to write"),
     ):
         assert run("tiny", "--devices", "2", "--calibrate", flag, str(tmp_path / name)) == 2
         said = capsys.readouterr()
-        assert said.out == "" and f"{tmp_path / name} cannot be written: {words}" in said.err
+        assert said.out == "" and f"cannot write {tmp_path / name}: {words}" in said.err
 
 
 @pytest.mark.parametrize("missing", [["plotly"], ["jinja2"], ["plotly", "jinja2"]])

@@ -42,8 +42,8 @@ def test_the_command_lists_models_and_configurations(capsys: pytest.CaptureFixtu
     assert main(["presets"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert {*PRESETS, *CONFIGURATIONS} <= set(lines)
-    assert "whole on every rank" in lines["C1"]
-    assert "partitioned over the tensor axis, in host memory" in lines["C5"]
+    assert "replicated" in lines["C1"]
+    assert "partitioned over tensor-parallel ranks, in host memory" in lines["C5"]
 
 
 def test_presets_are_known_without_torch() -> None:

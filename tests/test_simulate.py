@@ -398,7 +398,7 @@ def test_json_on_standard_output_is_alone_there(capsys: pytest.CaptureFixture[st
 def test_targets_are_looked_at_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
     assert main([model, "--json", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and f"{tmp_path} cannot be written: it is a directory" in err
+    assert out == "" and f"cannot write {tmp_path}: it is a directory" in err
 
 
 @pytest.mark.parametrize(

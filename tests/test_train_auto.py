@@ -21,14 +21,12 @@ from zeroshard.planner.auto import NothingFitsError
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plans import plan
 from zeroshard.train.auto_options import resolve_auto
-from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.models.language_model import LanguageModel, open_language_model
-from zeroshard.train.option_checks import resolve_batching
-from zeroshard.train.options import TrainOptions
+from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
+from zeroshard.train.options import TrainingError, TrainOptions
 from zeroshard.train.rank_info import RankInfo
 from zeroshard.train.summary import header_lines
-from zeroshard.train.training_setup import _shard_model, prepare_training, sequence_length
+from zeroshard.train.training_setup import _shard_model, prepare_training
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -116,9 +114,9 @@ def test_nothing_in_a_file_leaves_nothing_open(line: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--memory 40GB", "--memory is for planning, and nothing is left to a plan: add --auto, or leave it out"),
-        ("--machine h100 --dry-run", "--machine is for planning"),
-        ("--memory 40GB --machine h100 --stage 2", "--memory and --machine are for planning"),
+        ("--memory 40GB", "--memory can only be used with --auto"),
+        ("--machine h100 --dry-run", "--machine can only be used with --auto"),
+        ("--memory 40GB --machine h100 --stage 2", "--memory and --machine can only be used with --auto"),
     ],
 )
 def test_what_only_a_plan_looks_at_is_refused_without_one(flags: str, words: str, tmp_path: Path) -> None:
@@ -127,12 +125,12 @@ def test_what_only_a_plan_looks_at_is_refused_without_one(flags: str, words: str
     file = tmp_path / "run.toml"
     file.write_text('machine = "h100"\n')
     assert read_options(["--config", str(file), "--stage", "auto"]).sharding.machine == "h100"
-    with pytest.raises(SystemExit, match="--machine is for planning"):
+    with pytest.raises(SystemExit, match="--machine can only be used with --auto"):
         read_options(["--config", str(file)])
 
 
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="stage is given, and left to --auto: leave one of them out"):
+    with pytest.raises(SystemExit, match="stage is set explicitly and in --auto: omit one of them"):
         read_options("--auto stage --stage 2".split())
     with pytest.raises(SystemExit):
         read_options("--auto --memory much".split())
@@ -148,8 +146,7 @@ def settled(
     options: TrainOptions, ranks: int = WORLD, precision: str = "fp32"
 ) -> tuple[TrainOptions, str, LanguageModel]:
     language_model = open_language_model(options.model, options.data)
-    sequence = sequence_length(options, language_model)
-    found, why = resolve_auto(options, resolve_batching(options, ranks), language_model, sequence, precision, ranks)
+    found, why = resolve_auto(options, language_model, precision, ranks)
     return found, why, language_model
 
 
@@ -189,7 +186,7 @@ def measured_under_limits(rank: int, flags: list[str], directory: str) -> list[t
 def peak_of(options: TrainOptions, language_model: LanguageModel) -> int:
     """What steps as the trainer takes them hold at most."""
     assert options.sharding.auto == ()
-    batching, sequence = resolve_batching(options, WORLD), sequence_length(options, language_model)
+    batching, sequence = options.batching(WORLD), sequence_length(options.model, language_model)
     assert batching.batch == 16
 
     def steps() -> None:
@@ -234,8 +231,8 @@ def test_what_is_given_narrows_the_choice(tiny: str) -> None:
         if "--recompute" in more:
             assert why.startswith("stage") and "recomputing" in why
     found, _, _ = settled(read_options([*flags, "--micro-batch", "2"]))
-    assert resolve_batching(found, WORLD).accumulate == 2
-    with pytest.raises(ValueError, match="plans with partitioned activations"):
+    assert found.batching(WORLD).accumulate == 2
+    with pytest.raises(ValueError, match="assumes partitioned activations"):
         settled(read_options([*flags, "--tensor", "2", "--no-partition-activations"]))
 
 

@@ -32,10 +32,10 @@ from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
 from zeroshard.cli.main import main
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
-from zeroshard.train.dry_run import dry_run
 from zeroshard.train.flags import read_options
 from zeroshard.train.rank_info import RankInfo
-from zeroshard.train.run_checkpoints import checkpoint_step, complete_checkpoints
+from zeroshard.train.run_directory import checkpoint_step, complete_checkpoints
+from zeroshard.train.summary import dry_run
 from zeroshard.train.trainer import Trainer
 from zeroshard.train.training_setup import prepare_training
 
@@ -471,7 +471,7 @@ def test_lora_trains_adapters_that_peft_loads_and_that_resume_bit_for_bit(llama:
     [
         (["--stagee", "2"], ["--stagee", "--stage"]),
         (["--stage", "4"], ["invalid choice '4'", "'0', '1', '2'"]),
-        (["--lr", "-1"], ["lr is a positive number, got -1"]),
+        (["--lr", "-1"], ["lr must be positive (got -1"]),
         (["--precision", "int8"], ["invalid choice 'int8'", "bf16"]),
         (["--betas", "0.9"], ["--betas"]),
         (["--config", "nowhere.toml"], ["nowhere.toml", "No such file"]),
@@ -500,8 +500,8 @@ def test_wrong_options_are_refused_with_what_was_meant(
         ("a.toml", "stagee = 2", ["a.toml", "--stagee", "--stage"]),
         ("a.toml", "stage = 'three'", ["a.toml", "invalid choice 'three'"]),
         ("a.toml", "stage == 2", ["a.toml is not TOML"]),
-        ("a.json", "[1]", ["a.json is not a plain table"]),
-        ("a.toml", "[training]\nlr = 1", ["a.toml is not a plain table"]),
+        ("a.json", "[1]", ["a.json must be a flat table"]),
+        ("a.toml", "[training]\nlr = 1", ["a.toml must be a flat table"]),
     ],
 )
 def test_wrong_files_of_options_are_refused(
@@ -518,14 +518,14 @@ def test_the_command_line_counts_more_than_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('stage = 2\nmicro_batch = 4\nrecompute = true\nmodel = "gpt2"\n')
     told = dry_run(read_options(["--config", str(tmp_path / "a.toml"), "--stage", "1"]), ranks=8)
     assert "stage 1 ←" in told
-    assert "32 sequences × 1024 tokens: 4 a rank and backward, 1 backward a step" in told
+    assert "32 sequences × 1024 tokens: 4 per rank and backward, 1 backward per step" in told
     assert "GPT, 12 layers" in told
 
 
 def test_a_batch_that_cannot_be_divided_and_missing_data_are_refused_before_anything_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RanksFailed, match="a batch of 7 sequences is not 2 a rank and backward × 2 ranks"):
+    with pytest.raises(RanksFailed, match="a batch of 7 sequences is not 2 per rank and backward × 2 ranks"):
         run_processes(2, trained, [*SMALL, "--out", str(tmp_path / "odd"), "--batch", "7", "--micro-batch", "2"])
     assert not (tmp_path / "odd").exists()
     missing = ["--out", tmp_path / "missing", "--data", tmp_path / "nowhere.txt"]
@@ -541,7 +541,7 @@ def test_a_directory_that_holds_a_run_is_not_written_over(
     before = (out / "metrics.jsonl").read_bytes()
     status, _, errors = call(capsys, "train", *SMALL, "--out", out, "--steps", 3)
     assert status == 1
-    assert "holds a run: add --resume" in errors
+    assert "already has a run: add --resume" in errors
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
@@ -553,7 +553,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
     with pytest.raises(RanksFailed) as refused:
         run_processes(2, trained, ["--out", str(out), "--resume", "--width", "64"])
     for told in refused.value.accounts.values():
-        assert re.search(r"^zeroshard\.train\.errors\.TrainingError: .* is of another model", told, re.M), told
+        assert re.search(r"^zeroshard\.train\.options\.TrainingError: .* is of another model", told, re.M), told
         assert "down.weight is [32, 128] there and [64, 256]" in told
     assert len(refused.value.accounts) == 2
     assert (out / "config.json").read_bytes() == before

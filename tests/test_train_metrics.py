@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.train.flops import flops_per_token, peak_flops
-from zeroshard.train.metrics import MetricsFile, StepMetrics
+from zeroshard.train.metrics import MetricsFile, StepMetrics, flops_per_token, peak_flops
 
 
 def figures(step: int, loss: float = 5.0, **others: float | None) -> StepMetrics:
@@ -89,7 +88,7 @@ def test_a_last_line_cut_anywhere_leaves_whole_lines(tmp_path: Path, cut: int) -
 def test_a_line_that_zeroshard_did_not_write_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("my diary\nof today\n")
-    with pytest.raises(ValueError, match=r"line 1 of .*metrics.jsonl is b'my diary', but must be a JSON object"):
+    with pytest.raises(ValueError, match=r"line 1 of .*jsonl is not a JSON object with a step \(got b'my diary'\)"):
         MetricsFile(path, resume_step=3)
     assert path.read_text() == "my diary\nof today\n"
 
@@ -98,7 +97,7 @@ def test_a_new_run_never_mixes_with_an_old_one_unless_it_starts_over(tmp_path: P
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         file.write(figures(1))
-    with pytest.raises(FileExistsError, match="holds the metrics of another run"):
+    with pytest.raises(FileExistsError, match="already has metrics"):
         MetricsFile(path)
     assert len(records(path)) == 1
     MetricsFile(path, resume_step=0).close()

@@ -354,7 +354,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [('{"name": ', "is not JSON"), ("[]", "holds a list where a JSON object is wanted")]
+    ("text", "words"), [('{"name": ', "is not JSON"), ("[]", "must contain a JSON object \\(got a list\\)")]
 )
 def test_a_broken_record_is_an_error(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "run.json").write_text(text)

@@ -29,19 +29,17 @@ from zeroshard.models.gpt import Block
 from zeroshard.planner.state_sizes import predict_memory
 from zeroshard.presets import CONFIGURATIONS
 from zeroshard.tensor_parallel.plans import tensor_plan_for
-from zeroshard.train.batching import Batching
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
-from zeroshard.train.dry_run import dry_run
-from zeroshard.train.errors import TrainingError
 from zeroshard.train.flags import read_options
-from zeroshard.train.flops import count_matmul_params
+from zeroshard.train.metrics import count_matmul_params
 from zeroshard.train.models.huggingface import HuggingFaceModel
 from zeroshard.train.models.language_model import open_language_model
-from zeroshard.train.options import ConfigurationName, DataOptions, ModelOptions
+from zeroshard.train.options import Batching, ConfigurationName, DataOptions, ModelOptions, TrainingError
 from zeroshard.train.rank_info import RankInfo
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.run_record import paper_traffic
+from zeroshard.train.summary import dry_run
 from zeroshard.train.training_setup import prepare_training
 
 SHORT = "--steps 6 --eval-every 3 --checkpoint-every 3 --log-every 3".split()
@@ -124,7 +122,7 @@ def test_losses_are_those_of_the_undivided_run(runs: tuple[Path, Path, str]) -> 
 
 def test_the_header_and_the_page_say_what_is_divided(runs: tuple[Path, Path, str]) -> None:
     _, pairs, said = runs
-    assert "4 on cpu over gloo, in 2 groups of 2 that divide each layer" in said
+    assert "4 on cpu over gloo, in 2 tensor-parallel groups of 2" in said
     assert "C5, changed: stage 3, fp32" in said
     assert "recomputed from inputs kept in host memory, 1/2 on each rank" in said
     found = record(pairs)
@@ -356,11 +354,11 @@ def test_the_gpt_recomputes_its_blocks_and_offloading_implies_it() -> None:
 def test_a_dry_run_tells_the_memory_of_a_divided_model() -> None:
     command = "--model paper-100b --ranks 400 --tensor 16 --configuration C4 --precision bf16 --micro-batch 32"
     told = dry_run(read_options(command.split()), ranks=400)
-    assert "400 on cpu, in 25 groups of 16 that divide each layer" in told
+    assert "400 on cpu, in 25 tensor-parallel groups of 16" in told
     assert "recomputed from inputs kept on the device, 1/16 on each rank" in told
     # the paper's section 8: 32 sequences of 1024 through 125 blocks of width 8192, 2 bytes each, over 16 ranks
-    assert "the blocks' inputs with 4.19 GB" in told
-    assert "800 sequences × 1024 tokens: 32 a rank and backward" in told
+    assert "inputs of blocks need 4.19 GB" in told
+    assert "800 sequences × 1024 tokens: 32 per rank and backward" in told
     parameters = next(line.split() for line in told.splitlines() if line.startswith("parameters"))
     assert parameters[1] == "12.72"  # GB: 2 · 101.5e9 / 16, and a little that is not divided
 
@@ -372,8 +370,11 @@ def test_a_dry_run_tells_the_memory_of_a_divided_model() -> None:
         (["--tensor", "3", "--ranks", "6"], "--tensor 3 does not divide the model's 4 heads"),
         (["--tensor", "2", "--ranks", "4", "--batch", "7"], "2 groups of 2 ranks"),
         (["--tensor", "4", "--ranks", "4", "--model", "llama"], "does not divide the model's 2 key-value heads"),
-        (["--tensor", "2", "--ranks", "2", "--model", "neox"], "how to divide the layers of a GPTNeoXForCausalLM"),
-        (["--tensor", "2", "--ranks", "2", "--model", "llama", "--lora"], "a model with LoRA adapters is not known"),
+        (["--tensor", "2", "--ranks", "2", "--model", "neox"], "is not supported for a GPTNeoXForCausalLM"),
+        (
+            ["--tensor", "2", "--ranks", "2", "--model", "llama", "--lora"],
+            "is not supported for a model with LoRA adapters",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_anything_is_written(

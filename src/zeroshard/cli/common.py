@@ -20,7 +20,7 @@ def positive_int(text: str) -> int:
     64
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 1 up, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive integer (got {text!r})")
     return int(text)
 
 
@@ -35,10 +35,8 @@ def make_echo(stream: TextIO) -> Callable[[str], None]:
     def echo(text: str) -> None:
         try:
             print(text, file=stream, flush=True)
-        except BrokenPipeError:  # as in `zeroshard … | head`
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), stream.fileno()
-            )  # otherwise the interpreter prints an error at exit
+        except BrokenPipeError:  # as in `zeroshard … | head`; otherwise the interpreter prints an error at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     return echo
 
@@ -48,23 +46,22 @@ def check_output_files(*, json: str | None = None, html: str | None = None) -> N
 
     >>> check_output_files(json="nowhere/plan.json")
     Traceback (most recent call last):
-    ValueError: nowhere/plan.json cannot be written: nowhere is no directory here
+    ValueError: cannot write nowhere/plan.json: nowhere is not a directory
     """
     for target in (None if json == STDOUT else json, html):
         reason = None if target is None else _write_error(Path(target))
         if reason is not None:
-            raise ValueError(f"{target or repr(target)} cannot be written: {reason}")
+            raise ValueError(f"cannot write {target or repr(target)}: {reason}")
     missing = [name for name in HTML_REQUIREMENTS if html is not None and find_spec(name) is None]
     if missing:
-        verb = "is not installed" if len(missing) == 1 else "are not installed"
-        raise ImportError(f"--html needs {' and '.join(missing)}, which {verb}: pip install 'zeroshard[train]'")
+        raise ImportError(f"--html needs {' and '.join(missing)}: pip install 'zeroshard[train]'")
 
 
 def _write_error(path: Path) -> str | None:
     if not path.parent.is_dir():
-        return f"{path.parent} is no directory here"
+        return f"{path.parent} is not a directory"
     if path.is_dir():
-        return "it is a directory: give the name of a file"
-    if path.exists():
-        return None if os.access(path, os.W_OK) else "it may not be changed: its permissions say so"
-    return None if os.access(path.parent, os.W_OK | os.X_OK) else f"nothing may be written in {path.parent}"
+        return "it is a directory: pass the name of a file"
+    existing = path if path.exists() else path.parent
+    mode = os.W_OK if path.exists() else os.W_OK | os.X_OK
+    return None if os.access(existing, mode) else f"no permission to write {existing}"

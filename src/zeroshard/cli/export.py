@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     files = [file.stat().st_size for file in path.glob("*.safetensors")]
     print(f"{path}: {format_bytes(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}")
     if not (path / CONFIG_FILE).is_file():
-        print(f"it has no {CONFIG_FILE}, as the checkpoint has none: --like DIR copies that of a model")
+        print(f"no {CONFIG_FILE} was written, because the checkpoint has none: pass --like DIR to copy one")
     return 0
 
 
@@ -52,37 +52,37 @@ def parse_size(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+\.?\d*)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"wanted a size above 0 such as 5GB, 500MB or 2GiB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB, 500MB or 2GiB (got {text!r})")
     return float(match[1]) * float(1024 if match[3] else 1000) ** _UNIT_EXPONENTS[match[2]]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zeroshard export",
-        description="Write the weights of a checkpoint as Hugging Face does: safetensors, with config.json where the "
-        "checkpoint is of a Hugging Face model. It needs no ranks, no GPU, and the memory of one tensor.",
+        description="Write the weights of a checkpoint in Hugging Face format: safetensors files, and config.json if "
+        "the checkpoint has one. It needs no GPU and no launcher, and only the memory of one tensor.",
     )
     parser.add_argument(
         "checkpoint",
         type=Path,
         metavar="CKPT",
-        help="a checkpoint; or a directory of some or a run of `zeroshard train`, for the latest",
+        help="a checkpoint; or a run or a directory of checkpoints, whose latest checkpoint is used",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; it is made, or is empty")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="output directory: new or empty")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default="keep",
-        help="of floating-point tensors; keep: as saved, which after training in bf16 or fp16 is fp32 (default: keep)",
+        help="dtype of floating-point tensors (default: keep, as saved: fp32 after bf16 or fp16 training)",
     )
     parser.add_argument(
         "--max-shard",
         type=parse_size,
         default="5GB",
         metavar="SIZE",
-        help="the most that one file has; more files come with an index (default: 5GB)",
+        help="maximum size of a file; several files get an index (default: 5GB)",
     )
     parser.add_argument(
-        "--like", type=Path, metavar="HF_DIR", help="copy config, generation config and tokenizer of this model"
+        "--like", type=Path, metavar="HF_DIR", help="copy config, generation config and tokenizer from this model"
     )
     return parser

@@ -3,83 +3,50 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Let a model that `zeroshard train` has trained go on with a text, in this process alone."""
+    """Generate text from a model that `zeroshard train` has trained, in one process."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """directory of a finished run, or of the model in it"""
     prompt: str
-    """the text's beginning"""
+    """text to continue"""
     tokens: int = 200
-    """how many tokens to add"""
+    """number of tokens to generate"""
     temperature: float = 0.8
-    """how freely they are drawn; 0: always the likeliest"""
+    """sampling temperature; 0: always the most likely token"""
     seed: int = 0
-    """of the draws"""
+    """seed of the sampling"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
-        if self.tokens < 1 or self.temperature < 0 or not self.prompt:
-            raise ValueError("wanted: a prompt, tokens from 1 up, a temperature from 0 up")
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1 (got {self.tokens})")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0 (got {self.temperature})")
+        if not self.prompt:
+            raise ValueError("prompt is empty: pass some text")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status."""
     options = tyro.cli(GenerateOptions, args=list(argv), prog="zeroshard generate")
+    from zeroshard.train.generation import generate_text
+
     try:
-        print(generate(options))
+        text = generate_text(
+            options.run, options.prompt, options.tokens, temperature=options.temperature, seed=options.seed
+        )
     except (OSError, ValueError, ImportError) as error:
         print(f"zeroshard generate: {error}", file=sys.stderr)
         return 1
+    print(text)
     return 0
-
-
-def generate(options: GenerateOptions) -> str:
-    """Return the prompt followed by the generated text."""
-    import torch
-
-    from zeroshard.train.data.tokenizer import load_tokenizer
-    from zeroshard.train.generation import generate_tokens
-
-    directory = options.run / "model" if (options.run / "model").is_dir() else options.run
-    logits, context = _load_model(directory)
-    tokenizer = load_tokenizer(directory)
-    ids = tokenizer.encode(options.prompt, add_special_tokens=False).ids
-    tokens = generate_tokens(
-        logits,
-        torch.tensor([ids]),
-        options.tokens,
-        context=context,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
-    return str(tokenizer.decode(tokens[0].tolist()))
-
-
-def _load_model(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
-    """Load the model in a directory; return its logits function and its context."""
-    from zeroshard.train.models.language_model import GPT_MODEL_TYPE, ReferenceGPT
-    from zeroshard.utils.atomic_file import read_json
-
-    if not (directory / "config.json").is_file() and not (directory / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"{directory} holds no trained model (no config.json): give a run that has finished")
-    if (directory / "config.json").is_file() and read_json(directory / "config.json").get(
-        "model_type"
-    ) == GPT_MODEL_TYPE:
-        model = ReferenceGPT.load(directory).eval()
-        return model, model.config.context
-    from zeroshard.train.models.huggingface import load_trained
-
-    return load_trained(directory)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from zeroshard.cli.common import make_echo
+from zeroshard.utils.format import format_bytes
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint import CheckpointIndex, CheckpointReader
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     except (CheckpointError, OSError, ValueError) as error:
         print(f"zeroshard inspect: {error}", file=sys.stderr)
         return 1
-    _print(json.dumps(summary, indent=2) if options.json else render_text(summary))
+    make_echo(sys.stdout)(json.dumps(summary, indent=2) if options.json else render_text(summary))
     for damage in summary.get("damages", ()):
         print(f"zeroshard inspect: {damage}", file=sys.stderr)
     return 1 if summary.get("damages") else 0
@@ -35,44 +37,35 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="zeroshard inspect", description="Tell what is in a checkpoint, from its index alone."
+        prog="zeroshard inspect", description="Show the contents of a checkpoint, read from its index."
     )
     parser.add_argument(
         "checkpoint",
         type=Path,
         metavar="CKPT",
-        help="a checkpoint; or a directory of some or a run of `zeroshard train`, for the latest",
+        help="a checkpoint; or a run or a directory of checkpoints, whose latest checkpoint is used",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--verify", action="store_true", help="read every file and check it; exit status 1 for damage")
+    parser.add_argument("--verify", action="store_true", help="verify every file; exit status 1 if one is damaged")
     return parser
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # as in `zeroshard inspect CKPT | head`
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise the interpreter prints an error at exit
 
 
 # ---------------------------------------------------------------------------------------------- as plain data
 
 
-def describe(contents: CheckpointReader) -> dict[str, Any]:
+def describe(reader: CheckpointReader) -> dict[str, Any]:
     """Return the contents of a checkpoint as plain JSON data."""
-    index = contents.index
+    index = reader.index
     tensors = list(_describe_tensors(index))
     return {
-        "path": str(contents.path.absolute()),
+        "path": str(reader.path.absolute()),
         "written": index.written,
         "versions": index.versions,
         "ranks": index.ranks,
         "stage": index.sharding and index.sharding["stage"],
         "precision": index.sharding and index.sharding["precision"],
         "tensor": index.sharding and index.sharding.get("tensor", 1),  # tensor-parallel degree
-        "step": _last_step(contents),
+        "step": _last_step(reader),
         "files": {record.name: record.nbytes for record in index.files},
         "bytes": sum(record.nbytes for record in index.files),
         "bytes_by_kind": {
@@ -123,21 +116,19 @@ def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
         }
 
 
-def _last_step(contents: CheckpointReader) -> float | None:
+def _last_step(reader: CheckpointReader) -> float | None:
     """Return the step that the user saved as extra, or the largest step counter of any parameter."""
-    saved_step = _decode_number(contents, _decode_dict(contents.index.extra).get("step"))
-    if saved_step is not None or contents.index.optimizer is None:
+    saved_step = _decode_number(reader, _decode_dict(reader.index.extra).get("step"))
+    if saved_step is not None or reader.index.optimizer is None:
         return saved_step
-    counts = (
-        _decode_number(contents, counter.get("step")) for counter in contents.index.optimizer["counters"].values()
-    )
+    counts = (_decode_number(reader, counter.get("step")) for counter in reader.index.optimizer["counters"].values())
     return max((count for count in counts if count is not None), default=None)
 
 
-def _decode_number(contents: CheckpointReader, encoded: Any) -> float | None:
+def _decode_number(reader: CheckpointReader, encoded: Any) -> float | None:
     if isinstance(encoded, dict) and "$tensor" in encoded:
         name = f"other/{encoded['$tensor']}"
-        value = contents.read_tensor(name).item() if contents.index.tensors[name].numel == 1 else None
+        value = reader.read_tensor(name).item() if reader.index.tensors[name].numel == 1 else None
     else:
         value = _to_plain_json(encoded)
     if isinstance(value, float) and value.is_integer():
@@ -184,17 +175,12 @@ def render_text(summary: dict[str, Any]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     if "damages" in summary:
-        count = len(summary["damages"])
-        lines += [
-            "",
-            "damaged: see below" if count else f"whole: {len(summary['files'])} files read, as they were written",
-        ]
+        intact = f"intact: all {len(summary['files'])} files verified"
+        lines += ["", "damaged: see below" if summary["damages"] else intact]
     return "\n".join(lines)
 
 
 def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from zeroshard.utils.format import format_bytes
-
     yield "written", f"{summary['written']} by {', '.join(f'{name} {v}' for name, v in summary['versions'].items())}"
     is_sharded = summary["stage"] is not None
     sharding = f"stage {summary['stage']}, precision {summary['precision']}" if is_sharded else "not sharded"
@@ -218,12 +204,10 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if summary["extra"]:
         yield "extra", ", ".join(summary["extra"])
     if summary["rank_extra"]:
-        yield "rank_extra", "of each rank its own"
+        yield "rank_extra", "one per rank"
 
 
 def _tensor_row(tensor: dict[str, Any]) -> tuple[str, ...]:
-    from zeroshard.utils.format import format_bytes
-
     states = [f"{key} {dtype}" for key, dtype in tensor["states"].items()]
     tied = [f"(also {', '.join(tensor['tied'])})"] if tensor["tied"] else []
     return (

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "plan": (
-        "zeroshard.cli.plan",
-        "predict the memory and time of training a model, and choose options that fit",
-    ),
+    "plan": ("zeroshard.cli.plan", "predict memory and time of training, and find the best settings"),
     "simulate": ("zeroshard.cli.simulate", "predict how training scales to thousands of devices"),
-    "train": ("zeroshard.cli.train", "train a language model with ZeRO; without options, one that takes a minute"),
-    "generate": ("zeroshard.cli.generate", "let a trained model go on with a text"),
-    "report": ("zeroshard.cli.report", "make the HTML report of a run anew"),
-    "export": ("zeroshard.cli.export", "write a checkpoint's weights as Hugging Face does: safetensors"),
-    "inspect": ("zeroshard.cli.inspect", "tell what is in a checkpoint, and whether it is whole"),
-    "presets": ("zeroshard.cli.presets", "list the models that have a name"),
+    "train": ("zeroshard.cli.train", "train a language model with ZeRO; without options, a small one in a minute"),
+    "generate": ("zeroshard.cli.generate", "generate text from a trained model"),
+    "report": ("zeroshard.cli.report", "write the HTML report of a run again"),
+    "export": ("zeroshard.cli.export", "export a checkpoint's weights in Hugging Face format"),
+    "inspect": ("zeroshard.cli.inspect", "show the contents of a checkpoint, and verify it"),
+    "presets": ("zeroshard.cli.presets", "list the named models and configurations"),
 }
 
 
@@ -59,6 +56,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _overview() -> str:
     lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        ["usage: zeroshard COMMAND [OPTIONS]", "", *lines, "", "zeroshard COMMAND --help tells a command's options."]
-    )
+    hint = "`zeroshard COMMAND --help` shows the options of a command."
+    return "\n".join(["usage: zeroshard COMMAND [OPTIONS]", "", *lines, "", hint])

@@ -12,8 +12,8 @@ from zeroshard.presets import CONFIGURATIONS, PRESETS
 
 @dataclass(frozen=True)
 class PresetsOptions:
-    """List the models that `zeroshard train --model NAME` knows, the paper's being Table 5's and Table 10's, and the
-    paper's configurations of ZeRO, Table 3's, as `zeroshard.presets.CONFIGURATIONS` has them."""
+    """List the models for `zeroshard train --model NAME`, with those of the ZeRO paper (tables 5 and 10), and the
+    paper's configurations (table 3) for `--configuration NAME`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,9 +26,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:<14}{count:>12}{shape}")
     print(f"\n{'configuration':<16}{'in the paper':<19}{'stage':<7}activation checkpoints")
     for name, configuration in CONFIGURATIONS.items():
-        checkpoints = (
-            "partitioned over the tensor axis" if configuration.partition_activations else "whole on every rank"
-        )
+        checkpoints = "partitioned over tensor-parallel ranks" if configuration.partition_activations else "replicated"
         location = ", in host memory" if configuration.offload_activations else ""
         print(f"{name:<16}{configuration.notation:<19}{configuration.stage:<7}{checkpoints}{location}")
     return 0

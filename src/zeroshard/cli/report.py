@@ -13,7 +13,7 @@ import tyro
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Make the HTML report of a run, also while it goes on."""
+    """Write the HTML report of a run, finished or still running."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """directory of the run"""

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from zeroshard.train.flags import read_options
-from zeroshard.train.options import TrainOptions
+from zeroshard.train.options import TrainingError, TrainOptions
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status."""
     options = read_options(argv)
-    from zeroshard.train.errors import TrainingError
-    from zeroshard.train.launch import default_ranks, launch
+    from zeroshard.train.launch import check_options, default_ranks, launch
     from zeroshard.train.rank_info import launcher_environment
 
     try:
@@ -24,13 +23,11 @@ def main(argv: Sequence[str]) -> int:
             run_rank(options, int(rank_environment["RANK"]))
         ranks = options.sharding.ranks or default_ranks(options.sharding.device)
         if options.run.dry_run:
-            from zeroshard.train.dry_run import dry_run
+            from zeroshard.train.summary import dry_run
 
             if rank_environment is None or rank_environment["RANK"] == "0":
                 print(dry_run(options, int(rank_environment["WORLD_SIZE"]) if rank_environment is not None else ranks))
             return 0
-        from zeroshard.train.option_checks import check_options
-
         check_options(options, ranks)
         return launch(ranks, argv)
     except (TrainingError, ValueError, OSError, ImportError) as error:

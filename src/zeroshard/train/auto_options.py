@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 
-from zeroshard.config.offload import Offload
 from zeroshard.models import GPT
 from zeroshard.planner import (
     AUTO,
@@ -16,45 +15,41 @@ from zeroshard.planner import (
     JobTopology,
     LossFn,
     Machine,
-    PlanDecision,
+    Strategy,
     UntraceableError,
     choose_plan,
     choose_plan_for_machine,
     machine_from_free_memory,
 )
-from zeroshard.train.batching import Batching
-from zeroshard.train.models.language_model import LanguageModel
-from zeroshard.train.options import Stage, TrainOptions
+from zeroshard.train.models.language_model import LanguageModel, sequence_length
+from zeroshard.train.options import Batching, ShardOptions, Stage, TrainOptions
 from zeroshard.train.rank_info import RankInfo
 
 
 def resolve_auto(
-    options: TrainOptions,
-    batching: Batching,
-    language_model: LanguageModel,
-    sequence: int,
-    precision: str,
-    rank_info_or_world_size: RankInfo | int,
+    options: TrainOptions, language_model: LanguageModel, precision: str, target: RankInfo | int
 ) -> tuple[TrainOptions, str]:
     """Return options without auto and a one-line reason; set up the model's activation checkpointing accordingly.
 
-    With a RankInfo, all ranks call it and rank 0 decides. With a world size alone, nothing is started, and a machine
-    named by the options has all its memory free.
+    With a RankInfo as ``target``, all ranks call it and rank 0 decides. With a world size alone, nothing is started,
+    and a machine named by the options has all its memory free.
     """
-    sharding = options.sharding
-    if not sharding.auto:
+    sharding, auto = options.sharding, options.sharding.auto
+    if not auto:
         return options, ""
-    if "recompute" in sharding.auto and sharding.tensor > 1 and not options.model.partition_activations:
+    if "recompute" in auto and sharding.tensor > 1 and not options.model.partition_activations:
         raise ValueError(
-            "--auto plans with partitioned activations: leave --no-partition-activations out, or say "
-            "whether to recompute, with --recompute or --no-recompute"
+            "--auto with --tensor assumes partitioned activations: omit --no-partition-activations, or add --recompute "
+            "or --no-recompute"
         )
+    ranks = target.world_size if isinstance(target, RankInfo) else target
+    batching, sequence = options.batching(ranks), sequence_length(options.model, language_model)
     inputs, loss = _tracing_inputs_and_loss(language_model, sequence)
-    is_micro_batch_free = "micro-batch" in sharding.auto and options.training.accumulate is None
-    constraints = {
-        "stage": AUTO if "stage" in sharding.auto else sharding.stage,
-        "offload": AUTO if "offload" in sharding.auto else sharding.offload_config,
-        "checkpoint": AUTO if "recompute" in sharding.auto else None,
+    is_micro_batch_free = "micro-batch" in auto and options.training.accumulate is None
+    constraints: dict[str, Any] = {
+        "stage": AUTO if "stage" in auto else sharding.stage,
+        "offload": AUTO if "offload" in auto else sharding.offload_config,
+        "checkpoint": AUTO if "recompute" in auto else None,
         "micro_batch": None if is_micro_batch_free else batching.micro,
         "batch": batching.batch,
         "sequence": sequence,
@@ -63,41 +58,26 @@ def resolve_auto(
         "cast_on_gather": sharding.cast_on_gather,
         "directory": sharding.offload_directory,
     }
+    module = language_model.module
     try:
-        decision = _choose_plan(options, language_model, inputs, rank_info_or_world_size, constraints)
+        if isinstance(target, RankInfo):
+            limits: dict[str, Any] = {name: getattr(sharding, name) for name in ("machine", "memory", "timeout")}
+            topology = JobTopology(target.device, ranks, sharding.tensor)
+            decision = choose_plan(module, inputs, topology, **limits, **constraints)
+        else:
+            machine = target_machine(sharding, ranks)
+            topology = JobTopology(torch.device(machine.kind), ranks, sharding.tensor)
+            decision = choose_plan_for_machine(module, inputs, topology, machine, **constraints)
     except UntraceableError as error:
-        raise ValueError(f"--auto: {error}. Leave --auto out, and say what is to be done") from error
-    resolved = _apply_decision(options, decision, batching)
-    if "recompute" in sharding.auto and resolved.model.has_activation_checkpointing:
+        raise ValueError(f"--auto: {error}. Omit --auto and set the options explicitly") from error
+    resolved = _apply_decision(options, decision.strategy, batching)
+    if "recompute" in auto and resolved.model.has_activation_checkpointing:
         language_model.checkpoint_activations(**resolved.model.checkpoint_kwargs)
     return resolved, decision.reason
 
 
-def _choose_plan(
-    options: TrainOptions,
-    language_model: LanguageModel,
-    inputs: Inputs,
-    rank_info_or_world_size: RankInfo | int,
-    constraints: dict[str, Any],
-) -> PlanDecision:
-    sharding, module = options.sharding, language_model.module
-    if isinstance(rank_info_or_world_size, RankInfo):
-        topology = JobTopology(rank_info_or_world_size.device, rank_info_or_world_size.world_size, sharding.tensor)
-        planner_options: dict[str, Any] = {name: getattr(sharding, name) for name in ("machine", "memory", "timeout")}
-        return choose_plan(module, inputs, topology, **planner_options, **constraints)
-    machine = target_machine(options, rank_info_or_world_size)
-    return choose_plan_for_machine(
-        module,
-        inputs,
-        JobTopology(torch.device(machine.kind), rank_info_or_world_size, sharding.tensor),
-        machine,
-        **constraints,
-    )
-
-
-def target_machine(options: TrainOptions, ranks: int) -> Machine:
+def target_machine(sharding: ShardOptions, ranks: int) -> Machine:
     """Return the machine to plan for without starting a run: the one that the options name, or this one."""
-    sharding = options.sharding
     if sharding.machine is not None:
         changes = {} if sharding.memory is None else {"memory": sharding.memory}
         return Machine.resolve(sharding.machine, **changes)
@@ -107,31 +87,20 @@ def target_machine(options: TrainOptions, ranks: int) -> Machine:
     return machine_from_free_memory([free_memory], ranks, memory=sharding.memory)
 
 
-def _apply_decision(options: TrainOptions, decision: PlanDecision, batching: Batching) -> TrainOptions:
+def _apply_decision(options: TrainOptions, strategy: Strategy, batching: Batching) -> TrainOptions:
     """Return the options with the planner's decision applied."""
-    strategy, names = decision.strategy, options.sharding.auto
-    model, training, sharding = options.model, options.training, options.sharding
-    if "recompute" in names:
+    model, training, auto = options.model, options.training, options.sharding.auto
+    changes: dict[str, Any] = {"auto": (), "stage": cast("Stage", strategy.stage)}
+    if "recompute" in auto:
         is_offloaded = strategy.checkpoint == "host"
         model = replace(model, recompute=strategy.checkpoint != "none", offload_activations=is_offloaded)
-    if "micro-batch" in names:
+    if "micro-batch" in auto:
         training = replace(training, batch=batching.batch, micro_batch=strategy.micro_batch)
-    changes: dict[str, Any] = {"auto": (), "stage": cast("Stage", strategy.stage)}
-    if "offload" in names:
-        changes |= _offload_options(strategy.offload)
-    return replace(options, model=model, training=training, sharding=replace(sharding, **changes))
-
-
-def _offload_options(offload: Offload | None) -> dict[str, Any]:
-    """Return a plan's offload as options.
-
-    >>> _offload_options(Offload(optimizer=("host", 0.5), parameters="host"))
-    {'offload': 'host', 'offload_fraction': 0.5, 'offload_parameters': True}
-    """
-    if offload is None:
-        return {}
-    ((tier, fraction),) = offload.optimizer.items()
-    return {"offload": tier, "offload_fraction": fraction, "offload_parameters": bool(offload.parameters)}
+    if "offload" in auto and strategy.offload is not None:
+        ((tier, fraction),) = strategy.offload.optimizer.items()
+        has_offloaded_parameters = bool(strategy.offload.parameters)
+        changes |= {"offload": tier, "offload_fraction": fraction, "offload_parameters": has_offloaded_parameters}
+    return replace(options, model=model, training=training, sharding=replace(options.sharding, **changes))
 
 
 def _tracing_inputs_and_loss(language_model: LanguageModel, sequence: int) -> tuple[Inputs, LossFn]:

@@ -12,7 +12,6 @@ from typing import Any, get_args
 import tyro
 
 from zeroshard.train.options import AutoOption, ConfigurationName, TrainOptions
-from zeroshard.train.run_directory import RunDirectory, newest_run
 
 AUTO_OPTIONS: tuple[AutoOption, ...] = get_args(AutoOption)
 EXPLICIT_FLAGS: dict[AutoOption, set[str]] = {  # option that --auto can choose → flags that set it explicitly
@@ -47,11 +46,7 @@ def _check_planning_flags(options: TrainOptions) -> None:
     sharding = options.sharding
     flags = [f"--{name}" for name in ("memory", "machine") if getattr(sharding, name) is not None]
     if flags and not sharding.auto:
-        be, pronoun = ("is", "it") if len(flags) == 1 else ("are", "them")
-        raise SystemExit(
-            f"zeroshard train: {' and '.join(flags)} {be} for planning, and nothing is left to a plan: add --auto, or "
-            f"leave {pronoun} out"
-        )
+        raise SystemExit(f"zeroshard train: {' and '.join(flags)} can only be used with --auto")
 
 
 def _merge_layers(layers: Sequence[tuple[list[str], str]]) -> TrainOptions:
@@ -83,19 +78,14 @@ def _split_auto_flags(flags: Sequence[str]) -> tuple[list[str], set[AutoOption]]
     other_flags: list[str] = []
     auto_names: set[AutoOption] = set()
     for flag in flags:
-        last = (
-            other_flags[-1]
-            if other_flags and flag == "auto"
-            else flag.removesuffix("=auto")
-            if flag.endswith("=auto")
-            else ""
-        )
-        name = next((name for name in AUTO_OPTIONS if last.replace("_", "-") == f"--{name}"), None)
+        is_separate = flag == "auto" and bool(other_flags)
+        option = other_flags[-1] if is_separate else flag.removesuffix("=auto") if flag.endswith("=auto") else ""
+        name = next((name for name in AUTO_OPTIONS if option.replace("_", "-") == f"--{name}"), None)
         if name is None:
             other_flags.append(flag)
             continue
         auto_names.add(name)
-        if flag == "auto":
+        if is_separate:
             other_flags.pop()
     return other_flags, auto_names
 
@@ -112,7 +102,7 @@ def _auto_names(
     elif "auto" in names and explicit & set(auto_flag_values):
         both = " and ".join(sorted(explicit & set(auto_flag_values)))
         where = f" (options of {source})" if source else ""
-        raise SystemExit(f"zeroshard train{where}: {both} is given, and left to --auto: leave one of them out")
+        raise SystemExit(f"zeroshard train{where}: {both} is set explicitly and in --auto: omit one of them")
     else:
         auto_names = set(auto_flag_values) - explicit
     return tuple(name for name in AUTO_OPTIONS if name in auto_names | auto_values)
@@ -124,9 +114,11 @@ def _set_configuration(options: TrainOptions, configuration: ConfigurationName |
 
 def saved_options(options: TrainOptions) -> dict[str, Any] | None:
     """Return the options of the run to resume; None if it would be a new run."""
+    from zeroshard.train.run_directory import RunDirectory, newest_run  # imports torch, which `--help` does not need
+
     path = Path(options.run.out) if options.run.out is not None else newest_run(Path("runs"))
     if path is None:
-        raise SystemExit("zeroshard train: there is no run under runs/ to resume: give its directory with --out")
+        raise SystemExit("zeroshard train: there is no run under runs/ to resume: pass its directory as --out")
     run = RunDirectory(path)
     return {**run.read_config(), "out": str(path)} if run.has_run() else None
 
@@ -137,12 +129,12 @@ def read_options_file(path: Path) -> dict[str, Any]:
         text = path.read_text()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise SystemExit(f"zeroshard train: cannot read the options in {path}: {error.strerror}") from error
+        raise SystemExit(f"zeroshard train: cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise SystemExit(f"zeroshard train: {path} is not {kind}: {error}") from error
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise SystemExit(f"zeroshard train: {path} is not a plain table of options: write them as `stage = 3`")
+        raise SystemExit(f"zeroshard train: {path} must be a flat table of options, such as `stage = 3`")
     return values
 
 

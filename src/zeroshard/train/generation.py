@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zeroshard.train.data.tokenizer import load_tokenizer
+from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
+from zeroshard.train.models.language_model import GPT_MODEL_TYPE, ReferenceGPT
+from zeroshard.utils.atomic_file import read_json
 
-if TYPE_CHECKING:
-    from zeroshard.train.training_setup import TrainingSetup
-
-PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt
 DEFAULT_TEMPERATURE = 0.8  # below 1: favors likely tokens more than the model does
 
 
@@ -47,38 +44,24 @@ def generate_tokens(
     return tokens
 
 
-def encode_prompt(tokenizer: Path, prompt: str) -> list[int]:
-    """Return the ids of a prompt, without special tokens."""
-    ids: list[int] = load_tokenizer(tokenizer).encode(prompt, add_special_tokens=False).ids
-    return ids
+def generate_text(directory: Path, prompt: str, count: int, *, temperature: float, seed: int) -> str:
+    """Return the prompt followed by text from a trained model. ``directory`` is a run, or the model in it."""
+    directory = directory / "model" if (directory / "model").is_dir() else directory
+    logits, context = _load_model(directory)
+    tokenizer = load_tokenizer(directory)
+    ids = encode_prompt(tokenizer, prompt)
+    tokens = generate_tokens(logits, torch.tensor([ids]), count, context=context, temperature=temperature, seed=seed)
+    return str(tokenizer.decode(tokens[0].tolist()))
 
 
-class GeneratedText(NamedTuple):
-    """A prompt, and the text that a model generated after it."""
+def _load_model(directory: Path) -> tuple[Callable[[torch.Tensor], torch.Tensor], int | None]:
+    """Load the model in a directory; return its logits function and its context."""
+    config, adapter_config = directory / "config.json", directory / "adapter_config.json"
+    if config.is_file() and read_json(config).get("model_type") == GPT_MODEL_TYPE:
+        model = ReferenceGPT.load(directory).eval()
+        return model, model.config.context
+    if not config.is_file() and not adapter_config.is_file():
+        raise FileNotFoundError(f"{directory} has no trained model (no config.json): pass a finished run")
+    from zeroshard.train.models.huggingface import load_trained
 
-    prompt: str
-    text: str
-
-
-def generate_sample(setup: TrainingSetup) -> GeneratedText | None:
-    """Generate text from the run's prompt; return None if sampling is off. All ranks call it together."""
-    run, corpus = setup.options.run, setup.corpus
-    if not run.sample_tokens or corpus.tokenizer_path is None:
-        return None
-    tokenizer = load_tokenizer(corpus.tokenizer_path)
-    if run.prompt is not None:
-        ids = encode_prompt(corpus.tokenizer_path, run.prompt)
-    else:
-        loader = setup.validation_loader or setup.train_loader
-        ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
-    setup.model.eval()
-    tokens = generate_tokens(
-        lambda tokens: setup.language_model.logits(setup.model, tokens),
-        torch.tensor([ids], device=setup.rank_info.device),
-        run.sample_tokens,
-        context=setup.language_model.context,
-        seed=setup.options.training.seed,
-    )
-    setup.model.train()
-    prompt = tokenizer.decode(ids)
-    return GeneratedText(prompt, tokenizer.decode(tokens[0].tolist()).removeprefix(prompt))
+    return load_trained(directory)

@@ -1,10 +1,11 @@
-"""launch: start the ranks on this machine, and report why one of them failed.
+"""launch: check the options, start the ranks on this machine, and report why one of them failed.
 
 The ranks of one machine need no other machine, so everything here listens only on loopback.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -28,15 +29,34 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from zeroshard.comm import RanksDisagreeError
-from zeroshard.train.errors import TrainingError
+from zeroshard.train.options import TrainingError, TrainOptions
+from zeroshard.train.run_directory import RunDirectory
 
-ERROR_DIR_ENV = "ZEROSHARD_ACCOUNTS"  # environment variable: the directory for error reports of failed ranks
+REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
+ERROR_DIR_ENV = "ZEROSHARD_ERROR_DIR"  # environment variable: the directory for error reports of failed ranks
 SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
 POLL_SECONDS = 0.1  # between two polls of the ranks
 LOOPBACK = "127.0.0.1"
 ERROR_GRACE_SECONDS = 3  # for a rank to write its record after a peer failed
 PEER_LOST_MESSAGES = ("Connection closed by peer", "remote worker")  # in gloo's errors when another rank has died
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def check_options(options: TrainOptions, ranks: int) -> None:
+    """Raise for errors that can be detected before the ranks start."""
+    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"training needs {', '.join(missing)}: pip install 'zeroshard[train]'")
+    if options.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ImportError("--tensorboard needs tensorboard: pip install 'zeroshard[tensorboard]'")
+    if options.sharding.device == "cuda":
+        default_ranks("cuda")  # raises without a GPU
+    options.batching(ranks)
+    if options.run.out is not None:
+        RunDirectory(Path(options.run.out)).check_available(options.run.resume)
+    for path in (*options.data.data, *options.data.validation):
+        if not Path(path).exists():
+            raise FileNotFoundError(f"data file or directory {path} does not exist")
 
 
 def launch(ranks: int, argv: Sequence[str]) -> int:
@@ -60,7 +80,7 @@ def launch(ranks: int, argv: Sequence[str]) -> int:
                 for process in processes:
                     _send_signal(process, signal.SIGKILL)
                     process.wait()
-        if failed or (received_signals and any(not report["missed"] for report in _read_errors(Path(error_dir)))):
+        if failed or (received_signals and any(not report["is_peer_lost"] for report in _read_errors(Path(error_dir)))):
             print("zeroshard train: " + describe_first_failure(Path(error_dir), failed), file=sys.stderr)
             return 1
         return 128 + received_signals[0] if received_signals else 0
@@ -129,9 +149,8 @@ def _wait_ranks(processes: Sequence[subprocess.Popen[bytes]], received_signals: 
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
         if len(received_signals) > forwarded:
-            deadline = now + (
-                _shutdown_grace_seconds() if forwarded == 0 and len(received_signals) == 1 else ERROR_GRACE_SECONDS
-            )
+            is_first = forwarded == 0 and len(received_signals) == 1
+            deadline = now + (_shutdown_grace_seconds() if is_first else ERROR_GRACE_SECONDS)
             for number in received_signals[forwarded:]:
                 for process in processes:
                     _send_signal(process, number)
@@ -173,16 +192,16 @@ def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> st
     Other ranks fail as a consequence: a collective loses its peer, or the launcher kills them. So the order is: a
     rank's own error, then a rank that was killed without an error report, then a lost peer.
     """
-    reports = sorted(_read_errors(error_dir), key=lambda report: float(report["moment"]))
-    own_errors = [report for report in reports if not report["missed"]]
+    reports = sorted(_read_errors(error_dir), key=lambda report: float(report["time"]))
+    own_errors = [report for report in reports if not report["is_peer_lost"]]
     if own_errors:
-        return str(own_errors[0]["account"])
+        return str(own_errors[0]["message"])
     for rank, status in exit_statuses.items():
         if status < 0 and status != -signal.SIGTERM:  # the launcher sends SIGTERM to the remaining ranks
             name = signal.Signals(-status).name
             return f"rank {rank} was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     if reports:
-        return str(reports[0]["account"])
+        return str(reports[0]["message"])
     return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exit_statuses.items())
 
 
@@ -193,12 +212,12 @@ def report_failure(error: BaseException, rank: int) -> None:
     directory = os.environ.get(ERROR_DIR_ENV)
     if directory is not None:
         partial = Path(directory, f"{rank}.partial")
-        peer_lost = isinstance(error, (RanksDisagreeError, DistError)) or any(
+        is_peer_lost = isinstance(error, (RanksDisagreeError, DistError)) or any(
             fragment in str(error) for fragment in PEER_LOST_MESSAGES
         )
-        report = {"rank": rank, "moment": time.time(), "account": message, "missed": peer_lost}
+        report = {"rank": rank, "time": time.time(), "message": message, "is_peer_lost": is_peer_lost}
         partial.write_text(json.dumps(report))
-        partial.rename(partial.with_suffix(".account.json"))
+        partial.rename(partial.with_suffix(".error.json"))
         return
     print(f"zeroshard train: {message}", file=sys.stderr)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -243,7 +262,7 @@ class StopRequest:
 
 def _error_files(error_dir: Path) -> list[Path]:
     """Return the error reports of failed ranks."""
-    return list(error_dir.glob("*.account.json"))
+    return list(error_dir.glob("*.error.json"))
 
 
 def _read_errors(error_dir: Path) -> list[dict[str, Any]]:
@@ -256,5 +275,5 @@ def default_ranks(device: str) -> int:
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     if device == "cuda":
-        raise TrainingError("--device cuda: torch finds no GPU here")
+        raise TrainingError("--device cuda: torch finds no GPU on this machine")
     return 2

@@ -1,14 +1,22 @@
-"""StepMetrics and MetricsFile: the metrics of one step, and the file that a run writes them to."""
+"""The numbers of a step: all-reduced over the ranks, as FLOPS and MFU, and written to a file."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroshard.utils.atomic_file import write_atomic
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -80,20 +88,14 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None, resume_step: int | None = None) -> None:
         path = Path(path)
-        writer = (
-            None if tensorboard is None else _import_writer()
-        )  # may be missing: import it before the file is changed
+        writer = None if tensorboard is None else _import_writer()  # may fail: before the file is changed
         if resume_step is not None and path.exists():
             _truncate_after(path, resume_step)
         elif path.exists() and path.stat().st_size:
-            raise FileExistsError(
-                f"{path} holds the metrics of another run already: resume that run, or start in a new directory"
-            )
+            raise FileExistsError(f"{path} already has metrics: resume that run, or start in a new directory")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", newline="\n")
-        purge_step = (
-            None if resume_step is None else resume_step + 1
-        )  # TensorBoard hides older events from this step on
+        purge_step = None if resume_step is None else resume_step + 1  # TensorBoard hides earlier events from here on
         self._tensorboard = None if writer is None else writer(str(tensorboard), purge_step=purge_step)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -113,7 +115,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -140,30 +142,168 @@ def _truncate_after(path: Path, step: int) -> None:
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            is_later = record["step"] > step
+            is_later = json.loads(line)["step"] > step
         except (ValueError, TypeError, KeyError):  # ValueError: truncated, or not even text
             if number == len(lines):
                 break
             raise ValueError(
-                f"line {number} of {path} is {line[:80]!r}, but must be a JSON object with a step, as zeroshard writes "
-                "them: remove the line, or move the file away"
+                f"line {number} of {path} is not a JSON object with a step (got {line[:80]!r}): remove the line, or "
+                "move the file away"
             ) from None
         if not is_later:
             kept.append(line + b"\n")
-    new_path = path.with_name(path.name + ".new")
-    with new_path.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())  # before the rename, or a power cut could leave an empty file under the old name
-    new_path.replace(path)
+    write_atomic(path, b"".join(kept))
 
 
 def _import_writer() -> type[SummaryWriter]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(
-            f"TensorBoard events cannot be written without TensorBoard ({error}): pip install 'zeroshard[tensorboard]'"
-        ) from error
+        raise ImportError(f"TensorBoard is not installed ({error}): pip install 'zeroshard[tensorboard]'") from error
     return SummaryWriter
+
+
+# ------------------------------------------------------------------------------------------ reduced over the ranks
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Numbers of a step that are the same on all ranks, except its duration."""
+
+    step: int
+    loss: float
+    """Mean over the ranks."""
+    grad_norm: float | None
+    """Norm of the gradients; None if it was not requested."""
+    has_stop_request: bool
+    """Whether any rank received a stop signal."""
+    seconds: float
+    """Duration of the step on this rank; on a GPU, by the device's clock."""
+
+
+class StepStatsReducer:
+    """All-reduces loss, norm and stop request in one small collective, so that all ranks decide the same.
+
+    On a GPU the result is read one step later, when the device has finished it anyway, so the host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: deque[tuple[int, bool, torch.Tensor, _DeviceTimestamp, _DeviceTimestamp]] = deque()
+        self._step_start = _DeviceTimestamp(device)
+
+    def restart_timer(self) -> None:
+        """Start timing the next step now, to exclude preceding work such as an evaluation."""
+        self._step_start = _DeviceTimestamp(self._device)
+
+    def start_reduce(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None, stop_requested: bool) -> None:
+        """Start the all-reduce of this rank's numbers for a step that is in progress."""
+        norm = grad_norm if grad_norm is not None else torch.zeros((), device=self._device)
+        values = torch.stack(
+            [loss.detach().float(), norm.float(), torch.full((), float(stop_requested), device=self._device)]
+        )
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+        if self._device.type == "cuda":
+            values = torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
+        now = _DeviceTimestamp(self._device)
+        self._pending.append((step, grad_norm is not None, values, self._step_start, now))
+        self._step_start = now
+
+    def read_ready(self, flush: bool = False) -> Iterator[StepStats]:
+        """Yield the steps whose numbers are ready: on a GPU all but the last, unless ``flush``."""
+        num_pending = 1 if self._device.type == "cuda" and not flush else 0
+        while len(self._pending) > num_pending:
+            step, has_norm, values, start, end = self._pending.popleft()
+            seconds = end.seconds_since(start)
+            loss, norm, stop = values.tolist()
+            yield StepStats(step, loss, norm if has_norm else None, stop > 0, seconds)
+
+
+class _DeviceTimestamp:
+    """The time at which the device reaches this point of the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_seconds = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def seconds_since(self, start: _DeviceTimestamp) -> float:
+        """Return the seconds since an earlier timestamp. Waits until the device reaches this one."""
+        if self._event is None or start._event is None:
+            return self._host_seconds - start._host_seconds
+        self._event.synchronize()
+        return float(start._event.elapsed_time(self._event)) / 1e3
+
+
+# ------------------------------------------------------------------------------------------ FLOPS
+
+
+# words of the device name → FLOP/s of dense matrix products by precision; the first match counts
+_PEAK_FLOPS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
+    (("b200",), {"bf16": 2250e12, "fp16": 2250e12}),
+    (("h200",), {"bf16": 989e12, "fp16": 989e12}),
+    (("h100", "pcie"), {"bf16": 756e12, "fp16": 756e12}),
+    (("h100",), {"bf16": 989e12, "fp16": 989e12}),  # SXM, named "H100 80GB HBM3"
+    (("a100",), {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}),
+    (("l40s",), {"bf16": 362e12, "fp16": 362e12}),
+    (("l4",), {"bf16": 121e12, "fp16": 121e12}),
+    (("a10",), {"bf16": 125e12, "fp16": 125e12}),
+    (("rtx", "4090"), {"bf16": 165e12, "fp16": 165e12}),  # with fp32 accumulation, as in torch
+    (("v100",), {"fp16": 125e12}),  # its tensor cores have no bf16
+)
+_VARIANT_WORDS = frozenset({"mig", "nvl", "laptop", "d"})  # mark other devices: partitions or slower variants
+
+
+def count_matmul_params(model: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters that every token is multiplied with: (trained, frozen).
+
+    Embedding tables that are only looked up do not count. In a mixture of experts all experts count, although a token
+    uses only a few.
+
+    >>> count_matmul_params(nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False)))
+    (800, 0)
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    used_elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    # a table that is tied to the head is used in a matrix product
+    counted = [p for p in model.parameters() if id(p) not in tables or id(p) in used_elsewhere]
+    trained = sum(p.numel() for p in counted if p.requires_grad)
+    return trained, sum(p.numel() for p in counted) - trained
+
+
+def flops_per_token(trained: int, frozen: int, layers: int, width: int, sequence: int) -> float:
+    """Return the operations that forward and backward of a transformer need for one token.
+
+    Each parameter of a matrix needs a multiplication and an addition, three times (forward, backward to inputs and
+    backward to weights), or twice if it is frozen. Attention scores and the weighted sum add 12 · layers · width ·
+    sequence. Recomputation by activation checkpointing does not count: the MFU measures the required work.
+
+    >>> f"{flops_per_token(trained=124_000_000, frozen=0, layers=12, width=768, sequence=1024):.3g}"
+    '8.57e+08'
+    """
+    return 6.0 * trained + 4.0 * frozen + 12.0 * layers * width * sequence
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return a device's peak FLOP/s in "bf16", "fp16" or "fp32" by its data sheet, None if unknown.
+
+    `device_name` is the result of `torch.cuda.get_device_name()`.
+
+    >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16"), peak_flops("Tesla T4", "fp16")
+    (312000000000000.0, None)
+    """
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    if words & _VARIANT_WORDS:
+        return None
+    for device_words, peaks in _PEAK_FLOPS:
+        if words.issuperset(device_words):
+            return peaks.get(precision)
+    return None

@@ -1,7 +1,8 @@
 """All options of `zeroshard train`, as typed dataclasses.
 
 The command line and the configuration file are made from these classes: a field is a flag (`--micro-batch 4`) and a key
-of the file (`micro_batch = 4`). Each group of fields is a class, shown as one box by `--help`.
+of the file (`micro_batch = 4`). Each group of fields is a class, shown as one box by `--help`. The docstrings of fields
+are the help texts.
 """
 
 from __future__ import annotations
@@ -17,41 +18,50 @@ from zeroshard.presets import CONFIGURATIONS, PRESETS
 Stage = Literal[0, 1, 2, 3]
 ConfigurationName = Literal["C1", "C2", "C3", "C4", "C5"]
 AutoOption = Literal["stage", "offload", "recompute", "micro-batch"]
+DEFAULT_BATCH_SEQUENCES = 8  # sequences per step by default
+
+
+class TrainingError(RuntimeError):
+    """A run cannot continue. The message explains everything, so no stack trace is shown."""
+
+
+class AllRanksError(TrainingError):
+    """An error that every rank raises at the same point, so that all ranks can end together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is trained"""
+    """Model"""
 
     model: str = "tiny"
-    """a preset (tiny, gpt2, gpt2-xl, paper-100b, …: see `zeroshard presets`), a Hugging Face model's directory, or its
-    config.json"""
+    """a preset (tiny, gpt2, gpt2-xl, paper-100b, …: see `zeroshard presets`), the directory of a Hugging Face model, or
+    its config.json to train from scratch"""
     layers: int | None = None
-    """blocks, instead of the preset's"""
+    """number of blocks (default: the preset's)"""
     heads: int | None = None
-    """attention heads, instead of the preset's"""
+    """number of attention heads (default: the preset's)"""
     width: int | None = None
-    """size of the residual stream, instead of the preset's"""
+    """hidden size (default: the preset's)"""
     sequence: int | None = None
-    """tokens a sequence; without it, the model's context, at most 1024"""
+    """tokens per sequence (default: the model's context, at most 1024)"""
     recompute: bool = False
-    """activation checkpointing: keep only the blocks' inputs and compute the rest again in backward"""
+    """activation checkpointing: keep only the inputs of blocks, and recompute the other activations in backward"""
     partition_activations: bool = True
-    """with --tensor, each of its ranks keeps only its part of those inputs (P_a)"""
+    """with --tensor: partition the kept inputs over the tensor-parallel ranks (P_a)"""
     offload_activations: bool = False
-    """keep those inputs in host memory (P_a+cpu); implies --recompute"""
+    """keep the inputs of blocks in host memory (P_a+cpu); implies --recompute"""
     lora: bool = False
-    """train LoRA adapters of a Hugging Face model through PEFT; the model itself stays frozen"""
+    """train LoRA adapters of a Hugging Face model with PEFT; the model itself is frozen"""
     lora_rank: int = 8
     """rank of the adapters"""
     lora_alpha: float = 16.0
-    """their scale is alpha / rank"""
+    """the adapters are scaled by alpha / rank"""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """names of the modules that get an adapter"""
+    """names of the modules that get adapters"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
-        _check_at_least_one(self, "layers", "heads", "width", "sequence", "lora_rank")
+        _check_at_least(1, self, "layers", "heads", "width", "sequence", "lora_rank")
         _check_positive(self, "lora_alpha")
 
     @property
@@ -75,117 +85,116 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What it is trained on"""
+    """Data"""
 
     data: tuple[str, ...] = ()
-    """text files, directories of them, or one file of tokens (.npy, or .bin of 16-bit ids); none: the eight plays of
-    Shakespeare that come with zeroshard"""
+    """text files, directories of text files, or one token file (.npy, or .bin with 16-bit ids) (default: eight plays by
+    Shakespeare, included in zeroshard)"""
     validation: tuple[str, ...] = ()
-    """held-out data of the same sorts; without it, the last part of the training data"""
+    """validation data in the same formats (default: the last part of the training data)"""
     holdout: float = 0.1
-    """how much of the data is held out when `validation` is not given"""
+    """fraction of the data used for validation if --validation is not given"""
     tokenizer: str | None = None
-    """a tokenizer.json, or a directory with one; without it, the model's own, or a BPE trained on the data"""
+    """a tokenizer.json, or a directory that contains one (default: the model's tokenizer, or a BPE trained on the
+    data)"""
     vocabulary: int | None = None
-    """token ids of the model and of the BPE that is trained; without it, the preset's"""
+    """vocabulary size of the model and of a newly trained BPE (default: the preset's)"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
         if not 0 < self.holdout < 1:
-            raise ValueError(f"holdout is a share between 0 and 1, got {self.holdout:g}")
-        _check_at_least_one(self, "vocabulary")
+            raise ValueError(f"holdout must be between 0 and 1 (got {self.holdout:g})")
+        _check_at_least(1, self, "vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How it is trained"""
+    """Training"""
 
     steps: int = 400
-    """optimizer steps in all"""
+    """number of optimizer steps"""
     batch: int | None = None
-    """sequences a step, over all ranks; without it, micro-batch × ranks × accumulate, or 8. With --tensor, the ranks
-    that divide a layer count as one here and below"""
+    """sequences per step, over all ranks (default: micro-batch × ranks × accumulate, or 8). With --tensor, the ranks of
+    a tensor-parallel group count as one rank, here and for --micro-batch and --accumulate"""
     micro_batch: int | None = None
-    """sequences a rank and backward; without it, batch / ranks / accumulate"""
+    """sequences per rank and backward (default: batch / ranks / accumulate)"""
     accumulate: int | None = None
-    """backwards a step; without it, batch / ranks / micro-batch"""
+    """backwards per step (default: batch / ranks / micro-batch)"""
     lr: float = 3e-3
-    """highest learning rate"""
+    """maximum learning rate"""
     warmup: int = 20
-    """steps over which it rises"""
+    """steps of linear warmup"""
     min_lr: float | None = None
-    """where the cosine ends; without it, a tenth of lr"""
+    """learning rate at the end of the cosine decay (default: lr / 10)"""
     weight_decay: float = 0.1
-    """of matrices; vectors are not decayed"""
+    """weight decay of matrices; vectors have none"""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averages"""
+    """betas of AdamW"""
     clip: float = 1.0
-    """largest norm of the gradients; 0: no clipping"""
+    """maximum gradient norm; 0: no clipping"""
     seed: int = 0
-    """of the weights, the order of the data, dropout and the samples"""
+    """seed of the weights, the data order, dropout and the samples"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
-        _check_at_least_one(self, "steps", "batch", "micro_batch", "accumulate")
+        _check_at_least(1, self, "steps", "batch", "micro_batch", "accumulate")
+        _check_at_least(0, self, "warmup", "weight_decay", "clip", "min_lr", "seed")
         _check_positive(self, "lr")
-        for name in ("warmup", "weight_decay", "clip", "min_lr", "seed"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is a number from 0 up, got {value}")
         if self.min_lr is not None and self.min_lr > self.lr:
-            raise ValueError(f"min_lr is at most lr, {self.lr:g}, got {self.min_lr:g}")
+            raise ValueError(f"min_lr must be at most lr, {self.lr:g} (got {self.min_lr:g})")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas are two numbers from 0 to below 1, got {self.betas}")
+            raise ValueError(f"betas must be at least 0 and below 1 (got {self.betas})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """How its states are partitioned"""
+    """Sharding"""
 
     stage: Stage = 3
-    """0: nothing is partitioned. 1: optimizer states. 2: and gradients. 3: and parameters"""
+    """ZeRO stage. 0: nothing is partitioned; 1: optimizer states; 2: also gradients; 3: also parameters"""
     tensor: int = 1
-    """ranks that divide each layer and work on the same sequences (tensor parallelism): a divisor of the ranks and of
-    the model's heads; for presets, and Hugging Face's Llama and GPT-2"""
+    """tensor-parallel degree: ranks that split each layer and process the same sequences. It must divide the number of
+    ranks and of attention heads. Supported for presets and for Hugging Face's Llama and GPT-2"""
     configuration: ConfigurationName | None = None
-    """one of the paper's, see `zeroshard presets`: sets stage, recompute, partition-activations and
-    offload-activations, where these are not given beside it"""
+    """a configuration of the ZeRO paper (see `zeroshard presets`): sets stage, recompute, partition-activations and
+    offload-activations, unless they are given explicitly"""
     offload: Literal["device", "host", "disk"] = "device"
-    """where optimizer states rest, and gradients with them: outside the device, the host's processors update"""
+    """where optimizer states and gradients are stored. The CPU updates states outside the device"""
     offload_fraction: float = 1.0
-    """how much of them, from 0 to 1"""
+    """fraction of the optimizer states to offload, 0 to 1"""
     offload_parameters: bool = False
-    """in stage 3: this rank's part of the parameters in host memory, too"""
+    """stage 3: also keep this rank's parameter shards in host memory"""
     offload_directory: str | None = None
-    """for disk: a directory on a fast local disk. Nothing is left there afterwards"""
+    """with --offload disk: a directory on a fast local disk. The files are deleted at the end"""
     auto: tuple[AutoOption, ...] = ()
-    """what is left to a plan: the fastest that fits the memory there is. Alone, all that is not given beside it;
-    `--stage auto` is the same as `--auto stage`"""
+    """options that the planner chooses: the fastest plan that fits in memory. Without names, all that are not given
+    explicitly; `--stage auto` is the same as `--auto stage`"""
     memory: str | None = None
-    """for --auto: the most that may be taken of a device, as in 40GB; without it, what is left of it"""
+    """with --auto: device memory to use at most, for example 40GB (default: what is free)"""
     machine: str | None = None
-    """for --auto: whose rates count, by name (h100, …, here) or from a JSON file; without it, as measured here by
-    `zeroshard plan --calibrate`, or those of the nearest kind"""
+    """with --auto: plan for a machine, by name (h100, …, here) or JSON file (default: rates measured here by `zeroshard
+    plan --calibrate`, or those of the most similar machine)"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """of computation; auto: bf16 on a GPU that has it, else fp32. 16 bits have an fp32 master copy"""
+    """compute precision; auto: bf16 on a GPU that supports it, otherwise fp32. bf16 and fp16 have fp32 master
+    weights"""
     cast_on_gather: bool = True
-    """in stage 3 and 16 bits: keep no 16-bit copy of this rank's part, and cast the master whenever it is gathered.
-    With --no-cast-on-gather a copy is kept, and one GPU alone brings and releases nothing"""
+    """stage 3 with bf16 or fp16: keep no 16-bit shard, and cast the master weights for each all-gather. With
+    --no-cast-on-gather, 16-bit shards are kept, and a single GPU keeps its parameters unsharded"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where it runs; auto: on GPUs where there are any"""
+    """device type; auto: GPUs if there are any"""
     ranks: int | None = None
-    """processes to start on this machine, where torchrun or srun does not; without it, one a GPU, or 2"""
+    """number of processes to start on this machine, without torchrun or srun (default: one per GPU, or 2)"""
     timeout: float = 600.0
-    """seconds after which ranks that wait for each other at different places get an error"""
+    """seconds until ranks that wait for each other at different points raise an error"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
-        _check_at_least_one(self, "ranks", "tensor")
+        _check_at_least(1, self, "ranks", "tensor")
         _check_positive(self, "timeout")
         parse_bytes("memory", self.memory)
         Offload.from_option(self.offload_config)
         if self.offload_parameters and self.stage != 3:
-            raise ValueError(f"offload_parameters is for stage 3, got stage {self.stage}")
+            raise ValueError(f"offload_parameters requires stage 3 (got stage {self.stage})")
 
     @property
     def offload_config(self) -> dict[str, Any]:
@@ -203,52 +212,50 @@ class ShardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is shown and kept"""
+    """Output and checkpoints"""
 
     config: str | None = None
-    """a file of options, .toml or .json; flags count more than the file"""
+    """a .toml or .json file of options; flags override it"""
     out: str | None = None
-    """directory of the run; without it, runs/ and the model's name, numbered"""
+    """directory of the run (default: runs/MODEL, with a number if it exists)"""
     resume: bool = False
-    """go on from the last whole checkpoint in `out` (without `out`: of the newest run), with that run's options where
-    none is given here; from the start where there is none in a given `out`"""
+    """resume from the last complete checkpoint in --out (default: of the newest run), with that run's options unless
+    they are given here. If --out has no run, start one"""
     eval_every: int = 50
-    """steps between evaluations on held-out data; 0: only at the end"""
+    """steps between evaluations on validation data; 0: only at the end"""
     eval_sequences: int = 64
-    """sequences of an evaluation"""
+    """sequences per evaluation"""
     checkpoint_every: int = 200
     """steps between checkpoints; 0: only at the end"""
     keep: int = 2
-    """checkpoints that are kept in the end; the last two always are while it runs"""
+    """number of checkpoints to keep at the end; during the run at least two are kept"""
     log_every: int = 10
-    """steps between lines where the output is not a terminal"""
+    """steps between log lines if the output is not a terminal"""
     plain: bool = False
-    """lines instead of a live view"""
+    """print log lines instead of the live view"""
     tensorboard: bool = False
-    """write TensorBoard events beside metrics.jsonl"""
+    """also write TensorBoard events"""
     prompt: str | None = None
-    """beginning of the text that is generated at the end; without it, a piece of held-out text"""
+    """prompt of the sample that is generated at the end (default: some validation text)"""
     sample_tokens: int = 120
-    """length of that text; 0: none"""
+    """length of the sample; 0: no sample"""
     dry_run: bool = False
-    """print what would be used, memory per rank included, and exit"""
+    """print the settings of the run and the memory per rank, and exit"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
-        _check_at_least_one(self, "eval_sequences", "keep", "log_every")
+        _check_at_least(1, self, "eval_sequences", "keep", "log_every")
+        _check_at_least(0, self, "eval_every", "checkpoint_every", "sample_tokens")
         if self.prompt == "":
-            raise ValueError("prompt is empty: give the beginning of a text, or leave it out")
-        for name in ("eval_every", "checkpoint_every", "sample_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is a whole number from 0 up, got {getattr(self, name)}")
+            raise ValueError("prompt is empty: pass some text, or omit the option")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a language model with its states partitioned over all ranks (ZeRO).
+    """Train a language model with ZeRO: its states are partitioned over all ranks.
 
-    Without options: a small GPT on Shakespeare, 2 CPU ranks (or all GPUs), a minute or two. Under torchrun or srun it
-    joins the ranks it is started as; otherwise it starts its own.
+    Without options, it trains a small GPT on Shakespeare, on 2 CPU ranks or all GPUs, for a minute or two. Under
+    torchrun or srun it joins their ranks; otherwise it starts its own.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -256,6 +263,13 @@ class TrainOptions:
     training: StepOptions = field(default_factory=StepOptions)
     sharding: ShardOptions = field(default_factory=ShardOptions)
     run: RunOptions = field(default_factory=RunOptions)
+
+    def batching(self, ranks: int) -> Batching:
+        """Return how the batch is split over ranks and backwards; raise if it cannot be."""
+        training = self.training
+        return Batching.resolve(
+            ranks, training.batch, training.micro_batch, training.accumulate, tensor=self.sharding.tensor
+        )
 
     def to_flat_dict(self) -> dict[str, Any]:
         """Return all options by name.
@@ -308,15 +322,53 @@ class TrainOptions:
         return (path.parent if path.name == "config.json" else path).name or "model"
 
 
-def _check_at_least_one(options: Any, *names: str) -> None:
+@dataclass(frozen=True)
+class Batching:
+    """``batch`` sequences per step = ``micro`` per rank and backward × ranks × ``accumulate`` backwards.
+
+    The ``tensor`` tensor-parallel ranks of a group have the same sequences, and count as one.
+
+    >>> Batching.resolve(ranks=2, batch=16, micro=4, accumulate=None)
+    Batching(batch=16, micro=4, accumulate=2)
+    >>> Batching.resolve(ranks=2, batch=16, micro=4, accumulate=None, tensor=2)
+    Batching(batch=16, micro=4, accumulate=4)
+    """
+
+    batch: int
+    micro: int
+    accumulate: int
+
+    @classmethod
+    def resolve(
+        cls, ranks: int, batch: int | None, micro: int | None, accumulate: int | None, tensor: int = 1
+    ) -> Batching:
+        """Compute the values that are None; raise if the values do not match."""
+        if ranks % tensor:
+            raise ValueError(f"--tensor {tensor} does not divide the {ranks} ranks: set --ranks to a multiple of it")
+        ranks //= tensor
+        parts = ranks * (accumulate or 1)
+        if batch is None:
+            batch = parts * (micro or max(DEFAULT_BATCH_SEQUENCES // parts, 1))
+        micro = micro or max(batch // parts, 1)
+        accumulate = accumulate or max(batch // (ranks * micro), 1)
+        if micro * ranks * accumulate != batch:
+            ranks_text = f"{ranks} ranks" if tensor == 1 else f"{ranks} groups of {tensor} ranks"
+            raise ValueError(
+                f"a batch of {batch} sequences is not {micro} per rank and backward × {ranks_text} × {accumulate} "
+                f"backwards, which is {micro * ranks * accumulate}: omit or change one of batch, micro-batch and "
+                "accumulate"
+            )
+        return cls(batch, micro, accumulate)
+
+
+def _check_at_least(minimum: int, options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is a whole number from 1 up, got {value}")
+        if value is not None and not minimum <= value < math.inf:
+            raise ValueError(f"{name} must be at least {minimum} (got {value})")
 
 
 def _check_positive(options: Any, *names: str) -> None:
     for name in names:
-        value = getattr(options, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is a positive number, got {value}")
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"{name} must be positive (got {getattr(options, name)})")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zeroshard.train.errors import TrainingError
+from zeroshard.train.options import TrainingError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RankInfo:
         """Join the process group that torchrun, srun or another launcher started: NCCL on GPUs, gloo elsewhere."""
         env = launcher_environment(os.environ)
         if env is None:
-            raise RuntimeError("no launcher has said which rank this is: start it with torchrun, or `zeroshard train`")
+            raise RuntimeError("RANK and WORLD_SIZE are not set: start it with torchrun, or by `zeroshard train`")
         os.environ.update(env)
         local_rank = int(env["LOCAL_RANK"])
         on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -48,8 +48,8 @@ class RankInfo:
         device_index = 0 if count == 1 and "SLURM_LOCALID" in os.environ else local_rank
         if on_gpu and device_index >= count:
             raise TrainingError(
-                f"rank {env['RANK']} is number {local_rank + 1} on its machine, which has {count} GPUs: start at "
-                "most one rank a GPU, or give --device cpu"
+                f"rank {env['RANK']} has local rank {local_rank}, but its machine has {count} GPUs: start at most one "
+                "rank per GPU, or pass --device cpu"
             )
         torch_device = torch.device("cuda", device_index) if on_gpu else torch.device("cpu")
         if on_gpu:
@@ -76,10 +76,8 @@ class RankInfo:
         """Return the mesh for :func:`zeroshard.shard`; None without tensor parallelism. All ranks call it."""
         if self.tp_size == 1:
             return None
-        shape = (
-            self.dp_size,
-            self.tp_size,
-        )  # tensor-parallel ranks communicate most: neighbours, usually on one machine
+        # tensor-parallel ranks communicate most: they are neighbours, usually on one machine
+        shape = (self.dp_size, self.tp_size)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=("shard", "tensor"))
 
 
@@ -107,13 +105,13 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
             "MASTER_ADDR": environment.get("MASTER_ADDR") or _slurm_first_host(environment),
             # one of 10,000 ports: the same on all ranks of a job step, another one for the next step
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(_slurm_job_number(environment)) % 10000),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + _slurm_step_number(environment) % 10000),
         }
     return None
 
 
-def _slurm_job_number(environment: Mapping[str, str]) -> str:
-    return environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").rjust(2, "0")[-2:]
+def _slurm_step_number(environment: Mapping[str, str]) -> int:
+    return int(environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").zfill(2)[-2:])
 
 
 def _slurm_first_host(environment: Mapping[str, str]) -> str:

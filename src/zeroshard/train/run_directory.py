@@ -1,11 +1,11 @@
-"""RunDirectory: the files of a run."""
+"""RunDirectory: the files of a run, and its checkpoints."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
+import re
 import socket
 import warnings
 import weakref
@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.train.errors import TrainingError
-from zeroshard.utils.atomic_file import read_json, write_atomic
+from zeroshard.checkpoint import CheckpointError, CheckpointIndex, is_checkpoint, update_latest
+from zeroshard.train.options import TrainingError
+from zeroshard.utils.atomic_file import read_json, write_json
 
 LOCK_FILE = "lock"
+DIVERGED_DIR = "diverged"  # subdirectory for checkpoints whose weights gave a loss that was not finite
 
 
 class RunDirectory:
@@ -50,12 +52,12 @@ class RunDirectory:
             holder = os.pread(lock_fd, 200, 0).decode(errors="replace").strip() or "another process"
             self.unlock()
             raise TrainingError(
-                f"{self.path} is in use by a run of {holder}: wait until it ends, or give another --out"
+                f"{self.path} is in use by {holder}: wait until that run ends, or pass another --out"
             ) from None
         except OSError as error:
             self.unlock()
             warnings.warn(
-                f"{path} cannot be locked on this file system ({error.strerror}): start no second run in {self.path}",
+                f"cannot lock {path} on this file system ({error.strerror}): do not start another run in {self.path}",
                 stacklevel=2,
             )
             return
@@ -70,6 +72,13 @@ class RunDirectory:
     def has_run(self) -> bool:
         """Return whether a run was started here."""
         return (self.path / "config.json").is_file()
+
+    def check_available(self, resume: bool) -> None:
+        """Raise if the path is a file, or has a run that is not to be resumed."""
+        if self.path.exists() and not self.path.is_dir():
+            raise TrainingError(f"--out {self.path} is a file: pass a directory")
+        if self.has_run() and not resume:
+            raise TrainingError(f"{self.path} already has a run: add --resume to continue it, or pass another --out")
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the options; from now on the directory holds a run."""
@@ -107,6 +116,54 @@ def newest_run(parent: Path) -> Path | None:
     return max(runs, key=lambda path: (path / "config.json").stat().st_mtime, default=None)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    write_atomic(path, json.dumps(value, indent=2).encode())
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+class RunCheckpoint:
+    """A checkpoint to resume from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        extra = CheckpointIndex.read(path).extra
+        step, seconds = extra.get("step"), extra.get("seconds")
+        if type(step) is not int or step < 0 or type(seconds) not in (int, float):
+            raise CheckpointError(
+                f"{path} is not a checkpoint of `zeroshard train`: its extra must have the numbers step and seconds "
+                f"(got {step!r} and {seconds!r}). Resume from another checkpoint"
+            )
+        self.step: int = step
+        """Number of steps done."""
+        self.seconds: float = seconds
+        """Seconds these steps took."""
+
+
+def checkpoint_path(parent: Path, step: int) -> Path:
+    """Return the path of a step's checkpoint.
+
+    >>> checkpoint_path(Path("checkpoints"), 200).as_posix()
+    'checkpoints/step-000200'
+    """
+    return parent / f"step-{step:06d}"
+
+
+def checkpoint_step(path: Path) -> int:
+    """Return the step of a checkpoint, from its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def complete_checkpoints(parent: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, the newest last."""
+    named = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and is_checkpoint(path)]
+    return sorted(named, key=checkpoint_step)
+
+
+def quarantine(path: Path) -> None:
+    """Move a checkpoint away without deleting it, so that no run resumes from it."""
+    diverged_dir = path.parent / DIVERGED_DIR
+    diverged_dir.mkdir(exist_ok=True)
+    target, number = diverged_dir / path.name, 1
+    while target.exists():  # the same step diverged before
+        target, number = diverged_dir / f"{path.name}.{number}", number + 1
+    path.rename(target)
+    for newest in complete_checkpoints(path.parent)[-1:]:
+        update_latest(newest)

@@ -16,9 +16,8 @@ from zeroshard.memory import Profile, Report
 from zeroshard.planner import predict_memory
 from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
-from zeroshard.train.batching import Batching
 from zeroshard.train.models.language_model import LanguageModel
-from zeroshard.train.options import TrainOptions
+from zeroshard.train.options import Batching, TrainOptions
 from zeroshard.train.rank_info import RankInfo
 
 MAX_TIMELINE_POINTS = 4000  # a step of a deep model has more, which no screen can show

@@ -1,36 +1,39 @@
-"""The lines shown before the first step of a run and after its last."""
+"""The text that describes a run: before its first step, after its last, and without running it (`--dry-run`)."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
+import torch
+
+from zeroshard.config.offload import TIERS
+from zeroshard.planner import PredictedMemory, default_precision, predict_memory
+from zeroshard.train.auto_options import resolve_auto, target_machine
+from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.run_record import max_state_bytes
-from zeroshard.train.training_setup import TrainingSetup
+from zeroshard.train.training_setup import TrainingSetup, check_tensor_parallel, resolve_precision
 from zeroshard.utils.format import format_bytes
+
+STAGES = (0, 1, 2, 3)
 
 
 def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]:
     """Return the description of a run, as pairs of label and value."""
-    batching, rank_info = setup.batching, setup.rank_info
+    options, batching, rank_info = setup.options, setup.batching, setup.rank_info
     start_note = f" from step {start_step}" if start_step else ""
-    accumulation_note = f", {batching.accumulate} backwards a step" if batching.accumulate > 1 else ""
-    validation_note = (
-        f", {len(setup.validation_loader.tokens):,} held out" if setup.validation_loader is not None else ""
-    )
-    tokens = batching.batch * setup.train_loader.sequence
+    backwards_note = f", {batching.accumulate} backwards per step" if batching.accumulate > 1 else ""
+    validation = setup.validation_loader
+    validation_note = f", {len(validation.tokens):,} for validation" if validation is not None else ""
+    groups_note = describe_tensor_groups(options, rank_info.world_size)
     return [
         ("model", f"{setup.language_model.description}, {setup.record.model['parameters']:,} parameters"),
-        ("data", f"{len(setup.train_loader.tokens):,} tokens to train on{validation_note}"),
-        (
-            "ranks",
-            f"{rank_info.world_size} on {setup.record.device} over "
-            f"{rank_info.backend}{describe_tensor_groups(setup.options, rank_info.world_size)}",
-        ),
+        ("data", f"{len(setup.train_loader.tokens):,} tokens for training{validation_note}"),
+        ("ranks", f"{rank_info.world_size} on {setup.record.device} over {rank_info.backend}{groups_note}"),
         *([("plan", setup.plan_reason)] if setup.plan_reason else []),
-        *describe_sharding(setup.options, setup.precision),
-        ("steps", f"{setup.options.training.steps}{start_note}, {tokens:,} tokens a step{accumulation_note}"),
+        *describe_sharding(options, setup.precision),
+        ("steps", f"{options.training.steps}{start_note}, {setup.tokens_per_step:,} tokens per step{backwards_note}"),
         ("run", str(setup.directory.path)),
     ]
 
@@ -38,25 +41,26 @@ def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]
 def describe_tensor_groups(options: TrainOptions, ranks: int) -> str:
     """Return how the ranks are grouped for tensor parallelism, as a suffix to their number; empty without it."""
     tensor = options.sharding.tensor
-    return f", in {ranks // tensor} groups of {tensor} that divide each layer" if tensor > 1 else ""
+    return f", in {ranks // tensor} tensor-parallel groups of {tensor}" if tensor > 1 else ""
 
 
 def describe_sharding(options: TrainOptions, precision: str) -> list[tuple[str, str]]:
     """Return how states and activations are sharded and offloaded, as pairs of label and value.
 
     >>> describe_sharding(TrainOptions().with_configuration("C5"), "bf16")
-    [('ZeRO', 'C5: stage 2, bf16'), ('blocks', 'recomputed from inputs kept in host memory (whole: no --tensor)')]
+    [('ZeRO', 'C5: stage 2, bf16'), ('blocks', 'recomputed from inputs kept in host memory (replicated: no --tensor)')]
     """
-    name = options.sharding.configuration
+    sharding = options.sharding
+    name = sharding.configuration
     changed = "" if name is None or options == options.with_configuration(name) else ", changed"
-    keeps_copy = options.sharding.stage == 3 and precision in ("bf16", "fp16") and not options.sharding.cast_on_gather
-    description = f"stage {options.sharding.stage}, {precision}{', kept beside the masters' if keeps_copy else ''}"
+    keeps_copy = sharding.stage == 3 and precision in ("bf16", "fp16") and not sharding.cast_on_gather
+    description = f"stage {sharding.stage}, {precision}{' shards kept with the master weights' if keeps_copy else ''}"
     lines = [("ZeRO", (f"{name}{changed}: " if name else "") + description)]
-    if options.sharding.offload != "device" and options.sharding.offload_fraction:
-        fraction_note = "" if options.sharding.offload_fraction == 1 else f"{options.sharding.offload_fraction:.0%} of "
-        lines.append(("tiers", f"{fraction_note}optimizer states on {options.sharding.offload}, updated there"))
-    if options.sharding.offload_parameters:
-        lines.append(("", "parameters in host memory, brought for each use"))
+    if sharding.offload != "device" and sharding.offload_fraction:
+        fraction_note = "" if sharding.offload_fraction == 1 else f"{sharding.offload_fraction:.0%} of "
+        lines.append(("offload", f"{fraction_note}optimizer states on {sharding.offload}, updated by the CPU"))
+    if sharding.offload_parameters:
+        lines.append(("", "parameters in host memory, copied to the device for each use"))
     if options.model.has_activation_checkpointing:
         location = "in host memory" if options.model.offload_activations else "on the device"
         lines.append(("blocks", f"recomputed from inputs kept {location}{_describe_activation_partitioning(options)}"))
@@ -67,35 +71,121 @@ def _describe_activation_partitioning(options: TrainOptions) -> str:
     """Return how block inputs are partitioned; empty if neither --tensor nor a configuration sets it."""
     is_partitioned, tensor = options.model.partition_activations, options.sharding.tensor
     if tensor > 1:
-        return f", 1/{tensor} on each rank" if is_partitioned else ", whole on each rank"
-    return " (whole: no --tensor)" if is_partitioned and options.sharding.configuration is not None else ""
+        return f", 1/{tensor} on each rank" if is_partitioned else ", replicated"
+    return " (replicated: no --tensor)" if is_partitioned and options.sharding.configuration is not None else ""
 
 
-def footer_lines(setup: TrainingSetup, steps_done: int, page: Path | None) -> list[tuple[str, str]]:
+def footer_lines(setup: TrainingSetup, steps_done: int, report_path: Path | None) -> list[tuple[str, str]]:
     """Return the results of a run and the next commands, as pairs of label and value."""
     record, directory = setup.record, setup.directory
     lines = [("outcome", f"{record.outcome} after step {steps_done}")]
     if record.memory:
-        max_bytes = sum(max_state_bytes(record.memory).values())
-        ddp_bytes = sum(record.plain.values())
-        saving_note = (
-            f", {ddp_bytes / max_bytes:.1f} × less than the {format_bytes(ddp_bytes)} of plain data parallelism"
-            if max_bytes < ddp_bytes
-            else ""
-        )
-        lines.append(("memory", f"{format_bytes(max_bytes)} of model states a rank{saving_note}"))
-    if page is not None:
-        lines.append(("report", str(page)))
+        held, ddp = sum(max_state_bytes(record.memory).values()), sum(record.plain.values())
+        ratio = f", {ddp / held:.1f} × less than the {format_bytes(ddp)} of plain data parallelism"
+        lines.append(("memory", f"{format_bytes(held)} of model states per rank{ratio if held < ddp else ''}"))
+    if report_path is not None:
+        lines.append(("report", str(report_path)))
     if record.checkpoints:
         lines.append(("checkpoint", str(directory.checkpoints_dir / record.checkpoints[-1])))
     if record.outcome != "finished":
-        return [*lines, ("go on", resume_command(setup))]
+        return [*lines, ("resume", resume_command(setup))]
     lines.append(("weights", str(directory.model_dir)))
     if setup.corpus.tokenizer_path is not None:
-        lines.append(("use it", f"zeroshard generate {shlex.quote(str(directory.path))} --prompt 'Once'"))
+        lines.append(("generate", f"zeroshard generate {shlex.quote(str(directory.path))} --prompt 'Once'"))
     return lines
 
 
 def resume_command(setup: TrainingSetup) -> str:
     """Return the command that resumes a run."""
     return f"zeroshard train --out {shlex.quote(str(setup.directory.path))} --resume"
+
+
+# ------------------------------------------------------------------------------------------------ dry run
+
+
+def dry_run(options: TrainOptions, ranks: int) -> str:
+    """Describe a run on ``ranks`` ranks, and each rank's memory in every stage. It needs almost no memory itself.
+
+    >>> print(dry_run(TrainOptions(), ranks=2).splitlines()[0])
+    model     GPT, 4 layers, 4 heads, width 128, 1,071,872 parameters
+    """
+    options.batching(ranks)  # raises before the model is built
+    language_model = open_language_model(options.model, options.data)
+    check_tensor_parallel(options, language_model.module)
+    sequence = sequence_length(options.model, language_model)
+    device = "cuda" if options.sharding.device != "cpu" and torch.cuda.is_available() else "cpu"
+    precision = resolve_precision(options, device)
+    if options.sharding.auto and options.sharding.machine is not None:
+        machine = target_machine(options.sharding, ranks)
+        device = machine.kind
+        precision = default_precision(machine) if options.sharding.precision == "auto" else precision
+    options, plan_reason = resolve_auto(options, language_model, precision, ranks)
+    batching, training = options.batching(ranks), options.training
+    parameters = list(language_model.module.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    trained_note = "" if trained == total else f", {trained:,} of them trained"
+    plural = "s" if batching.accumulate > 1 else ""
+    steps = (
+        f"{training.steps} of {batching.batch} sequences × {sequence} tokens: {batching.micro} per rank and backward, "
+        f"{batching.accumulate} backward{plural} per step"
+    )
+    schedule = f"{training.lr:g} after {training.warmup} steps, then cosine decay; clipped at {training.clip:g}"
+    rows = [
+        ("model", f"{language_model.description}, {total:,} parameters{trained_note}"),
+        ("data", ", ".join(options.data.data) or "Shakespeare, eight plays"),
+        ("ranks", f"{ranks} on {device}{describe_tensor_groups(options, ranks)}"),
+        *([("plan", plan_reason)] if plan_reason else []),
+        *describe_sharding(options, precision),
+        ("steps", steps),
+        ("rate", schedule),
+        ("out", options.run.out or f"runs/{options.name}, with a number if it exists"),
+    ]
+    inputs_note = _describe_block_inputs(options, language_model, precision, tokens=batching.micro * sequence)
+    return "\n".join(
+        [
+            *(f"{label:<10}{value}" for label, value in rows),
+            "",
+            f"memory per rank, without activations{inputs_note}",
+            *_memory_table(options, language_model, ranks, precision),
+        ]
+    )
+
+
+def _describe_block_inputs(options: TrainOptions, language_model: LanguageModel, precision: str, tokens: int) -> str:
+    """Describe the memory of the saved block inputs; empty without activation checkpointing."""
+    if not options.model.has_activation_checkpointing or not language_model.layers:
+        return ""
+    ranks = options.sharding.tensor if options.model.partition_activations else 1
+    nbytes = -(-tokens * language_model.width // ranks) * language_model.layers * (4 if precision == "fp32" else 2)
+    where = " in host memory" if options.model.offload_activations else ""
+    return f"; inputs of blocks need {format_bytes(nbytes)}{where}"
+
+
+def _memory_table(options: TrainOptions, language_model: LanguageModel, ranks: int, precision: str) -> list[str]:
+    """Return a table of the memory per rank: one column per stage."""
+    sharding = options.sharding
+
+    def predict(stage: int) -> PredictedMemory:
+        return predict_memory(
+            language_model.module,
+            ranks=ranks,
+            tensor=sharding.tensor,
+            stage=stage,
+            precision=precision,
+            offload=sharding.offload_config if stage == 3 else {**sharding.offload_config, "parameters": "device"},
+            cast_on_gather=sharding.cast_on_gather,
+        )
+
+    stages = [predict(stage) for stage in STAGES]
+    rows = {kind: [stage.states[kind] for stage in stages] for kind in stages[0].states}
+    rows = {kind: sizes for kind, sizes in rows.items() if any(sizes)}
+    rows["states"] = [stage.state_bytes for stage in stages]
+    rows["peak in a step"] = [stage.peak_bytes for stage in stages]
+    for tier in TIERS[1:]:
+        sizes = [sum(size for (_, at), size in stage.offloaded.items() if at == tier) for stage in stages]
+        if any(sizes):
+            rows[f"states on {tier}"] = sizes
+    titles = [f"stage {stage}" + (" ←" if stage == sharding.stage else "") for stage in STAGES]
+    cells = {"": titles} | {name: [format_bytes(size) for size in sizes] for name, sizes in rows.items()}
+    return [(f"{name:<18}" + "".join(f"{cell:>13}" for cell in row)).rstrip() for name, row in cells.items()]

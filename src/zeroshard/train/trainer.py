@@ -14,15 +14,22 @@ import torch.distributed as dist
 import zeroshard
 from zeroshard.memory import Profile
 from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.errors import AllRanksError, TrainingError
-from zeroshard.train.flops import count_matmul_params, flops_per_token, peak_flops
-from zeroshard.train.generation import generate_sample
+from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
+from zeroshard.train.generation import generate_tokens
 from zeroshard.train.launch import StopRequest
-from zeroshard.train.metrics import MetricsFile, StepMetrics
+from zeroshard.train.metrics import (
+    MetricsFile,
+    StepMetrics,
+    StepStats,
+    StepStatsReducer,
+    count_matmul_params,
+    flops_per_token,
+    peak_flops,
+)
 from zeroshard.train.models.language_model import copy_tokenizer
-from zeroshard.train.options import StepOptions
+from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
 from zeroshard.train.report.html_report import write_html_report
-from zeroshard.train.run_checkpoints import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
+from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
 from zeroshard.train.run_record import (
     max_state_bytes,
     memory_by_kind,
@@ -31,9 +38,12 @@ from zeroshard.train.run_record import (
     traffic_by_collective,
 )
 from zeroshard.train.run_view import RunView, open_view
-from zeroshard.train.step_stats import StepStats, StepStatsReducer
 from zeroshard.train.summary import footer_lines, header_lines, resume_command
 from zeroshard.train.training_setup import TrainingSetup
+
+# steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
+STEADY_AFTER_STEPS = 2
+PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt
 
 
 def learning_rate(step: int, options: StepOptions) -> float:
@@ -75,10 +85,6 @@ def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
     return float(total) / (count * rank_info.world_size)
 
 
-# steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
-STEADY_AFTER_STEPS = 2
-
-
 class Trainer:
     """Runs training from the start step to the last step, or until a stop request."""
 
@@ -91,12 +97,9 @@ class Trainer:
         self._pending_save: zeroshard.Save | None = None
         self._last_saved_step = self.start_step if setup.resume_checkpoint is not None else -1
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
-        self._wait_fractions: dict[
-            int, float
-        ] = {}  # by step: fraction of a profiled step spent waiting for communication
-        self._tokens_per_step = setup.batching.batch * setup.train_loader.sequence
-        name = torch.cuda.get_device_name(setup.rank_info.device) if setup.rank_info.device.type == "cuda" else "cpu"
-        self._peak_flops = peak_flops(name, setup.precision)
+        # by step: fraction of a profiled step spent waiting for communication
+        self._wait_fractions: dict[int, float] = {}
+        self._peak_flops = peak_flops(setup.record.device, setup.precision)
         self._flops_per_token = flops_per_token(
             *count_matmul_params(setup.language_model.module),
             setup.language_model.layers,
@@ -198,7 +201,7 @@ class Trainer:
                 self._abort(f"the loss is {stats.loss} at step {stats.step}", stats.step - 1)
             overflows_are_skipped = self.setup.precision == "fp16"  # by the loss scaler
             if stats.grad_norm is not None and not math.isfinite(stats.grad_norm) and not overflows_are_skipped:
-                self._abort(f"the norm of the gradients is {stats.grad_norm} at step {stats.step}", stats.step)
+                self._abort(f"the gradient norm is {stats.grad_norm} at step {stats.step}", stats.step)
 
     def _abort(self, reason: str, first_bad_step: int) -> NoReturn:
         """End the run on all ranks, and quarantine checkpoints of ``first_bad_step`` or later."""
@@ -213,7 +216,7 @@ class Trainer:
         raise AllRanksError(f"{reason}. {self._resume_hint(good)} {advice}")
 
     def _log_step(self, stats: StepStats) -> None:
-        rate = self._tokens_per_step / max(stats.seconds, 1e-9)
+        rate = self.setup.tokens_per_step / max(stats.seconds, 1e-9)
         on_gpu = self.rank_info.device.type == "cuda"
         tflops = rate * self._flops_per_token / self.rank_info.world_size / 1e12 if on_gpu else None
         metrics = StepMetrics(
@@ -221,7 +224,7 @@ class Trainer:
             loss=stats.loss,
             lr=learning_rate(stats.step - 1, self.options.training),
             grad_norm=stats.grad_norm,
-            tokens=stats.step * self._tokens_per_step,
+            tokens=stats.step * self.setup.tokens_per_step,
             tokens_per_s=rate,
             seconds=round(self.record.seconds, 3),
             communication=self._wait_fractions.pop(stats.step, None),
@@ -301,8 +304,8 @@ class Trainer:
 
     def _resume_hint(self, good_checkpoints: Sequence[Path]) -> str:
         if not good_checkpoints:
-            return "No good checkpoint was written before."
-        return f"The last good checkpoint is {good_checkpoints[-1]}: `{resume_command(self.setup)}` goes on from there."
+            return "There is no good checkpoint."
+        return f"The last good checkpoint is {good_checkpoints[-1]}: resume with `{resume_command(self.setup)}`."
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -312,26 +315,43 @@ class Trainer:
         return self.steps_done >= self.options.training.steps
 
     def _finish(self) -> None:
-        is_finished = self.is_finished
         has_trained = self.steps_done > self.start_step
-        if is_finished and has_trained:
+        if self.is_finished and has_trained:
             self._evaluate()
         self._start_save()
         self._wait_save()
-        if is_finished:
+        if self.is_finished:
             self._export()
             if has_trained:
                 self._generate_sample()
-        self._write_report(
-            "finished" if is_finished else "interrupted", "" if is_finished else "told to stop by a signal"
-        )
+            self._write_report("finished", "")
+        else:
+            self._write_report("interrupted", "stopped by a signal")
 
     def _generate_sample(self) -> None:
         """Generate text from the prompt. All ranks call it together."""
-        sample = generate_sample(self.setup)
-        if sample is not None:
-            self.record.samples.append({"step": self.steps_done, "prompt": sample.prompt, "text": sample.text})
-            self.view.show_sample(sample.prompt, sample.text)
+        setup, run_options, tokenizer_path = self.setup, self.options.run, self.setup.corpus.tokenizer_path
+        if not run_options.sample_tokens or tokenizer_path is None:
+            return
+        tokenizer = load_tokenizer(tokenizer_path)
+        if run_options.prompt is not None:
+            ids = encode_prompt(tokenizer, run_options.prompt)
+        else:
+            loader = setup.validation_loader or setup.train_loader
+            ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
+        setup.model.eval()
+        tokens = generate_tokens(
+            lambda tokens: setup.language_model.logits(setup.model, tokens),
+            torch.tensor([ids], device=self.rank_info.device),
+            run_options.sample_tokens,
+            context=setup.language_model.context,
+            seed=self.options.training.seed,
+        )
+        setup.model.train()
+        prompt = tokenizer.decode(ids)
+        text = tokenizer.decode(tokens[0].tolist()).removeprefix(prompt)
+        self.record.samples.append({"step": self.steps_done, "prompt": prompt, "text": text})
+        self.view.show_sample(prompt, text)
 
     def _export(self) -> None:
         """Write the trained weights in the model's original format."""
@@ -352,5 +372,5 @@ class Trainer:
             self.setup.directory.write_record(self.record.as_dict())
             report_path = write_html_report(self.setup.directory.path)
         except (OSError, ImportError) as error:
-            self.view.show_message(f"no report was written: {error}. `zeroshard report` makes it later.")
+            self.view.show_message(f"cannot write the report: {error}. Run `zeroshard report` later.")
         self.view.show_footer(footer_lines(self.setup, self.steps_done, report_path))

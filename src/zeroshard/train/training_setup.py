@@ -16,18 +16,14 @@ import zeroshard
 from zeroshard.presets import PRESETS
 from zeroshard.tensor_parallel import tensor_plan_for
 from zeroshard.train.auto_options import resolve_auto
-from zeroshard.train.batching import Batching
 from zeroshard.train.data.corpus import Corpus, encode_corpus, open_corpus
 from zeroshard.train.data.token_file import TokenFile, is_token_file
 from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.errors import TrainingError
-from zeroshard.train.generation import encode_prompt
-from zeroshard.train.models.language_model import LanguageModel, open_language_model
-from zeroshard.train.option_checks import check_output_directory, resolve_batching
-from zeroshard.train.options import TrainOptions
+from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
+from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
+from zeroshard.train.options import Batching, TrainingError, TrainOptions
 from zeroshard.train.rank_info import RankInfo
-from zeroshard.train.run_checkpoints import RunCheckpoint, complete_checkpoints
-from zeroshard.train.run_directory import RunDirectory, create_run_directory
+from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
 from zeroshard.train.run_record import RunRecord, new_run_record
 
 UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is stored, not what it trains
@@ -55,6 +51,11 @@ class TrainingSetup:
     plan_reason: str = ""
     """What the planner chose and why; empty if no option was left to auto."""
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step, on all ranks."""
+        return self.batching.batch * self.train_loader.sequence
+
 
 def prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
     """Create the setup. Errors in options, files or sizes are raised before training starts."""
@@ -73,25 +74,23 @@ def check_tensor_parallel(options: TrainOptions, module: nn.Module) -> None:
     if plan is None:
         subject = "a model with LoRA adapters" if options.model.lora else f"a {type(module).__name__}"
         raise ValueError(
-            f"--tensor {tensor}: how to divide the layers of {subject} is not known, only those of the presets and of "
-            "Hugging Face's Llama and GPT-2: leave --tensor out"
+            f"--tensor {tensor} is not supported for {subject}, only for presets and Hugging Face's Llama and GPT-2: "
+            "omit --tensor"
         )
     for subject, count in plan.divisible_sizes.items():
         if count % tensor:
-            raise ValueError(
-                f"--tensor {tensor} does not divide the model's {count} {subject}: give a number that does"
-            )
+            raise ValueError(f"--tensor {tensor} does not divide the model's {count} {subject}: pass a divisor")
 
 
 def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSetup:
-    batching = resolve_batching(options, rank_info.world_size)
+    options.batching(rank_info.world_size)  # raises before the model is built
     language_model = open_language_model(options.model, options.data)
     check_tensor_parallel(options, language_model.module)
     rank_info = replace(rank_info, tp_size=options.sharding.tensor)
-    sequence = sequence_length(options, language_model)
+    sequence = sequence_length(options.model, language_model)
     precision = resolve_precision(options, rank_info.device.type)
-    options, plan_reason = resolve_auto(options, batching, language_model, sequence, precision, rank_info)
-    batching = resolve_batching(options, rank_info.world_size)
+    options, plan_reason = resolve_auto(options, language_model, precision, rank_info)
+    batching = options.batching(rank_info.world_size)
     directory = _open_directory(options, rank_info)
     checkpoints = complete_checkpoints(directory.checkpoints_dir) if options.run.resume else []
     checkpoint = RunCheckpoint(checkpoints[-1]) if checkpoints else None
@@ -127,15 +126,6 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
     )
 
 
-def sequence_length(options: TrainOptions, language_model: LanguageModel) -> int:
-    """Return the tokens per sequence: the option, or by default the model's context, at most 1024."""
-    context = language_model.context
-    sequence = options.model.sequence or min(context or 1024, 1024)
-    if context is not None and sequence > context:
-        raise ValueError(f"sequences of {sequence} tokens do not fit the model's context of {context}: shorten them")
-    return sequence
-
-
 def resolve_precision(options: TrainOptions, device: str) -> str:
     """Return the precision; "auto" is resolved by the device."""
     if options.sharding.precision != "auto":
@@ -162,9 +152,9 @@ def _open_directory(options: TrainOptions, rank_info: RankInfo) -> RunDirectory:
     broadcast_path: list[Any] = [None]
     if rank_info.is_rank_zero:
         out = Path(options.run.out) if options.run.out is not None else create_run_directory(Path("runs"), options.name)
-        check_output_directory(options, out)
-        out.mkdir(parents=True, exist_ok=True)
         directory = RunDirectory(out)
+        directory.check_available(options.run.resume)
+        out.mkdir(parents=True, exist_ok=True)
         directory.lock()
         broadcast_path = [os.fspath(out)]
     dist.broadcast_object_list(broadcast_path, src=0)
@@ -181,8 +171,8 @@ def _open_corpus(
         is_encoded = bool(options.data.data) and all(is_token_file(Path(path)) for path in options.data.data)
         if language_model.is_pretrained and tokenizer is None and not is_encoded:
             raise ValueError(
-                f"{options.model.model} has weights but no tokenizer.json, and text encoded otherwise would mean "
-                "nothing to it: give --tokenizer, or --data as a file of tokens"
+                f"{options.model.model} has pretrained weights but no tokenizer.json: pass its tokenizer as "
+                "--tokenizer, or a token file as --data"
             )
         encode_corpus(
             options.data.data,
@@ -196,12 +186,12 @@ def _open_corpus(
     if corpus.vocab_size is not None and corpus.vocab_size > language_model.vocab_size:
         option = f"--vocabulary {corpus.vocab_size}, or " if options.model.model in PRESETS else ""
         raise ValueError(
-            f"the tokenizer has {corpus.vocab_size} ids, the model {language_model.vocab_size}: give {option}another "
-            "--tokenizer"
+            f"the tokenizer has {corpus.vocab_size} ids, but the model has {language_model.vocab_size}: pass {option}"
+            "another --tokenizer"
         )
-    prompt = options.run.prompt
-    if prompt is not None and corpus.tokenizer_path is not None and not encode_prompt(corpus.tokenizer_path, prompt):
-        raise ValueError(f"--prompt {prompt!r} has no tokens: give another beginning, or leave it out")
+    prompt, tokenizer_path = options.run.prompt, corpus.tokenizer_path
+    if prompt is not None and tokenizer_path is not None and not encode_prompt(load_tokenizer(tokenizer_path), prompt):
+        raise ValueError(f"--prompt {prompt!r} has no tokens: pass another prompt, or omit it")
     return corpus
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def write_atomic(path: Path, data: bytes, writer: str = "") -> None:
         fsync_directory(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 
 def fsync_directory(directory: Path) -> None:
@@ -55,7 +56,12 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): it was written by something else, or damaged") from error
+        raise ValueError(f"{path} is not JSON ({error}): another program wrote it, or it is damaged") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__} where a JSON object is wanted")
+        raise ValueError(f"{path} must contain a JSON object (got a {type(value).__name__})")
     return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically."""
+    write_atomic(path, json.dumps(value, indent=2).encode())

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroshard.train.data.token_file import TokenFile
-from zeroshard.train.errors import TrainingError
+from zeroshard.train.options import TrainingError
 
 _FEISTEL_ROUNDS = 8  # each half is hashed four times: two are too few to look random, more do not help
 

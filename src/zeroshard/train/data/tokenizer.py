@@ -111,6 +111,12 @@ def encode_texts(tokenizer: Tokenizer, texts: Iterable[str | None]) -> Iterator[
             yield end_ids if text is None else np.array(next(encodings).ids, dtype=np.uint32)
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the ids of a prompt, without special tokens."""
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    return ids
+
+
 def disable_parallelism() -> None:
     """Use one thread from now on, unless the user sets TOKENIZERS_PARALLELISM.
 

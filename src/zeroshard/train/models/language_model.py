@@ -17,8 +17,7 @@ from zeroshard.checkpoint import SafetensorsWeights, TensorInfo, write_safetenso
 from zeroshard.models import GPT, Block, GPTConfig
 from zeroshard.presets import PRESETS
 from zeroshard.train.options import DataOptions, ModelOptions
-from zeroshard.train.run_directory import write_json
-from zeroshard.utils.atomic_file import read_json
+from zeroshard.utils.atomic_file import read_json, write_json
 
 GPT_MODEL_TYPE = "zeroshard-gpt"  # "model_type" in config.json, as in Hugging Face's models
 
@@ -149,18 +148,25 @@ def open_language_model(model: ModelOptions, data: DataOptions) -> LanguageModel
     """Open the model that the options name."""
     if model.model in PRESETS:
         if model.lora:
-            raise ValueError("--lora takes a Hugging Face model: give its directory with --model")
+            raise ValueError("--lora needs a Hugging Face model: pass its directory as --model")
         return ReferenceGPT.from_options(model, data)
     if data.vocabulary is not None:
-        raise ValueError("--vocabulary changes a preset; a Hugging Face model has its own in config.json: leave it out")
+        raise ValueError("--vocabulary is for presets; a Hugging Face model sets it in config.json: omit --vocabulary")
     matches = difflib.get_close_matches(model.model, PRESETS, n=1)
     if matches and not Path(model.model).exists():
-        raise ValueError(
-            f"{model.model!r} is neither a preset nor a directory or file here: did you mean {matches[0]!r}?"
-        )
+        raise ValueError(f"--model {model.model!r} is neither a preset nor a local path: did you mean {matches[0]!r}?")
     from zeroshard.train.models.huggingface import open_hugging_face
 
     return open_hugging_face(model)
+
+
+def sequence_length(options: ModelOptions, language_model: LanguageModel) -> int:
+    """Return the tokens per sequence: the option, or by default the model's context, at most 1024."""
+    context = language_model.context
+    sequence = options.sequence or min(context or 1024, 1024)
+    if context is not None and sequence > context:
+        raise ValueError(f"--sequence {sequence} exceeds the model's context of {context} tokens: pass a smaller value")
+    return sequence
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
