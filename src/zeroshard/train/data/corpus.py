@@ -14,7 +14,6 @@ True
 from __future__ import annotations
 
 import hashlib
-import json
 import lzma
 import os
 from collections.abc import Iterator, Sequence
@@ -31,18 +30,12 @@ from zeroshard.train.data.tokenizer import (
     tokenizer_vocab_size,
     train_tokenizer,
 )
+from zeroshard.utils.atomic_file import read_json, write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEXT_SUFFIXES = (
-    ".markdown",
-    ".md",
-    ".rst",
-    ".tex",
-    ".text",
-    ".txt",
-)  # used from directories; a file given by name may have any suffix
+TEXT_SUFFIXES = (".markdown", ".md", ".rst", ".tex", ".text", ".txt")  # in directories; a named file may have any
 CHUNK_BYTES = 2**18  # of text encoded at a time
 _FORMAT_VERSION = 1  # format of a corpus directory; another version is encoded again
 
@@ -106,9 +99,7 @@ def encode_corpus(
         result = _encode_sources(train_files, validation_files, directory, loaded_tokenizer, vocab_size)
     finally:
         disable_parallelism()
-    partial = record.with_name(f".{record.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({**result, "dtype": dtype, "source": source}, indent=1))
-    os.replace(partial, record)
+    write_json(record, {**result, "dtype": dtype, "source": source})
     return True
 
 
@@ -120,8 +111,8 @@ def open_corpus(directory: str | Path, *, holdout: float = 0.1) -> Corpus:
     directory = Path(directory)
     record_path = directory / "corpus.json"
     if not record_path.is_file():
-        raise FileNotFoundError(f"{directory} holds no encoded corpus (no corpus.json): call encode_corpus on one rank")
-    record = json.loads(record_path.read_text())
+        raise FileNotFoundError(f"{directory} has no encoded corpus (no corpus.json): call encode_corpus on one rank")
+    record = read_json(record_path)
     train = TokenFile.open(directory / record["train"], record["dtype"])
     validation = None
     if record["validation"] is not None:
@@ -143,21 +134,15 @@ def text_files(paths: Sequence[str | Path]) -> list[Path]:
             below = sorted(_walk_text_files(path))
             if not below:
                 names = ", ".join(f"*{suffix}" for suffix in TEXT_SUFFIXES)
-                raise ValueError(f"the directory {path} holds no text: put files there that are named {names}")
+                raise ValueError(f"directory {path} has no text files: expected files named {names}")
             files += below
         elif not path.exists():
-            raise FileNotFoundError(f"there is no text file or directory {path}")
+            raise FileNotFoundError(f"text file or directory {path} does not exist")
         elif not path.stat().st_size:
-            raise ValueError(f"the text file {path} is empty: leave it out")
+            raise ValueError(f"text file {path} is empty: omit it")
         else:
             files.append(path)
     return files
-
-
-def read_texts(paths: Sequence[str | Path]) -> Iterator[str]:
-    """Read the text files of `paths` in parts of a few hundred kB; joined, they give the full text."""
-    for file in text_files(paths):
-        yield from read_text(file)
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -195,7 +180,7 @@ def _decode_text(path: Path, text: bytes, start: int) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 at byte {start + error.start} (0x{text[error.start]:02x}): convert it, for example "
-            "with iconv -f latin1 -t utf-8, or leave it out"
+            "with iconv -f latin1 -t utf-8, or omit it"
         ) from error
 
 
@@ -216,7 +201,7 @@ def _source_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return one token file, or text files."""
     tokens = [path for path in map(Path, paths) if is_token_file(path)]
     if tokens and len(paths) > 1:
-        raise ValueError(f"{tokens[0]} is a token file and {len(paths) - 1} more paths came with it: give it alone")
+        raise ValueError(f"{tokens[0]} is a token file and must be the only path (got {len(paths)} paths)")
     return tokens or text_files(paths)
 
 
@@ -225,9 +210,7 @@ def _check_sources(train: list[Path], held_out: list[Path], tokenizer_given: boo
     for path in paths:
         TokenFile.open(path, dtype)  # raises if it cannot be opened
     if held_out and len(paths) == 1 and not tokenizer_given:
-        raise ValueError(
-            f"{paths[0]} holds token ids, the rest is text, and no tokenizer was given: give the one that made the ids"
-        )
+        raise ValueError(f"{paths[0]} has token ids, but the other data is text: pass the tokenizer that made the ids")
 
 
 def _is_encoded(files: list[Path]) -> bool:
@@ -274,12 +257,11 @@ def _documents(files: list[Path]) -> Iterator[str | None]:
 def _is_up_to_date(directory: Path, source: dict[str, Any]) -> bool:
     """Return whether `directory` holds a corpus encoded from `source`."""
     try:
-        record = json.loads((directory / "corpus.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        record = read_json(directory / "corpus.json")
+    except (FileNotFoundError, ValueError):
         return False
-    names = [record.get("train"), record.get("validation")]
-    files_exist = all((directory / name).is_file() for name in names if name is not None)
-    return files_exist and bool(record.get("source") == source)
+    names = [name for name in (record.get("train"), record.get("validation")) if name is not None]
+    return all((directory / name).is_file() for name in names) and record.get("source") == source
 
 
 def _file_fingerprint(file: Path) -> list[str | int]:

@@ -36,11 +36,9 @@ class TokenFile:
     def __post_init__(self) -> None:
         """Raise if the ids are not one-dimensional integers."""
         if self.ids.ndim != 1:
-            raise ValueError(f"{self} has the shape {self.ids.shape}, but token ids have one dimension: flatten them")
+            raise ValueError(f"{self} must have one dimension (got the shape {self.ids.shape}): flatten it")
         if self.ids.dtype.kind not in "ui":
-            raise ValueError(
-                f"{self} holds {self.ids.dtype}, but token ids are whole numbers: save them as uint16 or uint32"
-            )
+            raise ValueError(f"{self} must contain integers (got {self.ids.dtype}): save it as uint16 or uint32")
 
     @classmethod
     def open(cls, path: str | Path, dtype: str = "uint16") -> TokenFile:
@@ -50,12 +48,12 @@ class TokenFile:
         """
         path = Path(path)
         if path.suffix not in TOKEN_FILE_SUFFIXES:
-            raise ValueError(f"{path} is not a token file: its name ends in .npy or .bin")
+            raise ValueError(f"{path} is not a token file: its name must end in .npy or .bin")
         if not path.is_file():
-            raise FileNotFoundError(f"there is no token file {path}")
+            raise FileNotFoundError(f"token file {path} does not exist")
         tokens = cls(_map_npy(path) if path.suffix == ".npy" else _map_bin(path, dtype), path)
         if not len(tokens):
-            raise ValueError(f"the token file {path} is empty: it must hold at least one sequence")
+            raise ValueError(f"token file {path} is empty")
         return tokens
 
     def __len__(self) -> int:
@@ -70,7 +68,7 @@ class TokenFile:
     def split(self, fraction: float) -> tuple[TokenFile, TokenFile]:
         """Split off the last `fraction` of the ids; return the first part and that one. Nothing is copied."""
         if not 0 <= fraction < 1:
-            raise ValueError(f"the share to hold out is {fraction}, but must be from 0 up to below 1: give 0.1, say")
+            raise ValueError(f"the validation fraction must be at least 0 and below 1 (got {fraction})")
         boundary = len(self) - round(len(self) * fraction)
         return (
             TokenFile(self.ids[:boundary], self.path, self.start),
@@ -102,7 +100,7 @@ def smallest_dtype(largest: int) -> str:
     for dtype in TOKEN_DTYPES:
         if largest <= np.iinfo(dtype).max:
             return dtype
-    raise ValueError(f"the token id {largest} is larger than uint32 holds: ids end at {np.iinfo('uint32').max}")
+    raise ValueError(f"token id {largest} does not fit in uint32")
 
 
 def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any]]], dtype: str) -> int:
@@ -112,7 +110,7 @@ def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any
     """
     path = Path(path)
     if path.suffix != ".npy":
-        raise ValueError(f"token ids are written as .npy, got the name {path.name}: end it in .npy")
+        raise ValueError(f"the name of a token file must end in .npy (got {path.name})")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     count = 0
     try:
@@ -122,7 +120,7 @@ def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any
                 file.write(_check_range(chunk, dtype, count).tobytes())
                 count += chunk.size
             if not count:
-                raise ValueError(f"there are no token ids to write to {path}: the text is empty")
+                raise ValueError(f"no token ids to write to {path}: the text is empty")
             file.seek(0)
             if _write_header(file, dtype, count) != data_start:  # numpy reserves space for a longer count since 1.23
                 raise RuntimeError(f"numpy {np.__version__} cannot rewrite the header of {partial}: update numpy")
@@ -137,7 +135,7 @@ def write_token_chunks(path: str | Path, chunks: Iterable[NDArray[np.integer[Any
 def _check_range(chunk: NDArray[np.integer[Any]], dtype: str, count: int) -> NDArray[np.integer[Any]]:
     bad = np.flatnonzero((chunk < 0) | (chunk > np.iinfo(dtype).max))
     if bad.size:
-        raise ValueError(f"the id {chunk[bad[0]]} of token {count + bad[0]} does not fit into {dtype}")
+        raise ValueError(f"the id {chunk[bad[0]]} of token {count + bad[0]} does not fit in {dtype}")
     return chunk.astype(_little_endian(dtype))
 
 
@@ -151,20 +149,20 @@ def _map_npy(path: Path) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is not a whole .npy file: {error}") from error
+        raise ValueError(f"{path} is not a complete .npy file: {error}") from error
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path} is not a .npy file but an archive of several: save one array with numpy.save")
+        raise ValueError(f"{path} is an archive of arrays, not a .npy file: save one array with numpy.save")
     return array
 
 
 def _map_bin(path: Path, dtype: str) -> NDArray[Any]:
     if dtype not in TOKEN_DTYPES:
-        raise ValueError(f"the dtype of {path} is uint16 or uint32, got {dtype!r}")
+        raise ValueError(f"the dtype of {path} must be uint16 or uint32 (got {dtype!r})")
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise ValueError(
-            f"{path} has {size} bytes, which is no whole number of {dtype} ids of {width} bytes: it is cut off, or of "
-            "another dtype"
+            f"{path} has {size} bytes, which is not a multiple of the {width} bytes of {dtype}: it is truncated or "
+            "has another dtype"
         )
     if not size:
         return np.empty(0, dtype)  # an empty file cannot be mapped

@@ -63,12 +63,12 @@ class TokenLoader:
         """
         for name, value, minimum in (("sequence", sequence, 1), ("batch", batch, 1), ("seed", seed, 0)):
             if value < minimum:
-                raise ValueError(f"{name} is {value}, but must be at least {minimum}")
+                raise ValueError(f"{name} must be at least {minimum} (got {value})")
         self.tokens = tokens if isinstance(tokens, TokenFile) else TokenFile(tokens)
         if len(self.tokens) <= sequence:
             raise ValueError(
-                f"{self.tokens} holds {len(self.tokens)} tokens, but one sequence of {sequence} and the token that "
-                f"follows need {sequence + 1}: give more text, or a shorter sequence"
+                f"{self.tokens} has {len(self.tokens)} tokens, but a sequence of {sequence} and its next token need "
+                f"{sequence + 1}: pass more text, or a shorter sequence"
             )
         self.sequence = sequence
         self.batch_size = batch
@@ -83,11 +83,9 @@ class TokenLoader:
         The concatenated rows of all ranks are the same for every number of ranks. Steps count from 0.
         """
         if not 0 <= rank < ranks or step < 0:
-            raise ValueError(f"got step {step}, rank {rank} of {ranks}: steps and ranks count from 0")
+            raise ValueError(f"step and rank count from 0 (got step {step}, rank {rank} of {ranks})")
         if self.batch_size % ranks:
-            raise ValueError(
-                f"the batch of {self.batch_size} sequences cannot be shared by {ranks} ranks: give a multiple"
-            )
+            raise ValueError(f"a batch of {self.batch_size} sequences is not a multiple of the {ranks} ranks")
         rows = self.batch_size // ranks
         first = step * self.batch_size + rank * rows
         return self._read_windows(sample_windows(first, rows, self.num_windows, self.seed))
@@ -97,9 +95,8 @@ class TokenLoader:
         num_batches = self.num_windows // rows if rows > 0 else 0
         if not 0 <= index < num_batches:
             raise IndexError(
-                f"there is no batch {index} of {rows} windows in order: the {self.num_windows} windows of "
-                f"{self.tokens} "
-                f"make {num_batches}, counted from 0"
+                f"batch {index} of {rows} windows does not exist: {self.tokens} has {self.num_windows} windows, which "
+                f"make {num_batches} batches"
             )
         return self._read_windows(np.arange(index * rows, (index + 1) * rows, dtype=np.uint64))
 
@@ -121,7 +118,7 @@ class TokenLoader:
         limit = "" if self.vocab_size is None else f" to {self.vocab_size - 1}"
         raise UnknownTokenError(
             f"token {position} of {self.tokens.path or 'the array'} is {read[row, column]}, but ids go from 0{limit}: "
-            "give the vocabulary of the tokenizer that made the file, and the dtype it was written in"
+            "check that vocabulary and dtype are those of the tokenizer that made the file"
         )
 
 

@@ -36,9 +36,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     minimum = _NUM_BYTE_TOKENS + 1
     if vocab_size < minimum:
-        raise ValueError(
-            f"vocabulary is {vocab_size}, but must be at least {minimum}: {_NUM_BYTE_TOKENS} bytes and {END_OF_TEXT}"
-        )
+        raise ValueError(f"vocabulary must be at least {minimum}, for all bytes and {END_OF_TEXT} (got {vocab_size})")
     library = _import_tokenizers()
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -59,23 +57,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer.json, or the one in a directory, such as a model saved by `transformers`."""
     library = _import_tokenizers()
-    given, path = Path(path), Path(path)
+    path = Path(path)
     if path.is_dir():
         path = path / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"the directory {given} holds no tokenizer.json: save a fast tokenizer there with `save_pretrained` of "
-                "transformers, or give the file itself"
-            )
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no tokenizer at {given}: give a tokenizer.json or a directory with one "
-            "(a name on the Hugging Face hub is not looked up: download its tokenizer.json)"
+            f"tokenizer {path} does not exist: pass a tokenizer.json, or a directory with one, as `save_pretrained` "
+            "of a fast tokenizer writes it (nothing is downloaded)"
         )
     try:
         tokenizer: Tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{path} is not a tokenizer.json that the `tokenizers` library can read: {error}") from error
+        raise ValueError(f"`tokenizers` cannot read {path}: {error}") from error
     tokenizer.no_truncation()  # some files limit the length to the model's context
     tokenizer.no_padding()
     return tokenizer
@@ -133,7 +126,5 @@ def _import_tokenizers() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise ImportError(
-            f"a tokenizer needs the `tokenizers` package ({error}): run pip install 'zeroshard[train]'"
-        ) from error
+        raise ImportError(f"`tokenizers` is not installed ({error}): pip install 'zeroshard[train]'") from error
     return tokenizers
