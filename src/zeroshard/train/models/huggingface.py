@@ -24,8 +24,7 @@ from zeroshard.checkpoint import (
     TensorInfo,
     write_safetensors_directory,
 )
-from zeroshard.train.models.weight_conversion import WeightConversion, save_conversions
-from zeroshard.train.models.weight_initializer import WeightInitializer
+from zeroshard.train.models.weights import WeightConversion, WeightInitializer, save_conversions
 
 if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA
@@ -53,9 +52,7 @@ class HuggingFaceModel:
     def __init__(self, path: Path) -> None:
         self.path, config_file = _locate_config(path)
         stored = None if path.is_file() else _open_weights(self.path)
-        self.config = _load_config(
-            config_file
-        )  # unchanged: transformers modifies the config that a model is built from
+        self.config = _load_config(config_file)  # never modified: a model is built from a copy
         self.base_model: Any = _build_model(self.config, config_file)  # transformers' own model, without adapters
         self.module: nn.Module = self.base_model
         self._initializer = WeightInitializer(self.base_model, stored, str(self.path))
@@ -91,7 +88,7 @@ class HuggingFaceModel:
         elif module in self._initializer:
             self._initializer.initialize(module)
         else:
-            raise ValueError(f"this {type(module).__name__} is no part of {self.path}: shard HuggingFaceModel.module")
+            raise ValueError(f"this {type(module).__name__} is not part of {self.path}: shard HuggingFaceModel.module")
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
         """Recompute the blocks that transformers marks for checkpointing, or all repeated blocks.
@@ -104,7 +101,7 @@ class HuggingFaceModel:
             zeroshard.checkpoint_activations(self.module, marked or None, partition=partition, offload=offload)
         except ValueError as error:
             name = type(self.base_model).__name__
-            raise ValueError(f"{name} cannot recompute activations: leave --recompute out ({error})") from error
+            raise ValueError(f"{name} does not support --recompute: omit it ({error})") from error
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy in fp32; in training, plus the router loss if the config enables it."""
@@ -192,9 +189,7 @@ def open_hugging_face(options: ModelOptions) -> HuggingFaceModel:
     """Open the model of the `zeroshard train` options, with their adapters and activation checkpointing."""
     for name in ("layers", "heads", "width"):
         if getattr(options, name) is not None:
-            raise ValueError(
-                f"--{name} changes a preset; a Hugging Face model has its own in {CONFIG_FILE}: change it there"
-            )
+            raise ValueError(f"--{name} is for presets; a Hugging Face model sets it in {CONFIG_FILE}: omit --{name}")
     model = open_model(Path(options.model))
     if options.lora:
         model.add_lora(options.lora_rank, options.lora_alpha, options.lora_targets)
@@ -245,12 +240,12 @@ def _import_transformers() -> Any:
         library: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ImportError(
-            f"a Hugging Face model needs transformers ({error}): run pip install 'zeroshard[huggingface]'"
+            f"a Hugging Face model needs transformers ({error}): pip install 'zeroshard[huggingface]'"
         ) from error
     if tuple(int(part) for part in re.findall(r"\d+", library.__version__)[:2]) < MIN_TRANSFORMERS_VERSION:
         minimum = ".".join(map(str, MIN_TRANSFORMERS_VERSION))
         raise ImportError(
-            f"a Hugging Face model needs transformers {minimum} or newer, and {library.__version__} is installed: run "
+            f"a Hugging Face model needs transformers {minimum} or newer (got {library.__version__}): "
             "pip install 'zeroshard[huggingface]'"
         )
     return library
@@ -262,11 +257,11 @@ def _locate_config(path: Path) -> tuple[Path, Path]:
         return path.parent, path
     if not path.is_dir():
         raise FileNotFoundError(
-            f"{path} is neither a preset nor a directory or file here: give a preset, the directory of a Hugging Face "
-            "model on this machine, or its config.json (nothing is downloaded)"
+            f"--model {path} is neither a preset nor a local path: pass a preset, the directory of a Hugging Face "
+            "model, or its config.json (nothing is downloaded)"
         )
     if not (path / CONFIG_FILE).is_file():
-        raise FileNotFoundError(f"{path} holds no {CONFIG_FILE}: give the directory of a Hugging Face model")
+        raise FileNotFoundError(f"{path} has no {CONFIG_FILE}: pass the directory of a Hugging Face model")
     return path, path / CONFIG_FILE
 
 
@@ -279,11 +274,8 @@ def _open_weights(directory: Path) -> SafetensorsWeights | None:
     )
     if others:
         raise ValueError(
-            f"{directory} holds weights only as {', '.join(others[:4])}, wanted {SAFETENSORS_FILE} or "
-            f"{SAFETENSORS_INDEX_FILE}: load them with "
-            "transformers and save_pretrained() them, which writes safetensors; or give "
-            f"{directory / CONFIG_FILE} to begin "
-            "from scratch"
+            f"{directory} has weights only as {', '.join(others[:4])}, but safetensors are expected: convert them with "
+            f"save_pretrained() of transformers, or pass {directory / CONFIG_FILE} to train from scratch"
         )
     return None
 
@@ -294,18 +286,18 @@ def _load_config(file: Path) -> Any:
     try:
         config_dict = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): give the {CONFIG_FILE} of a Hugging Face model") from error
+        raise ValueError(f"{file} is not JSON ({error}): pass the {CONFIG_FILE} of a Hugging Face model") from error
     if not isinstance(config_dict, dict) or "model_type" not in config_dict:
-        raise ValueError(f'{file} has no "model_type": give the {CONFIG_FILE} of a Hugging Face model')
+        raise ValueError(f'{file} has no "model_type": pass the {CONFIG_FILE} of a Hugging Face model')
     if config_dict.get("quantization_config") is not None:
-        raise ValueError(f"{file} is of a quantized model, which cannot be trained: give the weights in 16 or 32 bits")
+        raise ValueError(f"{file} describes a quantized model, which cannot be trained: pass 16-bit or 32-bit weights")
     model_type = config_dict["model_type"]
     try:
         config = library.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many classes
-        raise ValueError(f"{file}: transformers {library.__version__} does not take it: {error}") from error
+        raise ValueError(f"transformers {library.__version__} cannot read {file}: {error}") from error
     if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{file} is of a {model_type!r} model, which transformers has no causal language model of")
+        raise ValueError(f"{file}: transformers has no causal language model of type {model_type!r}")
     return config
 
 
@@ -318,11 +310,11 @@ def _build_model(config: Any, file: Path) -> Any:
                 copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:
-        raise ValueError(f"{file}: transformers {library.__version__} cannot build the model: {error}") from error
+        raise ValueError(f"transformers {library.__version__} cannot build the model of {file}: {error}") from error
     is_masked_lm = type(config) in library.MODEL_FOR_MASKED_LM_MAPPING
     if is_masked_lm and not (getattr(model.config, "is_decoder", False) or getattr(model.config, "causal", False)):
         raise ValueError(
-            f"{file} is of a {config.model_type!r} encoder, whose tokens see those that follow: "
-            'set "is_decoder" to true there to train it as a causal language model'
+            f"{file} describes an encoder of type {config.model_type!r}, whose attention is not causal: "
+            'set "is_decoder" to true to train it as a causal language model'
         )
     return model

@@ -25,41 +25,23 @@ GPT_MODEL_TYPE = "zeroshard-gpt"  # "model_type" in config.json, as in Hugging F
 class LanguageModel(Protocol):
     """A causal language model on the meta device, with its loss, logits and format."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The model itself."""
-
-    @property
-    def description(self) -> str:
-        """One-line description."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-
-    @property
-    def context(self) -> int | None:
-        """Longest sequence; None if the model has no limit."""
-
-    @property
-    def layers(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def width(self) -> int:
-        """Size of the residual stream."""
+    module: nn.Module
+    description: str
+    """One line."""
+    vocab_size: int
+    context: int | None
+    """Longest sequence; None if the model has no limit."""
+    layers: int
+    """Number of blocks."""
+    width: int
+    """Size of the residual stream."""
+    tokenizer_path: Path | None
+    """The model's own tokenizer, if any."""
+    is_pretrained: bool
 
     @property
     def init_fn(self) -> Callable[[nn.Module], None] | None:
         """Initializes one module's own parameters, for :class:`zeroshard.Config`; None: ``reset_parameters``."""
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """The model's own tokenizer, if any."""
-
-    @property
-    def is_pretrained(self) -> bool:
-        """Whether the model has pretrained weights."""
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
         """Recompute the blocks' activations in backward; see :func:`zeroshard.checkpoint_activations`."""
@@ -78,15 +60,15 @@ class ReferenceGPT:
     """The reference GPT as a LanguageModel."""
 
     init_fn = None
-    tokenizer_path = None
+    tokenizer_path: Path | None = None
     is_pretrained = False
 
     def __init__(self, config: GPTConfig) -> None:
         with torch.device("meta"):
             self.module: nn.Module = GPT(config)
         self.config = config
-        self.vocab_size, self.context = config.vocab_size, config.context
-        self.layers, self.width = config.layers, config.width
+        self.vocab_size, self.layers, self.width = config.vocab_size, config.layers, config.width
+        self.context: int | None = config.context
         self.description = f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}"
 
     @classmethod
@@ -110,16 +92,13 @@ class ReferenceGPT:
         return language_model
 
     def checkpoint_activations(self, partition: bool | None = None, offload: bool = False) -> None:
-        """Recompute the blocks' activations in backward."""
         zeroshard.checkpoint_activations(self.module, [Block], partition=partition, offload=offload)
 
     def loss(self, module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy, in fp32."""
         loss: torch.Tensor = module(tokens, targets)
         return loss
 
     def logits(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the next token."""
         logits: torch.Tensor = module(tokens)
         return logits
 

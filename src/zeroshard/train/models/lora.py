@@ -35,9 +35,8 @@ class LoRA:
             r=rank,
             lora_alpha=alpha,
             target_modules=targets[0] if len(targets) == 1 and targets[0] == "all-linear" else list(targets) or None,
-            fan_in_fan_out=any(
-                type(module).__name__ == "Conv1D" for module in base_modules
-            ),  # GPT-2's weights are transposed
+            # GPT-2's weights are transposed
+            fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in base_modules),
             task_type="CAUSAL_LM",
         )
         with torch.device("meta"):
@@ -49,7 +48,7 @@ class LoRA:
             if module not in base_modules and module not in self._initializers and [*module.parameters(recurse=False)]
         ]
         if unknown:
-            raise ValueError(f"PEFT has put {', '.join(unknown[:8])} into the model, which is no LoRA adapter")
+            raise ValueError(f"PEFT added {', '.join(unknown[:8])}, which are not LoRA adapters")
         self.description = f"LoRA of rank {rank} on {len(self._initializers) // 2} modules"
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -70,10 +69,7 @@ class LoRA:
             for key, _ in inner.named_parameters(recurse=False)
         }
         parameters = dict(module.named_parameters())
-        entries = [
-            TensorInfo(name, torch.float32, tuple(parameters[parameter_name].shape))
-            for name, parameter_name in names.items()
-        ]
+        entries = [TensorInfo(name, torch.float32, tuple(parameters[fqn].shape)) for name, fqn in names.items()]
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             config = copy.deepcopy(self.module.peft_config[_ADAPTER_NAME])
@@ -106,4 +102,4 @@ def _import_peft() -> Any:
     try:
         return importlib.import_module("peft")
     except ImportError as error:
-        raise ImportError(f"LoRA needs peft ({error}): run pip install 'zeroshard[huggingface]'") from error
+        raise ImportError(f"LoRA needs peft ({error}): pip install 'zeroshard[huggingface]'") from error

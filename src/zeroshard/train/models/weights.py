@@ -1,6 +1,11 @@
-"""WeightInitializer: initialize the modules of a transformers model on the meta device, one by one.
+"""Load the weights of a transformers model module by module, and convert them back for saving.
 
-[Note: initialising on each rank]
+[Note: conversion of stored weights]
+For most models a stored tensor is a tensor of the model, perhaps under another name. For some, mainly mixtures of
+experts, transformers stacks, concatenates or splits tensors on loading. The rules are transformers' own; here they are
+applied to a few tensors at a time, so that no rank holds them all.
+
+[Note: initializing one module at a time]
 transformers initializes by ``_init_weights(module)``, children before parents, and a parent may overwrite its children
 (GPT-2's attention re-initializes its projection with a smaller deviation). ``zeroshard.shard`` initializes modules one
 by one in another order, and needs a module's tensors final after its turn. So every ``_init_weights`` call first runs
@@ -13,21 +18,22 @@ moved to the meta device here, and their values are kept if nothing else initial
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.train.models.weight_conversion import WeightConversion, load_conversions
-
 TensorSlot = tuple[nn.Module, str]  # the module that holds a tensor, and its key there
 _INITIALIZED_ATTR = "_is_hf_initialized"
 _MAX_LISTED_NAMES = 12  # names per category in an error message
+ReadTensor = Callable[[str], torch.Tensor]
 
 
 class WeightInitializer:
@@ -52,10 +58,10 @@ class WeightInitializer:
             if slot not in self._init_calls and slot not in self._constructor_values
         ]
         if missing:
-            hint = "" if stored is None else f", and {source} does not hold them"
+            hint = "" if stored is None else f", and {source} does not have them"
             raise ValueError(
-                f"transformers cannot initialise {_join_names(missing)} of {type(model).__name__} by itself{hint}: "
-                "give a directory with all its weights"
+                f"transformers cannot initialize {_join_names(missing)} of {type(model).__name__}{hint}: pass a "
+                "directory with all weights"
             )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -96,7 +102,7 @@ class WeightInitializer:
         return f"{self._prefixes[slot[0]]}{slot[1]}"
 
     def _dry_run_init(self) -> None:
-        """Find which ``_init_weights`` calls write each tensor: see [Note: initialising on each rank]."""
+        """Find which ``_init_weights`` calls write each tensor: see [Note: initializing one module at a time]."""
         for argument, owner in _children_first(self._model, self._model):
             tensors = list(_unique_tensors(argument))
             skipped = {
@@ -118,7 +124,7 @@ class WeightInitializer:
                 result = conversion.convert(shapes.__getitem__, self._model)
             except (RuntimeError, ValueError, IndexError, KeyError) as error:
                 raise ValueError(
-                    f"{source}: {_join_names(conversion.source_names)} do not make {conversion.target} ({error})"
+                    f"{source}: cannot make {conversion.target} from {_join_names(conversion.source_names)} ({error})"
                 ) from error
             converted.update({name: (conversion, tensor) for name, tensor in result.items()})
         state = self._model.state_dict(keep_vars=True)  # tied tensors under all their names
@@ -126,11 +132,11 @@ class WeightInitializer:
         names = {name: first_names.get(id(tensor), name) for name, tensor in state.items()}
         parameters = {name for name, _ in self.named_parameters()}
         _raise_on_mismatch(
-            f"{source} does not hold the weights of the {type(self._model).__name__} that its config describes",
+            f"the weights in {source} do not match its config, a {type(self._model).__name__}",
             missing=sorted(parameters - {names[name] for name in converted if name in names}),
             unexpected=[name for name in converted if name not in names and not self._is_legacy_key(name)],
             misshapen=[
-                f"{name} {tuple(tensor.shape)}, wanted {tuple(state[name].shape)}"
+                f"{name} {tuple(tensor.shape)}, expected {tuple(state[name].shape)}"
                 for name, (_, tensor) in converted.items()
                 if name in state and state[name].shape != tensor.shape
             ],
@@ -140,8 +146,8 @@ class WeightInitializer:
             first_source = found.setdefault(names[name], (conversion, name)) if name in names else (conversion, name)
             if not self._has_equal_tied_values(first_source, conversion, name):
                 raise ValueError(
-                    f"{source} holds different values for {first_source[1]} and {name}, which its config ties: "
-                    'set "tie_word_embeddings" to false there'
+                    f"{source} has different values for {first_source[1]} and {name}, which its config ties: "
+                    'set "tie_word_embeddings" to false in the config'
                 )
         return found
 
@@ -215,12 +221,107 @@ def _mark_initialized(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _raise_on_mismatch(message: str, missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    kinds = {"missing": missing, "unexpected": unexpected, "of the wrong shape": misshapen}
     details = "; ".join(f"{kind}: {_join_names(names)}" for kind, names in kinds.items() if names)
     if details:
-        raise ValueError(f"{message}. {details}. Give config.json and weights of one and the same model")
+        raise ValueError(f"{message}. {details}. Pass config.json and weights of the same model")
 
 
 def _join_names(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
     return ", ".join(names[:_MAX_LISTED_NAMES]) + more
+
+
+# ------------------------------------------------------------------------------------------------ conversion
+
+
+@dataclass
+class WeightConversion:
+    """Converts a few source tensors to a few target tensors."""
+
+    target: str
+    """Name of the first target tensor."""
+    converter: Any = None
+    """transformers' WeightConverter; None: one tensor, unchanged."""
+    renamings: list[Any] = field(default_factory=list)
+    """transformers' WeightRenamings, applied to the target names."""
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    """(matching pattern of the converter, name) of each source tensor."""
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the source tensors."""
+        return [name for _, name in self.sources]
+
+    def convert(self, read: ReadTensor, model: Any) -> dict[str, torch.Tensor]:
+        """Read the sources and return the target tensors by name."""
+        if self.converter is None:
+            return {self.target: read(self.sources[0][1])}
+        converter = copy.deepcopy(self.converter)  # a converter keeps references to its inputs
+        for pattern, name in self.sources:
+            converter.add_tensor(self.target, name, pattern, read(name))
+        converted = converter.convert(self.target, model=model, config=model.config)
+        rename = _core_model_loading().apply_renamings
+        return {
+            rename(name, self.renamings): value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
+        }
+
+
+def load_conversions(model: Any, stored: Mapping[str, torch.Tensor]) -> list[WeightConversion]:
+    """Return the conversions from stored tensors to a model's; tensors that match no rule keep their names.
+
+    Like transformers, it records the used rules on the model, for :func:`save_conversions`.
+    """
+    rules = _core_model_loading()
+    mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    renamings, converters = _split_rules(mapping)
+    state = model.state_dict()
+    conversions: dict[str, WeightConversion] = {}
+    for name in sorted(stored, key=rules.dot_natural_key):
+        target, pattern = rules.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:  # the rule matched a tensor that is already converted
+            target, pattern = rules.rename_source_key(name, [], [], model.base_model_prefix, state)
+        rule = None if pattern is None else _converter_for(pattern, converters)
+        if rule is None and target in conversions:  # the same tensor with and without the base model's prefix
+            target = name
+        conversions.setdefault(target, WeightConversion(target, rule)).sources.append((pattern or name, name))
+    model._weight_conversions = [rule for rule in mapping if rule.was_used()]
+    return list(conversions.values())
+
+
+def save_conversions(model: Any, names: Iterable[str]) -> list[WeightConversion]:
+    """Return the conversions from a model's tensors back to the names and shapes they were loaded from."""
+    rules = _core_model_loading()
+    mapping = getattr(model, "_weight_conversions", None)
+    if mapping is None:  # never loaded: use the published format, without prefix changes
+        library = importlib.import_module("transformers.conversion_mapping")
+        mapping = library.get_model_conversion_mapping(model, add_legacy=False)
+        mapping = [rule for rule in mapping if not isinstance(rule, rules.PrefixChange)]
+    renamings, converters = _split_rules([rule.reverse_transform() for rule in reversed(mapping)])
+    conversions: dict[str, WeightConversion] = {}
+    for name in sorted(names, key=rules.dot_natural_key):
+        target, pattern = rules.apply_converters(name, converters)
+        if pattern is None:
+            target = rules.apply_renamings(name, renamings)
+            conversion = WeightConversion(target)
+        else:
+            conversion = WeightConversion(target, _converter_for(pattern, converters), renamings)
+        conversions.setdefault(target, conversion).sources.append((pattern or name, name))
+    return list(conversions.values())
+
+
+def _core_model_loading() -> Any:
+    return importlib.import_module("transformers.core_model_loading")
+
+
+def _split_rules(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Split the rules into renamings and converters."""
+    rules = _core_model_loading()
+    renamings = [rule for rule in mapping if isinstance(rule, rules.WeightRenaming)]
+    return renamings, [rule for rule in mapping if isinstance(rule, rules.WeightConverter)]
+
+
+def _converter_for(pattern: str, converters: list[Any]) -> Any:
+    """Return the last converter with the pattern, because transformers' own table is a dict by pattern."""
+    return next(rule for rule in reversed(converters) if pattern in rule.source_patterns)
