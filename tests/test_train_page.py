@@ -24,7 +24,7 @@ pytest.importorskip("jinja2", reason="the report needs jinja2: pip install 'zero
 
 from zeroshard.train.report import run_charts
 from zeroshard.train.report.html_report import read_metrics, write_html_report
-from zeroshard.train.report.series import MAX_POINTS, downsample
+from zeroshard.train.report.run_charts import MAX_POINTS, downsample
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
@@ -203,7 +203,7 @@ def test_the_head_tells_the_figures_of_the_run(full: Dom) -> None:
     text = full.text()
     assert "GPT, 4 layers 1.06M parameters ZeRO stage 3 2 ranks cpu gloo fp32 15 November 2026, 05:20 UTC" in text
     assert "Training loss 1.15 at step 40, from 7.00 at step 1" in text
-    assert "Held-out loss 7.10 → 1.50 best at step 40, a perplexity of 4.48" in text
+    assert "Held-out loss 7.10 → 1.50 best at step 40, perplexity 4.48" in text
     assert "Tokens per second 21.0k" in text
     assert "Memory per rank 8.48 MB of model states, 2.0 × less than plain data parallelism" in text
     assert "Time 1 min 11 s 40 steps, 81.9k tokens" in text
@@ -226,12 +226,10 @@ def test_states_and_working_buffers_are_apart(full: Dom) -> None:
     assert {bar["name"] for bar in figures["working"]["data"]} == {"gathered", "autograd"}
     gradients = next(bar for bar in figures["states"]["data"] if bar["name"] == "gradients")
     assert gradients["x"] == [4 * PSI, 2 * PSI, 2 * PSI]  # plain, then the ranks; freed at the end, so the peak
-    assert "At its fullest moment a rank held 10.60 MB" in full.text()
+    assert "The peak of a rank is 10.60 MB" in full.text()
 
 
-@pytest.mark.parametrize(
-    ("extra", "shown"), [(0, ["each of 64 ranks"]), (8, ["the most, rank 5", "the least, rank 0"])]
-)
+@pytest.mark.parametrize(("extra", "shown"), [(0, ["each of 64 ranks"]), (8, ["most, rank 5", "least, rank 0"])])
 def test_many_ranks_are_not_drawn_one_by_one_but_listed(tmp_path: Path, extra: int, shown: list[str]) -> None:
     memory = [copy.deepcopy(RANK) for _ in range(64)]
     memory[5]["parameters"]["now"] += extra
@@ -303,7 +301,7 @@ def test_losses_that_are_no_numbers_are_left_out_and_counted(tmp_path: Path) -> 
 
 ABSENT = {
     "memory": "The memory of the ranks was not recorded",
-    "timeline": "No step was traced in this run",
+    "timeline": "No step was profiled in this run",
     "traffic": "The communication of a step was not recorded",
     "samples": "No text was generated in this run",
 }
@@ -326,7 +324,7 @@ def test_parts_that_are_there_but_empty_are_named_too(tmp_path: Path) -> None:
         make_run(tmp_path, RUN | {"timeline": timeline, "memory": [{"parameters": held(8, 8), "step": None}]})
     )
     assert page.figures().keys() == CHARTS - {"timeline", "working"}
-    assert "No working buffers were recorded" in page.text()
+    assert "No temporary buffers were recorded" in page.text()
 
 
 def test_without_plain_the_states_are_drawn_alone(tmp_path: Path) -> None:
@@ -349,7 +347,7 @@ def test_a_run_stopped_before_its_first_step_has_a_page(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"run\.json is not there: give the directory of a run"):
+    with pytest.raises(FileNotFoundError, match=r"run\.json does not exist: pass the directory of a run"):
         write_html_report(tmp_path)
 
 

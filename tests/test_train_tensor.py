@@ -128,7 +128,7 @@ def test_the_header_and_the_page_say_what_is_divided(runs: tuple[Path, Path, str
     found = record(pairs)
     assert (found["ranks"], found["tensor"], found["stage"]) == (4, 2, 3)
     page = (pairs / "report.html").read_text()
-    assert "each layer divided over 2" in page and "3Ψ/N_m + P_a" in page and "N_m = 2" in page
+    assert "tensor parallel over 2" in page and "3Ψ/N_m + P_a" in page and "N_m = 2" in page
     assert "activations (host)" in page and "blocks alone, has 1/12" in page
 
 

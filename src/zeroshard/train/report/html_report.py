@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from zeroshard.page import render_page
+from zeroshard.page import JsonObject, render_page
 from zeroshard.train.report import run_charts
-from zeroshard.train.report.series import JsonObject, extract_series, finite_or_none
+from zeroshard.train.report.run_charts import extract_series, finite_or_none
 from zeroshard.utils.atomic_file import read_json
 from zeroshard.utils.format import format_bytes, format_count
 
@@ -46,11 +46,9 @@ def write_html_report(run: Path) -> Path:
     """
     run = Path(run)
     record, metrics = _read_record(run / "run.json"), read_metrics(run / "metrics.jsonl")
-    html = render_page(
-        "zeroshard.train.report", "page.html.j2", "the report of a run", **_template_context(record, metrics)
-    )
+    context = _template_context(record, metrics)
     report_path = run / "report.html"
-    report_path.write_bytes(html)
+    report_path.write_bytes(render_page("zeroshard.train.report", "page.html.j2", "the report of a run", **context))
     return report_path
 
 
@@ -59,7 +57,7 @@ def write_html_report(run: Path) -> Path:
 
 def _read_record(path: Path) -> JsonObject:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: give the directory of a run, as `zeroshard train` made it")
+        raise FileNotFoundError(f"{path} does not exist: pass the directory of a run of `zeroshard train`")
     return read_json(path)
 
 
@@ -145,7 +143,7 @@ def _facts(record: JsonObject, model: JsonObject) -> list[str]:
     if record.get("ranks"):
         facts.append(f"{record['ranks']} rank{'s' if record['ranks'] != 1 else ''}")
     if (record.get("tensor") or 1) > 1:
-        facts.append(f"each layer divided over {record['tensor']}")
+        facts.append(f"tensor parallel over {record['tensor']}")
     device = (record.get("versions") or {}).get("device")
     facts += [str(fact) for fact in (device, record.get("backend"), record.get("precision")) if fact]
     if record.get("started"):
@@ -159,14 +157,13 @@ def _headline(record: JsonObject, metrics: RunMetrics) -> list[ReportFigure]:
     figures = []
     loss_steps, losses = extract_series(metrics.steps, "loss")
     if losses:
-        note = f"at step {loss_steps[-1]:,}" + (
-            f", from {losses[0]:.2f} at step {loss_steps[0]:,}" if len(loss_steps) > 1 else ""
-        )
+        note = f"at step {loss_steps[-1]:,}"
+        note += f", from {losses[0]:.2f} at step {loss_steps[0]:,}" if len(loss_steps) > 1 else ""
         figures.append(ReportFigure("Training loss", f"{losses[-1]:.2f}", note))
     if metrics.evaluations:
         first, (best_step, best) = metrics.evaluations[0][1], min(metrics.evaluations, key=lambda pair: pair[1])
         value = f"{first:.2f} → {best:.2f}" if len(metrics.evaluations) > 1 else f"{best:.2f}"
-        note = f"best at step {best_step:,}, a perplexity of {math.exp(min(best, 700)):,.2f}"
+        note = f"best at step {best_step:,}, perplexity {math.exp(min(best, 700)):,.2f}"
         figures.append(ReportFigure("Held-out loss", value, note))
     speeds = extract_series(metrics.steps, "tokens_per_s")[1]
     if speeds:
@@ -174,13 +171,8 @@ def _headline(record: JsonObject, metrics: RunMetrics) -> list[ReportFigure]:
     memory, ddp_bytes = record.get("memory") or [], record.get("plain")
     if memory:
         max_bytes = max(sum(run_charts.state_bytes(rank).values()) for rank in memory)
-        figures.append(
-            ReportFigure(
-                "Memory per rank",
-                format_bytes(max_bytes),
-                _memory_note(max_bytes, sum(ddp_bytes.values()) if ddp_bytes else None),
-            )
-        )
+        note = _memory_note(max_bytes, sum(ddp_bytes.values()) if ddp_bytes else 0)
+        figures.append(ReportFigure("Memory per rank", format_bytes(max_bytes), note))
     seconds = finite_or_none(record.get("seconds"))
     if seconds is not None:
         tokens = extract_series(metrics.steps, "tokens")[1][-1:]  # total so far, on all ranks
@@ -200,14 +192,13 @@ def _throughput_note(steps: Sequence[JsonObject]) -> str:
     return ", ".join(notes)
 
 
-def _memory_note(most: float, plain: float | None) -> str:
+def _memory_note(held: float, ddp: float) -> str:
     """Compare a rank's model states with those of DDP."""
-    if not plain or not most:
+    if not ddp or not held:
         return "of model states"
-    ratio = plain / most
-    if ratio < 1.05:
+    if ddp < 1.05 * held:
         return "of model states, as much as plain data parallelism"
-    return f"of model states, {ratio:.1f} × less than plain data parallelism"
+    return f"of model states, {ddp / held:.1f} × less than plain data parallelism"
 
 
 def _format_peak(memory: Sequence[JsonObject]) -> str:

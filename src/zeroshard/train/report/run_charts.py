@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
 from zeroshard.page import (
     Chart,
+    JsonObject,
     bar_trace,
     bytes_axis,
     line_trace,
@@ -17,13 +18,76 @@ from zeroshard.page import (
     plot_layout,
     stacked_bar_layout,
 )
-from zeroshard.train.report.series import JsonObject, downsample, extract_series, format_number, smooth
 from zeroshard.utils.format import format_bytes
 
 STATE_KINDS = ("parameters", "gradients", "optimizer states", "master weights")  # in stacking order
 BUFFER_KINDS = ("gathered", "autograd", "buckets", "step", "activations", "staging")
 COLLECTIVE_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "activation gather")
 MAX_RANK_BARS = 8  # draw at most this many ranks individually
+MAX_POINTS = 2000  # per line of a chart
+
+
+# ------------------------------------------------------------------------------------------------ series over the steps
+
+
+def finite_or_none(value: object) -> float | None:
+    """Return ``value`` if it is a finite number: the JSON of a diverged run also contains NaN and Infinity.
+
+    >>> finite_or_none(2), finite_or_none(float("nan")), finite_or_none(None)
+    (2.0, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def format_number(value: float) -> str:
+    """Format a number for a table.
+
+    >>> format_number(6.97123), format_number(0.00012), format_number(21034.7), format_number(0)
+    ('6.971', '0.00012', '21,035', '0')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def extract_series(steps: Sequence[JsonObject], key: str) -> tuple[list[int], list[float]]:
+    """Return the steps at which ``key`` is a finite number, and the numbers."""
+    pairs = [(step["step"], value) for step in steps if (value := finite_or_none(step.get(key))) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def downsample(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
+    """Return at most ``limit`` indices that keep the shape: both ends, and the minimum and maximum of every interval.
+
+    >>> downsample([0, 5, 1, 1, -3, 1, 1, 1, 0, 2], limit=6)
+    [0, 1, 4, 8, 9]
+    """
+    count, num_intervals = len(values), (limit - 2) // 2
+    if count <= limit:
+        return list(range(count))
+    kept = {0, count - 1}
+    for interval in range(num_intervals):
+        indices = range(interval * count // num_intervals, (interval + 1) * count // num_intervals)
+        kept |= {min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
+    return sorted(kept)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Average over a centered window of about a 25th of the run, so that a steep start is not delayed.
+
+    >>> smooth([4, 3, 2, 1])
+    [4.0, 3.0, 2.0, 1.5]
+    """
+    half_width, sums = max(1, len(values) // 50), [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+
+    def average(index: int) -> float:
+        width = min(index, half_width)  # not wider on the right than on the left: the first value does not change
+        first, last = index - width, min(len(values), index + width + 1)
+        return (sums[last] - sums[first]) / (last - first)
+
+    return [average(index) for index in range(len(values))]
 
 
 # ------------------------------------------------------------------------------------------------ parts of a figure
@@ -31,11 +95,12 @@ MAX_RANK_BARS = 8  # draw at most this many ranks individually
 
 def color_variable(kind: str) -> str:
     """Return the CSS variable for the color of a state, buffer or collective."""
-    return (
-        f"var(--{kind.replace(' ', '-')})"
-        if kind in (*STATE_KINDS, *BUFFER_KINDS, *COLLECTIVE_KINDS)
-        else "var(--other)"
-    )
+    is_known = kind in (*STATE_KINDS, *BUFFER_KINDS, *COLLECTIVE_KINDS)
+    return f"var(--{kind.replace(' ', '-')})" if is_known else "var(--other)"
+
+
+def _legend(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    return [(kind, color_variable(kind)) for kind in kinds]
 
 
 def _sort_kinds(kinds: Iterable[str], order: Sequence[str]) -> list[str]:
@@ -54,6 +119,20 @@ def _kind_bar(
     return bar_trace(names, values, kind, color_variable(kind), opacity)
 
 
+def _raw_and_smoothed(x: Sequence[int], y: Sequence[float], width: float) -> list[JsonObject]:
+    """Return the lines of a series: raw (light) and smoothed (strong)."""
+    indices, smoothed = downsample(y), smooth(y)
+    kept = [x[i] for i in indices]
+    return [
+        line_trace(kept, [y[i] for i in indices], "each step", "var(--training-light)", 1.2),
+        line_trace(kept, [smoothed[i] for i in indices], "smoothed", "var(--training)", width),
+    ]
+
+
+def _describe_range(title: str, x: Sequence[int], y: Sequence[float], format_value: Callable[[float], str]) -> str:
+    return f"{title}, from {format_value(y[0])} at step {x[0]} to {format_value(y[-1])} at step {x[-1]}."
+
+
 def _evenly_spaced(count: int, rows: int = 20) -> list[int]:
     """Return at most ``rows`` evenly spaced indices below ``count``, including both ends."""
     return sorted({round(row * (count - 1) / max(1, rows - 1)) for row in range(min(rows, count))})
@@ -67,35 +146,24 @@ def loss_chart(steps: Sequence[JsonObject], evaluations: Sequence[tuple[int, flo
     x, y = extract_series(steps, "loss")
     if not x and not evaluations:
         return None
-    indices, smoothed, data, legend = downsample(y), smooth(y), [], []
+    data, legend = [], []
     if x:
-        x_kept, raw, smooth_kept = [x[i] for i in indices], [y[i] for i in indices], [smoothed[i] for i in indices]
-        data = [
-            line_trace(x_kept, raw, "each step", "var(--training-light)", 1.2),
-            line_trace(x_kept, smooth_kept, "smoothed", "var(--training)", 2.5),
-        ]
+        data = _raw_and_smoothed(x, y, 2.5)
         legend = [("training, each step", "var(--training-light)"), ("training, smoothed", "var(--training)")]
     if evaluations:
-        points = line_trace(
-            [x_kept for x_kept, _ in evaluations], [value for _, value in evaluations], "held-out", "var(--held)", 1
-        )
+        eval_steps, eval_losses = [step for step, _ in evaluations], [loss for _, loss in evaluations]
+        points = line_trace(eval_steps, eval_losses, "held-out", "var(--held)", 1)
         marker = {"color": "var(--held)", "size": 9, "symbol": "diamond", "line": {"color": "var(--card)", "width": 1}}
         data.append(points | {"mode": "markers", "marker": marker})
         legend.append(("held-out", "var(--held)"))
-    validation, rows = dict(evaluations), []
-    losses = dict(zip(x, y, strict=True))
+    losses, validation, rows = dict(zip(x, y, strict=True)), dict(evaluations), []
     for step in sorted({x[i] for i in _evenly_spaced(len(x))} | validation.keys()):
-        rows.append(
-            [f"{step:,}", *(f"{series[step]:.3f}" if step in series else "" for series in (losses, validation))]
-        )
-        rows[-1].append(f"{math.exp(min(validation[step], 700)):,.2f}" if step in validation else "")
-    label = (
-        f"Training loss, from {format_number(y[0])} at step {x[0]} to {format_number(y[-1])} at step {x[-1]}."
-        if x
-        else ""
-    )
+        perplexity = f"{math.exp(min(validation[step], 700)):,.2f}" if step in validation else ""
+        values = [f"{series[step]:.3f}" if step in series else "" for series in (losses, validation)]
+        rows.append([f"{step:,}", *values, perplexity])
+    label = _describe_range("Training loss", x, y, format_number) if x else ""
     if validation:
-        label += f" Held-out loss, {len(validation)} times measured, at best {format_number(min(validation.values()))}."
+        label += f" Held-out loss, measured {len(validation)} times, best {format_number(min(validation.values()))}."
     layout = plot_layout(380, _step_axis(x), plot_axis("loss (nats per token)"), hovermode="x unified")
     columns = ["step", "training loss", "held-out loss", "held-out perplexity"]
     return Chart("loss", label.strip(), {"data": data, "layout": layout}, columns, rows, legend)
@@ -108,21 +176,18 @@ def metric_chart(
     x, y = extract_series(steps, key)
     if not x:
         return None
-    indices = downsample(y)
-    x_kept, color = [x[i] for i in indices], "var(--training-light)" if smoothed else "var(--training)"
-    data = [line_trace(x_kept, [y[i] for i in indices], "each step", color, 1.2 if smoothed else 2)]
     if smoothed:
-        smooth_values = smooth(y)
-        data.append(line_trace(x_kept, [smooth_values[i] for i in indices], "smoothed", "var(--training)", 2.2))
-    layout = plot_layout(
-        230, _step_axis(x, nticks=6), plot_axis("", tickformat=tick_format, nticks=5, rangemode="tozero")
-    )
-    layout["hovermode"] = "x unified"
+        data = _raw_and_smoothed(x, y, 2.2)
+    else:
+        indices = downsample(y)
+        data = [line_trace([x[i] for i in indices], [y[i] for i in indices], "each step", "var(--training)", 2)]
+    yaxis = plot_axis("", tickformat=tick_format, nticks=5, rangemode="tozero")
+    layout = plot_layout(230, _step_axis(x, nticks=6), yaxis, hovermode="x unified")
     format_value = "{:.1%}".format if tick_format.endswith("%") else format_number
-    label = f"{title}, from {format_value(y[0])} at step {x[0]} to {format_value(y[-1])} at step {x[-1]}."
     rows = [[f"{x[i]:,}", format_value(y[i])] for i in _evenly_spaced(len(x))]
-    name = key.replace("_", "-")
-    return Chart(name, label, {"data": data, "layout": layout}, ["step", title.lower()], rows)
+    figure = {"data": data, "layout": layout}
+    label = _describe_range(title, x, y, format_value)
+    return Chart(key.replace("_", "-"), label, figure, ["step", title.lower()], rows)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -145,32 +210,26 @@ def states_chart(memory: Sequence[JsonObject], ddp_bytes: JsonObject | None) -> 
     ranks = [(f"rank {index}", state_bytes(rank)) for index, rank in enumerate(memory)]
     totals = [sum(nbytes.values()) for _, nbytes in ranks]
     ddp_row = [("plain data parallelism", ddp_bytes)] if ddp_bytes else []
-    bars = ddp_row + ranks
+    shown = ranks
     if len(ranks) > MAX_RANK_BARS and max(totals) == min(totals):
-        bars = [*ddp_row, (f"each of {len(ranks)} ranks", ranks[0][1])]
+        shown = [(f"each of {len(ranks)} ranks", ranks[0][1])]
     elif len(ranks) > MAX_RANK_BARS:
         largest, smallest = ranks[totals.index(max(totals))], ranks[totals.index(min(totals))]
-        bars = [*ddp_row, (f"the most, {largest[0]}", largest[1]), (f"the least, {smallest[0]}", smallest[1])]
+        shown = [(f"most, {largest[0]}", largest[1]), (f"least, {smallest[0]}", smallest[1])]
+    bars = ddp_row + shown
     kinds = [kind for kind in STATE_KINDS if any(nbytes.get(kind) for _, nbytes in bars)]
     names, bar_totals = [name for name, _ in bars], [sum(nbytes.values()) for _, nbytes in bars]
     opacity = [0.45 if ddp_bytes and index == 0 else 1.0 for index in range(len(bars))]
     data = [_kind_bar(names, [nbytes.get(kind, 0) for _, nbytes in bars], kind, opacity=opacity) for kind in kinds]
-    label = f"Model states per rank ({len(ranks)} in all), at most {format_bytes(max(totals))}"
-    label += (
-        f"; plain data parallelism holds {format_bytes(sum(ddp_bytes.values()))} on every rank." if ddp_bytes else "."
-    )
-    rows = [
-        [
-            name,
-            *(format_bytes(nbytes.get(kind, 0)) for kind in kinds),
-            format_bytes(sum(nbytes.get(kind, 0) for kind in kinds)),
-        ]
-        for name, nbytes in ddp_row + ranks
-    ]
+    label = f"Model states of {len(ranks)} ranks, at most {format_bytes(max(totals))} per rank"
+    if ddp_bytes:
+        label += f"; plain data parallelism holds {format_bytes(sum(ddp_bytes.values()))} on every rank"
+    rows = []
+    for name, nbytes in ddp_row + ranks:
+        sizes = [nbytes.get(kind, 0) for kind in kinds]
+        rows.append([name, *map(format_bytes, sizes), format_bytes(sum(sizes))])
     figure = {"data": data, "layout": stacked_bar_layout(names, bar_totals)}
-    return Chart(
-        "states", label, figure, ["", *kinds, "together"], rows, [(kind, color_variable(kind)) for kind in kinds]
-    )
+    return Chart("states", f"{label}.", figure, ["", *kinds, "total"], rows, _legend(kinds))
 
 
 def buffers_chart(memory: Sequence[JsonObject]) -> Chart | None:
@@ -185,12 +244,9 @@ def buffers_chart(memory: Sequence[JsonObject]) -> Chart | None:
         [f"rank {index}", *(format_bytes(rank[kind]["peak"]) if rank.get(kind) else "" for kind in (*kinds, "total"))]
         for index, rank in enumerate(memory)
     ]
-    figure = {
-        "data": data,
-        "layout": stacked_bar_layout([escape(kind) for kind in kinds], [peaks[kind] for kind in kinds]),
-    }
-    label = "Working buffers at their peak: " + ", ".join(f"{kind} {format_bytes(peaks[kind])}" for kind in kinds) + "."
-    return Chart("working", label, figure, ["peak of", *kinds, "everything at once"], rows)
+    layout = stacked_bar_layout([escape(kind) for kind in kinds], [peaks[kind] for kind in kinds])
+    label = "Peaks of temporary buffers: " + ", ".join(f"{kind} {format_bytes(peaks[kind])}" for kind in kinds) + "."
+    return Chart("working", label, {"data": data, "layout": layout}, ["peak of", *kinds, "total"], rows)
 
 
 def timeline_chart(record: JsonObject | None) -> Chart | None:
@@ -204,21 +260,21 @@ def timeline_chart(record: JsonObject | None) -> Chart | None:
     total = [sum(values) for values in zip(*(record["kinds"][kind] for kind in kinds), strict=True)]
     indices = downsample(total)
     milliseconds = [record["seconds"][i] * 1000 for i in indices]
-    data = []
-    for kind in kinds:
-        area = line_trace(
-            milliseconds, [record["kinds"][kind][i] for i in indices], escape(kind), color_variable(kind), 0
-        )
+
+    def line(values: Sequence[float], name: str, color: str, width: float) -> JsonObject:
+        trace = line_trace(milliseconds, [values[i] for i in indices], name, color, width)
+        return trace | {"hovertemplate": "%{y:.3~s}B"}
+
+    data, legend = [], _legend(kinds)
+    for kind, color in legend:
+        area = line(record["kinds"][kind], escape(kind), color, 0)
         area["line"]["shape"] = "hv"  # memory changes in steps
-        data.append(area | {"stackgroup": "held", "fillcolor": color_variable(kind), "hovertemplate": "%{y:.3~s}B"})
-    legend = [(kind, color_variable(kind)) for kind in kinds]
+        data.append(area | {"stackgroup": "held", "fillcolor": color})
     if record.get("allocated"):
-        allocated = line_trace(
-            milliseconds, [record["allocated"][i] for i in indices], "allocated in all", "var(--text)", 1.5
-        )
+        allocated = line(record["allocated"], "total allocated", "var(--text)", 1.5)
         allocated["line"]["dash"] = "dot"
-        data.append(allocated | {"hovertemplate": "%{y:.3~s}B"})
-        legend.append(("allocated in all, activations included", "var(--text)"))
+        data.append(allocated)
+        legend.append(("total allocated, including activations", "var(--text)"))
     xaxis = plot_axis("milliseconds since the step began", range=[milliseconds[0], milliseconds[-1]])
     xaxis["unifiedhovertitle"] = {"text": "%{x:.3~g} ms"}
     layout = plot_layout(380, xaxis, bytes_axis("bytes held"))
@@ -226,17 +282,12 @@ def timeline_chart(record: JsonObject | None) -> Chart | None:
     layout["margin"] = {"l": 8, "r": 16, "t": 40, "b": 8}
     peak = total.index(max(total))
     label = (
-        f"Memory of rank 0 over one step: {format_bytes(total[0])} at its start, at most "
-        f"{format_bytes(total[peak])} after "
+        f"Memory of rank 0 over one step: {format_bytes(total[0])} at its start, at most {format_bytes(total[peak])} "
+        f"after {record['seconds'][peak] * 1000:.3g} ms."
     )
-    label += f"{record['seconds'][peak] * 1000:.3g} ms."
-    rows = [
-        [kind, *(format_bytes(reduce(record["kinds"][kind])) for reduce in (lambda values: values[0], max))]
-        for kind in kinds
-    ]
-    rows = [[*row, format_bytes(record["kinds"][row[0]][peak])] for row in rows]
-    rows.append(["together", format_bytes(total[0]), format_bytes(total[peak]), format_bytes(total[peak])])
-    columns = ["", "at the start", "at most", "at the fullest moment"]
+    series = {kind: record["kinds"][kind] for kind in kinds} | {"total": total}
+    rows = [[name, *map(format_bytes, (values[0], max(values), values[peak]))] for name, values in series.items()]
+    columns = ["", "at the start", "at most", "at the peak of the total"]
     return Chart("timeline", label, {"data": data, "layout": layout}, columns, rows, legend)
 
 
@@ -251,15 +302,14 @@ def communication_chart(traffic: JsonObject, paper: JsonObject | None) -> Chart 
     total_bytes = sum(traffic[kind]["bytes"] for kind in kinds)
     names, bar_totals = ["this run"], [total_bytes]
     data = [_kind_bar(["this run"], [traffic[kind]["bytes"]], kind) for kind in kinds]
-    legend = [(kind, color_variable(kind)) for kind in kinds]
     rows = [[kind, str(traffic[kind]["count"]), format_bytes(traffic[kind]["bytes"])] for kind in kinds]
-    rows.append(["together", str(sum(traffic[kind]["count"] for kind in kinds)), format_bytes(total_bytes)])
+    rows.append(["total", str(sum(traffic[kind]["count"] for kind in kinds)), format_bytes(total_bytes)])
     label = f"One step communicated {format_bytes(total_bytes)}"
     if paper:
-        names.append(f"the paper: {escape(paper['formula'])}")
+        names.append(f"ZeRO paper: {escape(paper['formula'])}")
         bar_totals.append(paper["bytes"])
         data.append(_kind_bar(names[1:], bar_totals[1:], "paper"))
-        rows.append([f"the paper: {paper['formula']}", "", format_bytes(paper["bytes"])])
-        label += f", where the paper counts {format_bytes(paper['bytes'])}"
+        rows.append([f"ZeRO paper: {paper['formula']}", "", format_bytes(paper["bytes"])])
+        label += f"; the ZeRO paper counts {format_bytes(paper['bytes'])}"
     figure = {"data": data, "layout": stacked_bar_layout(names, bar_totals)}
-    return Chart("traffic", label + ".", figure, ["collective", "count", "bytes"], rows, legend)
+    return Chart("traffic", label + ".", figure, ["collective", "count", "bytes"], rows, _legend(kinds))
