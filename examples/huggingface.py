@@ -19,8 +19,7 @@ import transformers
 from torch import nn
 
 import zeroshard
-from zeroshard.train.data.corpus import shakespeare
-from zeroshard.train.models.huggingface import open_model
+from zeroshard.train import open_model, shakespeare
 
 
 def parse() -> argparse.Namespace:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers
 
 import zeroshard
-from zeroshard.train.data.corpus import shakespeare
+from zeroshard.train import shakespeare
 
 
 def parse() -> argparse.Namespace:

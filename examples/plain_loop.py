@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.train.data.corpus import shakespeare
+from zeroshard.train import shakespeare
 
 
 def parse() -> argparse.Namespace:

@@ -39,7 +39,7 @@ class GenerateOptions:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status."""
     options = tyro.cli(GenerateOptions, args=list(argv), prog="zeroshard generate")
-    from zeroshard.train.generation import generate_text
+    from zeroshard.train import generate_text
 
     try:
         text = generate_text(

@@ -22,7 +22,7 @@ class ReportOptions:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return the exit status."""
     options = tyro.cli(ReportOptions, args=list(argv), prog="zeroshard report")
-    from zeroshard.train.report.html_report import write_html_report
+    from zeroshard.train import write_html_report
 
     try:
         print(write_html_report(options.run))
