@@ -16,8 +16,8 @@ from zeroshard.memory import Profile, Report
 from zeroshard.planner import predict_memory
 from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
-from zeroshard.train.models.language_model import LanguageModel
-from zeroshard.train.options import Batching, TrainOptions
+from zeroshard.train.models.language_model import LanguageModel, sequence_length
+from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank_info import RankInfo
 
 MAX_TIMELINE_POINTS = 4000  # a step of a deep model has more, which no screen can show
@@ -82,18 +82,14 @@ class RunRecord:
 
 
 def new_run_record(
-    options: TrainOptions,
-    rank_info: RankInfo,
-    language_model: LanguageModel,
-    precision: str,
-    batching: Batching,
-    sequence: int,
+    options: TrainOptions, rank_info: RankInfo, language_model: LanguageModel, precision: str
 ) -> RunRecord:
     """Create the record of a run before its model is sharded."""
-    module = language_model.module
+    module, batching = language_model.module, options.batching(rank_info.world_size)
     numels = local_numels(module, rank_info.tp_size)  # elements per rank without sharding over the data-parallel ranks
     trained = sum(numels[name] for name, parameter in module.named_parameters() if parameter.requires_grad)
-    tokens = batching.micro * batching.accumulate * sequence  # per rank and step
+    # per rank and step
+    tokens = batching.micro * batching.accumulate * sequence_length(options.model, language_model)
     has_partitioned_inputs = (
         options.model.has_activation_checkpointing and options.model.partition_activations and rank_info.tp_size > 1
     )

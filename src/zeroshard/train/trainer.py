@@ -74,15 +74,100 @@ def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
     setup.model.eval()
     try:
         for first in range(0, count, setup.batching.micro):
-            pairs = [
-                loader.sequential_batch(position, 1) for position in positions[first : first + setup.batching.micro]
-            ]
+            chunk = positions[first : first + setup.batching.micro]
+            pairs = [loader.sequential_batch(position, 1) for position in chunk]
             tokens, targets = (torch.cat(part).to(rank_info.device) for part in zip(*pairs, strict=True))
             total += setup.language_model.loss(setup.model, tokens, targets) * len(tokens)
     finally:
         setup.model.train()
     dist.all_reduce(total)
     return float(total) / (count * rank_info.world_size)
+
+
+def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
+    """Generate a text after the run's prompt; return None if it is disabled. All ranks call it together."""
+    run_options, tokenizer_path, language_model = setup.options.run, setup.corpus.tokenizer_path, setup.language_model
+    if not run_options.sample_tokens or tokenizer_path is None:
+        return None
+    tokenizer = load_tokenizer(tokenizer_path)
+    if run_options.prompt is not None:
+        ids = encode_prompt(tokenizer, run_options.prompt)
+    else:
+        loader = setup.validation_loader or setup.train_loader
+        ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
+    setup.model.eval()
+    tokens = generate_tokens(
+        lambda tokens: language_model.logits(setup.model, tokens),
+        torch.tensor([ids], device=setup.rank_info.device),
+        run_options.sample_tokens,
+        context=language_model.context,
+        seed=setup.options.training.seed,
+    )
+    setup.model.train()
+    prompt = tokenizer.decode(ids)
+    return {"prompt": prompt, "text": tokenizer.decode(tokens[0].tolist()).removeprefix(prompt)}
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of a run in the background. All ranks call its methods together."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        self._setup = setup
+        self._directory = setup.directory.checkpoints_dir
+        self._pending: zeroshard.Save | None = None
+        self.last_saved_step = -1 if setup.resume_checkpoint is None else setup.resume_checkpoint.step
+
+    def start(self, step: int, is_last: bool) -> Path:
+        """Start to write a checkpoint and return its path; the oldest checkpoints are deleted afterwards."""
+        self.wait()
+        path, keep = checkpoint_path(self._directory, step), self._setup.options.run.keep
+        with self._with_resume_hint():
+            self._pending = zeroshard.save(
+                path,
+                self._setup.model,
+                self._setup.optimizer,
+                extra={"step": step, "seconds": round(self._setup.record.seconds, 3)},
+                frozen=not self._setup.language_model.is_pretrained,  # frozen weights stay in their own files
+                # the newest checkpoint is known to be good only after a step from it, so the previous one is kept too
+                keep=keep if is_last else max(keep, 2),
+                wait=False,
+            )
+        self.last_saved_step = step
+        return path
+
+    def wait(self) -> None:
+        """Wait until the pending checkpoint is complete."""
+        if self._pending is not None:
+            with self._with_resume_hint():
+                self._pending.wait()
+            self._pending = None
+        self._setup.record.checkpoints = [path.name for path in complete_checkpoints(self._directory)]
+
+    def abort(self, reason: str, first_bad_step: int) -> NoReturn:
+        """End the run on all ranks, and quarantine checkpoints of ``first_bad_step`` or later."""
+        self.wait()
+        complete = complete_checkpoints(self._directory)
+        good = [path for path in complete if checkpoint_step(path) < first_bad_step]
+        if self._setup.rank_info.is_rank_zero:
+            for path in complete[len(good) :]:
+                quarantine(path)
+            self._setup.record.checkpoints = [path.name for path in good]
+        advice = "A lower --lr, a longer --warmup or a smaller --clip may help."
+        raise AllRanksError(f"{reason}. {self._resume_hint(good)} {advice}")
+
+    @contextmanager
+    def _with_resume_hint(self) -> Iterator[None]:
+        """Add the last good checkpoint to the error if a checkpoint cannot be written."""
+        try:
+            yield
+        except zeroshard.CheckpointError as error:
+            self._pending = None
+            raise AllRanksError(f"{error}. {self._resume_hint(complete_checkpoints(self._directory))}") from error
+
+    def _resume_hint(self, good_checkpoints: Sequence[Path]) -> str:
+        if not good_checkpoints:
+            return "There is no good checkpoint."
+        return f"The last good checkpoint is {good_checkpoints[-1]}: resume with `{resume_command(self._setup)}`."
 
 
 class Trainer:
@@ -94,8 +179,7 @@ class Trainer:
         self.start_step = setup.resume_checkpoint.step if setup.resume_checkpoint is not None else 0
         self.steps_done = self.start_step
         self.is_stopping = False
-        self._pending_save: zeroshard.Save | None = None
-        self._last_saved_step = self.start_step if setup.resume_checkpoint is not None else -1
+        self._saver = CheckpointSaver(setup)
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
@@ -152,7 +236,7 @@ class Trainer:
             if run_options.eval_every and self.steps_done % run_options.eval_every == 0:
                 self._evaluate()
             if run_options.checkpoint_every and self.steps_done % run_options.checkpoint_every == 0:
-                self._start_save()
+                self._save()
         self._process_stats(flush=True)
 
     def _step(self) -> None:
@@ -181,9 +265,8 @@ class Trainer:
         batching, device = self.setup.batching, self.rank_info.device
         tokens, targets = self.setup.train_loader.batch(step, self.rank_info.dp_rank, self.rank_info.dp_size)
         total = torch.zeros((), device=device)
-        for inputs, labels in zip(
-            torch.split(tokens, batching.micro), torch.split(targets, batching.micro), strict=True
-        ):
+        micro_batches = zip(*(torch.split(tensor, batching.micro) for tensor in (tokens, targets)), strict=True)
+        for inputs, labels in micro_batches:
             profile.phase("forward")
             inputs, labels = (tensor.to(device, non_blocking=True) for tensor in (inputs, labels))
             loss = self.setup.language_model.loss(self.setup.model, inputs, labels) / batching.accumulate
@@ -198,22 +281,10 @@ class Trainer:
             self._log_step(stats)
             self.is_stopping |= stats.has_stop_request
             if not math.isfinite(stats.loss):
-                self._abort(f"the loss is {stats.loss} at step {stats.step}", stats.step - 1)
+                self._saver.abort(f"the loss is {stats.loss} at step {stats.step}", stats.step - 1)
             overflows_are_skipped = self.setup.precision == "fp16"  # by the loss scaler
             if stats.grad_norm is not None and not math.isfinite(stats.grad_norm) and not overflows_are_skipped:
-                self._abort(f"the gradient norm is {stats.grad_norm} at step {stats.step}", stats.step)
-
-    def _abort(self, reason: str, first_bad_step: int) -> NoReturn:
-        """End the run on all ranks, and quarantine checkpoints of ``first_bad_step`` or later."""
-        self._wait_save()
-        complete = complete_checkpoints(self.setup.directory.checkpoints_dir)
-        good = [path for path in complete if checkpoint_step(path) < first_bad_step]
-        if self.rank_info.is_rank_zero:
-            for path in complete[len(good) :]:
-                quarantine(path)
-            self.record.checkpoints = [path.name for path in good]
-        advice = "A lower --lr, a longer --warmup or a smaller --clip may help."
-        raise AllRanksError(f"{reason}. {self._resume_hint(good)} {advice}")
+                self._saver.abort(f"the gradient norm is {stats.grad_norm} at step {stats.step}", stats.step)
 
     def _log_step(self, stats: StepStats) -> None:
         rate = self.setup.tokens_per_step / max(stats.seconds, 1e-9)
@@ -243,9 +314,8 @@ class Trainer:
         self.record.memory, self.record.traffic = memory, traffic_by_collective(report)
         self.record.tensor_traffic = tensor_parallel_traffic(report)
         ddp_bytes = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
-        self.view.show_memory(
-            {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in ddp_bytes}, ddp_bytes
-        )
+        held_bytes = {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in ddp_bytes}
+        self.view.show_memory(held_bytes, ddp_bytes)
 
     # -- evaluation and checkpoints -----------------------------------------------------------------------------
 
@@ -256,56 +326,19 @@ class Trainer:
         self._process_stats(flush=True)
         loss = evaluate(self.setup, self.setup.validation_loader)
         if not math.isfinite(loss):
-            self._abort(f"the held-out loss is {loss} after step {self.steps_done}", self.steps_done)
+            self._saver.abort(f"the held-out loss is {loss} after step {self.steps_done}", self.steps_done)
         self.view.show_evaluation(self.steps_done, loss)
         if self._metrics_file is not None:
             self._metrics_file.write_evaluation(self.steps_done, loss)
         self._stats_reducer.restart_timer()
 
-    def _start_save(self) -> None:
-        """Start to write a checkpoint of the current step; the oldest checkpoints are deleted afterwards."""
-        if self._last_saved_step == self.steps_done:
-            return
-        self._process_stats(flush=True)  # aborts first if the loss is not finite
-        self._wait_save()
-        path = checkpoint_path(self.setup.directory.checkpoints_dir, self.steps_done)
-        with self._with_checkpoint_hint():
-            self._pending_save = zeroshard.save(
-                path,
-                self.setup.model,
-                self.setup.optimizer,
-                extra={"step": self.steps_done, "seconds": round(self.record.seconds, 3)},
-                frozen=not self.setup.language_model.is_pretrained,  # frozen weights stay in their own files
-                # the newest checkpoint is known to be good only after a step from it, so the previous one is kept too
-                keep=self.options.run.keep if self.is_finished else max(self.options.run.keep, 2),
-                wait=False,
-            )
-        self._last_saved_step = self.steps_done
-        self.view.show_message(f"checkpoint {path}")
-        self._stats_reducer.restart_timer()
-
-    def _wait_save(self) -> None:
-        """Wait until the pending checkpoint is complete."""
-        if self._pending_save is not None:
-            with self._with_checkpoint_hint():
-                self._pending_save.wait()
-            self._pending_save = None
-        self.record.checkpoints = [path.name for path in complete_checkpoints(self.setup.directory.checkpoints_dir)]
-
-    @contextmanager
-    def _with_checkpoint_hint(self) -> Iterator[None]:
-        """Add the last good checkpoint to the error if a checkpoint cannot be written. All ranks call it together."""
-        try:
-            yield
-        except zeroshard.CheckpointError as error:
-            self._pending_save = None
-            good = complete_checkpoints(self.setup.directory.checkpoints_dir)
-            raise AllRanksError(f"{error}. {self._resume_hint(good)}") from error
-
-    def _resume_hint(self, good_checkpoints: Sequence[Path]) -> str:
-        if not good_checkpoints:
-            return "There is no good checkpoint."
-        return f"The last good checkpoint is {good_checkpoints[-1]}: resume with `{resume_command(self.setup)}`."
+    def _save(self) -> None:
+        """Start to write a checkpoint of the current step."""
+        if self._saver.last_saved_step != self.steps_done:
+            self._process_stats(flush=True)  # aborts first if the loss is not finite
+            path = self._saver.start(self.steps_done, is_last=self.is_finished)
+            self.view.show_message(f"checkpoint {path}")
+            self._stats_reducer.restart_timer()
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -318,40 +351,17 @@ class Trainer:
         has_trained = self.steps_done > self.start_step
         if self.is_finished and has_trained:
             self._evaluate()
-        self._start_save()
-        self._wait_save()
+        self._save()
+        self._saver.wait()
         if self.is_finished:
             self._export()
-            if has_trained:
-                self._generate_sample()
+            sample = generate_sample(self.setup) if has_trained else None
+            if sample is not None:
+                self.record.samples.append({"step": self.steps_done, **sample})
+                self.view.show_sample(**sample)
             self._write_report("finished", "")
         else:
             self._write_report("interrupted", "stopped by a signal")
-
-    def _generate_sample(self) -> None:
-        """Generate text from the prompt. All ranks call it together."""
-        setup, run_options, tokenizer_path = self.setup, self.options.run, self.setup.corpus.tokenizer_path
-        if not run_options.sample_tokens or tokenizer_path is None:
-            return
-        tokenizer = load_tokenizer(tokenizer_path)
-        if run_options.prompt is not None:
-            ids = encode_prompt(tokenizer, run_options.prompt)
-        else:
-            loader = setup.validation_loader or setup.train_loader
-            ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
-        setup.model.eval()
-        tokens = generate_tokens(
-            lambda tokens: setup.language_model.logits(setup.model, tokens),
-            torch.tensor([ids], device=self.rank_info.device),
-            run_options.sample_tokens,
-            context=setup.language_model.context,
-            seed=self.options.training.seed,
-        )
-        setup.model.train()
-        prompt = tokenizer.decode(ids)
-        text = tokenizer.decode(tokens[0].tolist()).removeprefix(prompt)
-        self.record.samples.append({"step": self.steps_done, "prompt": prompt, "text": text})
-        self.view.show_sample(prompt, text)
 
     def _export(self) -> None:
         """Write the trained weights in the model's original format."""

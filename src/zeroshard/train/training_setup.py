@@ -102,7 +102,7 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
 
     validation_loader = make_loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
     train_loader = make_loader(corpus.train, batching.batch)
-    record = new_run_record(options, rank_info, language_model, precision, batching, sequence)
+    record = new_run_record(options, rank_info, language_model, precision)
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
     model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)
