@@ -1,4 +1,4 @@
-"""Presets: shapes of GPTs by name, the paper's among them, and the paper's configurations of ZeRO."""
+"""Presets: named shapes of GPTs, with those of the ZeRO paper, and the paper's configurations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GPTPreset:
-    """The shape of a GPT that has a name."""
+    """The shape of a GPT."""
 
     layers: int
     heads: int
@@ -35,7 +35,7 @@ PRESETS = {
     "gpt2-xl": GPTPreset(48, 25, 1600),
     "1.4b": GPTPreset(24, 16, 2048),
     "7.6b": GPTPreset(36, 32, 4096),
-    # Table 5 of the paper, ZeRO's rows
+    # Table 5 of the paper, rows of ZeRO
     "paper-1.5b": GPTPreset(48, 16, 1600),
     "paper-8b": GPTPreset(72, 24, 3072),
     "paper-40b": GPTPreset(88, 32, 6144),
@@ -45,30 +45,29 @@ PRESETS = {
     "paper-120b": GPTPreset(150, 64, 8192),
     "paper-140b": GPTPreset(175, 64, 8192),
     "paper-170b": GPTPreset(212, 64, 8192),
-    # Table 10, the largest without model parallelism
+    # Table 10: the largest without model parallelism
     "paper-13b": GPTPreset(62, 32, 4096),
 }
 
 
 @dataclass(frozen=True)
 class PaperConfiguration:
-    """One of the paper's configurations: a stage, and what becomes of the activations that checkpointing keeps.
+    """One of the paper's configurations: a stage, and where the inputs of checkpointed blocks are kept.
 
-    Buffers of constant size (C_B) and arenas against fragmentation (M_D) belong to all of them; zeroshard always has
-    both. A configuration is given to the two calls that it is about::
+    All of them have buffers of constant size (C_B) and defragmentation (M_D), as zeroshard always has. Use one as::
 
         chosen = CONFIGURATIONS["C4"]
-        model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **chosen.sharding)
-        zeroshard.checkpoint_activations(model, **chosen.activations)
+        model, optimizer = zeroshard.shard(model, optimizer, mesh=mesh, **chosen.shard_options)
+        zeroshard.checkpoint_activations(model, **chosen.checkpoint_options)
     """
 
     notation: str
-    """What it has beside C_B and M_D, in the paper's letters."""
+    """In the paper's letters, without C_B and M_D."""
     stage: int
     partition_activations: bool = False
-    """P_a: each rank of the tensor axis keeps its part of an activation that all have alike."""
+    """P_a: inputs are partitioned over the tensor axis instead of replicated."""
     offload_activations: bool = False
-    """P_a+cpu: and keeps it in host memory."""
+    """P_a+cpu: inputs are kept in host memory."""
 
     @property
     def shard_options(self) -> dict[str, Any]:

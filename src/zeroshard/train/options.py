@@ -2,7 +2,7 @@
 
 The command line and the configuration file are made from these classes: a field is a flag (`--micro-batch 4`) and a key
 of the file (`micro_batch = 4`). Each group of fields is a class, shown as one box by `--help`. The docstrings of fields
-are the help texts.
+are the help texts: one line each, because tyro keeps line breaks.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ class AllRanksError(TrainingError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Model"""
+    """The model to train"""
 
     model: str = "tiny"
-    """a preset (tiny, gpt2, gpt2-xl, paper-100b, …: see `zeroshard presets`), the directory of a Hugging Face model, or
-    its config.json to train from scratch"""
+    """a preset (see `zeroshard presets`), a Hugging Face model's directory, or its config.json to train from scratch"""
     layers: int | None = None
-    """number of blocks (default: the preset's)"""
+    """number of blocks; None: the preset's"""
     heads: int | None = None
-    """number of attention heads (default: the preset's)"""
+    """number of attention heads; None: the preset's"""
     width: int | None = None
-    """hidden size (default: the preset's)"""
+    """hidden size; None: the preset's"""
     sequence: int | None = None
-    """tokens per sequence (default: the model's context, at most 1024)"""
+    """tokens per sequence; None: the model's context, at most 1024"""
     recompute: bool = False
     """activation checkpointing: keep only the inputs of blocks, and recompute the other activations in backward"""
     partition_activations: bool = True
@@ -85,20 +84,18 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Data"""
+    """The text to train on"""
 
     data: tuple[str, ...] = ()
-    """text files, directories of text files, or one token file (.npy, or .bin with 16-bit ids) (default: eight plays by
-    Shakespeare, included in zeroshard)"""
+    """text files, directories of them, or one token file (.npy, or .bin of 16-bit ids); none: plays by Shakespeare"""
     validation: tuple[str, ...] = ()
-    """validation data in the same formats (default: the last part of the training data)"""
+    """validation data in the same formats; none: the last part of the training data"""
     holdout: float = 0.1
     """fraction of the data used for validation if --validation is not given"""
     tokenizer: str | None = None
-    """a tokenizer.json, or a directory that contains one (default: the model's tokenizer, or a BPE trained on the
-    data)"""
+    """a tokenizer.json, or a directory with one; None: the model's tokenizer, or a BPE trained on the data"""
     vocabulary: int | None = None
-    """vocabulary size of the model and of a newly trained BPE (default: the preset's)"""
+    """vocabulary size of the model and of a newly trained BPE; None: the preset's"""
 
     def __post_init__(self) -> None:
         """Validate the options."""
@@ -109,23 +106,22 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Training"""
+    """Batch, learning rate and optimizer"""
 
     steps: int = 400
     """number of optimizer steps"""
     batch: int | None = None
-    """sequences per step, over all ranks (default: micro-batch × ranks × accumulate, or 8). With --tensor, the ranks of
-    a tensor-parallel group count as one rank, here and for --micro-batch and --accumulate"""
+    """sequences per step; None: micro-batch × ranks × accumulate, or 8. A tensor-parallel group counts as one rank"""
     micro_batch: int | None = None
-    """sequences per rank and backward (default: batch / ranks / accumulate)"""
+    """sequences per rank and backward; None: batch / ranks / accumulate"""
     accumulate: int | None = None
-    """backwards per step (default: batch / ranks / micro-batch)"""
+    """backwards per step; None: batch / ranks / micro-batch"""
     lr: float = 3e-3
     """maximum learning rate"""
     warmup: int = 20
     """steps of linear warmup"""
     min_lr: float | None = None
-    """learning rate at the end of the cosine decay (default: lr / 10)"""
+    """learning rate at the end of the cosine decay; None: lr / 10"""
     weight_decay: float = 0.1
     """weight decay of matrices; vectors have none"""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -148,16 +144,14 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """Sharding"""
+    """How states are partitioned, and where they are stored"""
 
     stage: Stage = 3
     """ZeRO stage. 0: nothing is partitioned; 1: optimizer states; 2: also gradients; 3: also parameters"""
     tensor: int = 1
-    """tensor-parallel degree: ranks that split each layer and process the same sequences. It must divide the number of
-    ranks and of attention heads. Supported for presets and for Hugging Face's Llama and GPT-2"""
+    """tensor-parallel degree, for presets, Llama and GPT-2: a divisor of the number of ranks and of attention heads"""
     configuration: ConfigurationName | None = None
-    """a configuration of the ZeRO paper (see `zeroshard presets`): sets stage, recompute, partition-activations and
-    offload-activations, unless they are given explicitly"""
+    """a configuration of the ZeRO paper (see `zeroshard presets`); sets --stage and activation checkpointing"""
     offload: Literal["device", "host", "disk"] = "device"
     """where optimizer states and gradients are stored. The CPU updates states outside the device"""
     offload_fraction: float = 1.0
@@ -167,23 +161,19 @@ class ShardOptions:
     offload_directory: str | None = None
     """with --offload disk: a directory on a fast local disk. The files are deleted at the end"""
     auto: tuple[AutoOption, ...] = ()
-    """options that the planner chooses: the fastest plan that fits in memory. Without names, all that are not given
-    explicitly; `--stage auto` is the same as `--auto stage`"""
+    """let the planner choose these options, or without names all that are not set; also `--stage auto`, …"""
     memory: str | None = None
-    """with --auto: device memory to use at most, for example 40GB (default: what is free)"""
+    """with --auto: limit of device memory, for example 40GB; None: what is free"""
     machine: str | None = None
-    """with --auto: plan for a machine, by name (h100, …, here) or JSON file (default: rates measured here by `zeroshard
-    plan --calibrate`, or those of the most similar machine)"""
+    """with --auto: plan with the rates of a machine (h100, …) or JSON file; None: measured here, or the most similar"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """compute precision; auto: bf16 on a GPU that supports it, otherwise fp32. bf16 and fp16 have fp32 master
-    weights"""
+    """compute precision; bf16 and fp16 have fp32 master weights; auto: bf16 if the GPU supports it, otherwise fp32"""
     cast_on_gather: bool = True
-    """stage 3 with bf16 or fp16: keep no 16-bit shard, and cast the master weights for each all-gather. With
-    --no-cast-on-gather, 16-bit shards are kept, and a single GPU keeps its parameters unsharded"""
+    """stage 3 with bf16 or fp16: keep no 16-bit shards, and cast the master weights for each all-gather"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device type; auto: GPUs if there are any"""
     ranks: int | None = None
-    """number of processes to start on this machine, without torchrun or srun (default: one per GPU, or 2)"""
+    """processes to start on this machine, without torchrun or srun; None: one per GPU, or 2"""
     timeout: float = 600.0
     """seconds until ranks that wait for each other at different points raise an error"""
 
@@ -212,15 +202,14 @@ class ShardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Output and checkpoints"""
+    """Directory, evaluation, checkpoints and output"""
 
     config: str | None = None
     """a .toml or .json file of options; flags override it"""
     out: str | None = None
-    """directory of the run (default: runs/MODEL, with a number if it exists)"""
+    """directory of the run; None: runs/MODEL, with a number if it exists"""
     resume: bool = False
-    """resume from the last complete checkpoint in --out (default: of the newest run), with that run's options unless
-    they are given here. If --out has no run, start one"""
+    """resume the run in --out, or the newest, from its last checkpoint, with its options; start one if there is none"""
     eval_every: int = 50
     """steps between evaluations on validation data; 0: only at the end"""
     eval_sequences: int = 64
@@ -236,7 +225,7 @@ class RunOptions:
     tensorboard: bool = False
     """also write TensorBoard events"""
     prompt: str | None = None
-    """prompt of the sample that is generated at the end (default: some validation text)"""
+    """prompt of the sample that is generated at the end; None: some validation text"""
     sample_tokens: int = 120
     """length of the sample; 0: no sample"""
     dry_run: bool = False
