@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from zeroshard.train.data import corpus as corpus_module
 from zeroshard.train.data.corpus import encode_corpus, open_corpus, read_text, shakespeare, text_files
-from zeroshard.train.data.token_file import TokenFile, write_token_chunks, write_tokens
+from zeroshard.train.data.token_file import TokenFile, smallest_dtype, write_token_chunks
 from zeroshard.train.data.token_loader import TokenLoader, sample_windows, shuffled_indices
 from zeroshard.train.data.tokenizer import (
     END_OF_TEXT,
@@ -31,6 +31,12 @@ settings.load_profile("no timing")
 
 LINES = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n\n" * 20
 TOKENIZER = train_tokenizer([LINES], 300)
+
+
+def write_tokens(path: Path, ids: object) -> None:
+    array = np.asarray(ids)
+    tokens = TokenFile(array if array.size else array.astype(np.uint16))  # numpy makes an empty list a float array
+    write_token_chunks(path, [tokens.ids], smallest_dtype(int(tokens.ids.max(initial=0))))
 
 
 def saved(directory: Path, tokenizer=TOKENIZER) -> Path:

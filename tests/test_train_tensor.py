@@ -129,7 +129,7 @@ def test_the_header_and_the_page_say_what_is_divided(runs: tuple[Path, Path, str
     assert (found["ranks"], found["tensor"], found["stage"]) == (4, 2, 3)
     page = (pairs / "report.html").read_text()
     assert "tensor parallel over 2" in page and "3Ψ/N_m + P_a" in page and "N_m = 2" in page
-    assert "activations (host)" in page and "blocks alone, has 1/12" in page
+    assert "activations (host)" in page and "the paper counts 1/12, for the blocks alone" in page
 
 
 def test_memory_and_traffic_are_as_promised(runs: tuple[Path, Path, str]) -> None:

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from docs.picture import save_live_view_svg
 from zeroshard.train import live_view, run_view
-from zeroshard.train.live_view import LiveView, save_live_view_svg
+from zeroshard.train.live_view import LiveView
 from zeroshard.train.metrics import StepMetrics
 from zeroshard.train.run_view import PlainView, RunView, open_view
 

@@ -27,7 +27,6 @@ class GenerateOptions:
     """seed of the sampling"""
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         if self.tokens < 1:
             raise ValueError(f"tokens must be at least 1 (got {self.tokens})")
         if self.temperature < 0:

@@ -6,9 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from io import StringIO
 from itertools import pairwise
-from pathlib import Path
 from time import monotonic
 from typing import Self
 
@@ -65,7 +63,6 @@ class LiveView(RunView):
         return self
 
     def show_header(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Print the pairs above the panel."""
         for label, value in align_labels(lines):
             self._print((label, "dim"), (value, ""))
 
@@ -76,11 +73,9 @@ class LiveView(RunView):
         self._start()
 
     def show_evaluation(self, step: int, loss: float) -> None:
-        """Update the validation loss in the panel."""
         self._progress = replace(self._progress, last_evaluation=(step, loss))
 
     def show_memory(self, held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> None:
-        """Update the memory in the panel."""
         self._progress = replace(self._progress, held_bytes=held_bytes, ddp_bytes=ddp_bytes)
 
     def show_message(self, text: str) -> None:
@@ -209,52 +204,3 @@ def sparkline(values: Sequence[float], columns: int) -> str:
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
     low, span = min(finite), (max(finite) - min(finite)) or 1.0
     return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / span * 7)] if math.isfinite(mean) else "×" for mean in means)
-
-
-def save_live_view_svg(
-    metrics: Sequence[StepMetrics],
-    *,
-    path: Path,
-    total_steps: int | None = None,
-    header: Sequence[tuple[str, str]] = (),
-    held_bytes: Mapping[str, int] | None = None,
-    ddp_bytes: Mapping[str, int] | None = None,
-    evaluation: tuple[int, float] | None = None,
-    columns: int = 100,
-) -> None:
-    """Draw the live view after the last of `metrics` as a self-contained SVG."""
-    if not metrics:
-        raise ValueError("metrics is empty: pass the metrics of at least one step")
-    progress = RunProgress(
-        total_steps or metrics[-1].step,
-        last_evaluation=evaluation,
-        held_bytes=held_bytes or {},
-        ddp_bytes=ddp_bytes or {},
-    )
-    for step_metrics in metrics:
-        progress = progress.with_step(step_metrics)
-    console = Console(record=True, file=StringIO(), width=columns, force_terminal=True, color_system="truecolor")
-    LiveView(console, total_steps=progress.total_steps, start_step=0).show_header([*header, ("", "")])
-    console.print(render_panel(progress, 0.0, columns))
-    console.save_svg(str(path), title="zeroshard train", code_format=_SVG_TEMPLATE)
-
-
-# Template for rich's SVG export; rich's own template loads an external font.
-_SVG_TEMPLATE = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
-<style>
-.{unique_id}-matrix {{ font: {char_height}px/{line_height}px Menlo, Consolas, "DejaVu Sans Mono", monospace }}
-.{unique_id}-title {{ font: bold 18px sans-serif }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
-{lines}
-</defs>
-{chrome}
-<g clip-path="url(#{unique_id}-clip-terminal)" transform="translate({terminal_x}, {terminal_y})">
-{backgrounds}
-<g class="{unique_id}-matrix">{matrix}</g>
-</g>
-</svg>
-"""

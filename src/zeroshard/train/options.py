@@ -59,7 +59,6 @@ class ModelOptions:
     """names of the modules that get adapters"""
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         _check_at_least(1, self, "layers", "heads", "width", "sequence", "lora_rank")
         _check_positive(self, "lora_alpha")
 
@@ -98,7 +97,6 @@ class DataOptions:
     """vocabulary size of the model and of a newly trained BPE; None: the preset's"""
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout must be between 0 and 1 (got {self.holdout:g})")
         _check_at_least(1, self, "vocabulary")
@@ -132,7 +130,6 @@ class StepOptions:
     """seed of the weights, the data order, dropout and the samples"""
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         _check_at_least(1, self, "steps", "batch", "micro_batch", "accumulate")
         _check_at_least(0, self, "warmup", "weight_decay", "clip", "min_lr", "seed")
         _check_positive(self, "lr")
@@ -178,7 +175,6 @@ class ShardOptions:
     """seconds until ranks that wait for each other at different points raise an error"""
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         _check_at_least(1, self, "ranks", "tensor")
         _check_positive(self, "timeout")
         parse_bytes("memory", self.memory)
@@ -232,7 +228,6 @@ class RunOptions:
     """print the settings of the run and the memory per rank, and exit"""
 
     def __post_init__(self) -> None:
-        """Validate the options."""
         _check_at_least(1, self, "eval_sequences", "keep", "log_every")
         _check_at_least(0, self, "eval_every", "checkpoint_every", "sample_tokens")
         if self.prompt == "":

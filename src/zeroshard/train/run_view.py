@@ -119,7 +119,6 @@ class PlainView(RunView):
         self._last_step_shown = start_step
 
     def show_header(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Write one line per pair."""
         for label, value in align_labels(lines):
             self.show_message(label + value)
 
@@ -131,7 +130,6 @@ class PlainView(RunView):
             self._write_step_line(metrics)
 
     def show_evaluation(self, step: int, loss: float) -> None:
-        """Write a line."""
         self.show_message(f"{self._step_label(step)}  held-out loss {format_metric(loss)}")
 
     def show_memory(self, held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> None:

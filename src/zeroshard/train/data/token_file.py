@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
 TOKEN_FILE_SUFFIXES = (".npy", ".bin")
 TOKEN_DTYPES = ("uint16", "uint32")
@@ -34,7 +34,6 @@ class TokenFile:
     """Position of the first of `ids` in the file."""
 
     def __post_init__(self) -> None:
-        """Raise if the ids are not one-dimensional integers."""
         if self.ids.ndim != 1:
             raise ValueError(f"{self} must have one dimension (got the shape {self.ids.shape}): flatten it")
         if self.ids.dtype.kind not in "ui":
@@ -57,7 +56,6 @@ class TokenFile:
         return tokens
 
     def __len__(self) -> int:
-        """Count the ids."""
         return int(self.ids.size)
 
     def __str__(self) -> str:
@@ -81,22 +79,12 @@ def is_token_file(path: Path) -> bool:
     return path.suffix in TOKEN_FILE_SUFFIXES and not path.is_dir()
 
 
-def write_tokens(path: str | Path, ids: ArrayLike) -> None:
-    """Write ids as a .npy of uint16, or of uint32 if they need it.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "tokens.npy"
-    >>> write_tokens(path, [1, 2, 65_536])
-    >>> TokenFile.open(path).ids
-    memmap([    1,     2, 65536], dtype=uint32)
-    """
-    array = np.asarray(ids)
-    tokens = TokenFile(array if array.size else array.astype(np.uint16))  # numpy makes an empty list a float array
-    write_token_chunks(path, [tokens.ids], smallest_dtype(int(tokens.ids.max(initial=0))))
-
-
 def smallest_dtype(largest: int) -> str:
-    """Return the smallest token file dtype that holds ids up to `largest`."""
+    """Return the smallest token file dtype that holds ids up to `largest`.
+
+    >>> smallest_dtype(65_535), smallest_dtype(65_536)
+    ('uint16', 'uint32')
+    """
     for dtype in TOKEN_DTYPES:
         if largest <= np.iinfo(dtype).max:
             return dtype
