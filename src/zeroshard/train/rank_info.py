@@ -99,19 +99,16 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
         return {**given, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # set by srun, not by sbatch; 1: for example a shell
     if tasks > 1 and "SLURM_PROCID" in environment:
+        job_step = environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").zfill(2)[-2:]
         return {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
             "MASTER_ADDR": environment.get("MASTER_ADDR") or _slurm_first_host(environment),
             # one of 10,000 ports: the same on all ranks of a job step, another one for the next step
-            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + _slurm_step_number(environment) % 10000),
+            "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job_step) % 10000),
         }
     return None
-
-
-def _slurm_step_number(environment: Mapping[str, str]) -> int:
-    return int(environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").zfill(2)[-2:])
 
 
 def _slurm_first_host(environment: Mapping[str, str]) -> str:

@@ -131,16 +131,21 @@ class WeightInitializer:
         first_names = {id(tensor): self._fqn(slot) for slot, tensor in _unique_tensors(self._model)}
         names = {name: first_names.get(id(tensor), name) for name, tensor in state.items()}
         parameters = {name for name, _ in self.named_parameters()}
-        _raise_on_mismatch(
-            f"the weights in {source} do not match its config, a {type(self._model).__name__}",
-            missing=sorted(parameters - {names[name] for name in converted if name in names}),
-            unexpected=[name for name in converted if name not in names and not self._is_legacy_key(name)],
-            misshapen=[
+        mismatches = {
+            "missing": sorted(parameters - {names[name] for name in converted if name in names}),
+            "unexpected": [name for name in converted if name not in names and not self._is_legacy_key(name)],
+            "of the wrong shape": [
                 f"{name} {tuple(tensor.shape)}, expected {tuple(state[name].shape)}"
                 for name, (_, tensor) in converted.items()
                 if name in state and state[name].shape != tensor.shape
             ],
-        )
+        }
+        if any(mismatches.values()):
+            details = "; ".join(f"{kind}: {_join_names(found)}" for kind, found in mismatches.items() if found)
+            raise ValueError(
+                f"the weights in {source} do not match its config, a {type(self._model).__name__}. {details}. Pass "
+                "config.json and weights of the same model"
+            )
         found: dict[str, tuple[WeightConversion, str]] = {}
         for name, (conversion, _) in converted.items():
             first_source = found.setdefault(names[name], (conversion, name)) if name in names else (conversion, name)
@@ -218,13 +223,6 @@ def _mark_initialized(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor in marked:
             delattr(tensor, _INITIALIZED_ATTR)
-
-
-def _raise_on_mismatch(message: str, missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
-    kinds = {"missing": missing, "unexpected": unexpected, "of the wrong shape": misshapen}
-    details = "; ".join(f"{kind}: {_join_names(names)}" for kind, names in kinds.items() if names)
-    if details:
-        raise ValueError(f"{message}. {details}. Pass config.json and weights of the same model")
 
 
 def _join_names(names: list[str]) -> str:
