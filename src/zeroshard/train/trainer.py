@@ -28,6 +28,7 @@ from zeroshard.train.metrics import (
 )
 from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
+from zeroshard.train.plain_view import open_view
 from zeroshard.train.report.html_report import write_html_report
 from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
 from zeroshard.train.run_record import (
@@ -37,7 +38,7 @@ from zeroshard.train.run_record import (
     tensor_parallel_traffic,
     traffic_by_collective,
 )
-from zeroshard.train.run_view import RunView, open_view
+from zeroshard.train.run_view import RunView
 from zeroshard.train.summary import footer_lines, header_lines, resume_command
 from zeroshard.train.training_setup import TrainingSetup
 
