@@ -31,22 +31,16 @@ def read_options(argv: Sequence[str]) -> TrainOptions:
     layers = [(list(argv), "")]
     options = _merge_layers(layers)
     if options.run.config is not None:
-        layers.insert(0, (_to_flags(read_options_file(Path(options.run.config))), options.run.config))
+        layers.insert(0, (_to_flags(_read_options_file(Path(options.run.config))), options.run.config))
         options = _merge_layers(layers)
     if options.run.resume:
-        saved = saved_options(options)
+        saved = _saved_options(options)
         if saved is not None:
             options = _merge_layers([(_to_flags(saved), "the run's config.json"), *layers])
-    _check_planning_flags(options)
+    planning_flags = [f"--{name}" for name in ("memory", "machine") if getattr(options.sharding, name) is not None]
+    if planning_flags and not options.sharding.auto:
+        raise SystemExit(f"zeroshard train: {' and '.join(planning_flags)} can only be used with --auto")
     return options
-
-
-def _check_planning_flags(options: TrainOptions) -> None:
-    """Raise for options that only the planner uses if nothing is left to it."""
-    sharding = options.sharding
-    flags = [f"--{name}" for name in ("memory", "machine") if getattr(sharding, name) is not None]
-    if flags and not sharding.auto:
-        raise SystemExit(f"zeroshard train: {' and '.join(flags)} can only be used with --auto")
 
 
 def _merge_layers(layers: Sequence[tuple[list[str], str]]) -> TrainOptions:
@@ -112,7 +106,7 @@ def _set_configuration(options: TrainOptions, configuration: ConfigurationName |
     return replace(options, sharding=replace(options.sharding, configuration=configuration))
 
 
-def saved_options(options: TrainOptions) -> dict[str, Any] | None:
+def _saved_options(options: TrainOptions) -> dict[str, Any] | None:
     """Return the options of the run to resume; None if it would be a new run."""
     from zeroshard.train.run_directory import RunDirectory, newest_run  # imports torch, which `--help` does not need
 
@@ -123,7 +117,7 @@ def saved_options(options: TrainOptions) -> dict[str, Any] | None:
     return {**run.read_config(), "out": str(path)} if run.has_run() else None
 
 
-def read_options_file(path: Path) -> dict[str, Any]:
+def _read_options_file(path: Path) -> dict[str, Any]:
     """Read a TOML or JSON file of options."""
     try:
         text = path.read_text()

@@ -109,14 +109,12 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
         run_charts.communication_chart(traffic or {}, record.get("paper_traffic")),
     )
     charts_by_name = {chart.name: chart for chart in charts if chart is not None}
-    model = record.get("model") or {}
     return {
         "name": str(record.get("name") or "run"),
         "outcome": str(record.get("outcome") or "unknown"),
         "message": str(record.get("message") or ""),
-        "facts": _facts(record, model),
+        "facts": _facts(record),
         "stage": record.get("stage"),
-        "ranks": record.get("ranks"),
         "headline": _headline(record, metrics),
         "charts": charts_by_name,
         "nonfinite_steps": len(steps) - len(extract_series(steps, "loss")[0]),
@@ -133,8 +131,9 @@ def _template_context(record: JsonObject, metrics: RunMetrics) -> JsonObject:
     }
 
 
-def _facts(record: JsonObject, model: JsonObject) -> list[str]:
+def _facts(record: JsonObject) -> list[str]:
     """Return short phrases: what was trained, how and when."""
+    model = record.get("model") or {}
     facts = [str(model["description"])] if model.get("description") else []
     if finite_or_none(model.get("parameters")) is not None:
         facts.append(f"{format_count(model['parameters'])} parameters")
