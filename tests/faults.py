@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.group import CheckpointGroup
-from zeroshard.comm import heartbeat_monitor
+from zeroshard.comm import heartbeat_monitor, peers
 
 AT, STEPS = 3, 6  # the step in which a rank does it, of how many
 
@@ -80,7 +80,7 @@ def fault(
     Returns what this rank was told, how long after the fault, and how long its own call had taken by then.
     """
     if apart:
-        heartbeat_monitor._machine_id = lambda: f"machine-{rank}"
+        peers._machine_id = lambda: f"machine-{rank}"
     torch.manual_seed(0)
     model = Net()
     model, optimizer = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=stage, **options)

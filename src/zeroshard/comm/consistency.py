@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import Store
 from zeroshard.comm.heartbeat_monitor import (
     FAULT_ERROR,
     Announcements,
-    BarrierWait,
     HeartbeatMonitor,
     RankFault,
     RanksDisagreeError,
     read_announcements,
 )
+from zeroshard.comm.peers import BarrierWait
 
 __all__ = ["PASS_START", "POLL_INTERVAL", "ConsistencyChecker", "RanksDisagreeError"]
 

@@ -26,29 +26,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import select
-import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing import util
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-HEARTBEAT_INTERVAL_SECONDS = 1.0  # between two polls
-NEIGHBORS_PER_SIDE = 4  # ranks on either side that a rank checks
+from zeroshard.comm.peers import HEARTBEAT_INTERVAL_SECONDS, BarrierDetector, BarrierWait, Peer, PeerWatch
+
 COLLECTIVE_GRACE_SECONDS = 3.0  # time for collectives to complete that a rank joined before it exited
 EXIT_GRACE_SECONDS = 3.0  # a process that exits by an exception waits this long for others to read why
-BARRIER_STUCK_POLLS = 3  # a barrier moves no data: after this many polls it is stuck
 THREAD_NAME = "zeroshard heartbeats"
 
 FAULT_ERROR, FAULT_DIED, FAULT_EXITED = "error", "died", "exited"  # kinds of RankFault
@@ -163,157 +157,6 @@ def read_announcements(store: Store, topic: str, ranks: Iterable[int]) -> Announ
             index, _, text = store.get(key).decode().partition(":")
             announcements[rank] = (int(index), text)
     return announcements
-
-
-@dataclass
-class _Peer:
-    """A neighbouring rank: its process and its heartbeats."""
-
-    rank: int
-    machine: str
-    pid: int
-    start_time: str  # distinguishes the process from a later one with the same pid
-    heartbeat: bytes = b""
-    unchanged_polls: int = 0  # since its heartbeat last changed; not in seconds: this process may have been stopped
-    pidfd: int | None = None
-    is_alive: bool = True
-
-    @property
-    def is_on_this_machine(self) -> bool:
-        """Whether it is on this machine, perhaps as a thread of this process."""
-        return self.machine == _machine_id()
-
-
-class PeerWatch:
-    """Checks the neighbouring ranks, and sleeps between two checks until one of their processes ends."""
-
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self._peers: list[_Peer] = []  # empty until all have registered
-        self._lock = threading.RLock()  # guards the wake pipe; reentrant: a garbage collection may call wake()
-        self._wake_read_fd, self._wake_write_fd = os.pipe()
-        self._ready_fds: set[int] = set()  # file descriptors that ended the last wait
-        self._poller = select.poll()
-        self._poller.register(self._wake_read_fd, select.POLLIN)
-        process = [_machine_id(), os.getpid(), _process_start_time(os.getpid())]
-        store.set(f"who {rank}", json.dumps(process))
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until the time is over, :meth:`wake` is called, or the process of a peer on this machine ends."""
-        self._ready_fds = {fd for fd, _ in self._poller.poll(1000 * seconds)}
-        if self._wake_read_fd in self._ready_fds:
-            os.read(self._wake_read_fd, 64)
-
-    def wake(self) -> None:
-        with self._lock:
-            if self._wake_write_fd >= 0:
-                os.write(self._wake_write_fd, b"x")
-
-    def close(self) -> None:
-        with self._lock:
-            wake_write_fd, self._wake_write_fd = self._wake_write_fd, -1
-            for fd in (self._wake_read_fd, wake_write_fd, *(peer.pidfd for peer in self._peers)):
-                if fd is not None:
-                    os.close(fd)
-
-    @property
-    def are_all_ranks_local(self) -> bool:
-        """Whether all other ranks are known to be on this machine."""
-        return len(self._peers) == self._ranks - 1 and all(peer.is_on_this_machine for peer in self._peers)
-
-    def find_peers(self) -> None:
-        """Find the neighbouring ranks, once all of them have registered."""
-        if self._peers:
-            return
-        neighbors = {(self._rank + step) % self._ranks for step in range(-NEIGHBORS_PER_SIDE, NEIGHBORS_PER_SIDE + 1)}
-        ranks = sorted(neighbors - {self._rank})
-        keys = [f"who {rank}" for rank in ranks]
-        if self._store.check(keys):
-            processes = [json.loads(text) for text in self._store.multi_get(keys)]
-            self._peers = [_Peer(rank, *process) for rank, process in zip(ranks, processes, strict=True)]
-            for peer in self._peers:
-                self._open_pidfd(peer)
-
-    def _open_pidfd(self, peer: _Peer) -> None:
-        """Let the end of a process on this machine end a wait, if the system supports it."""
-        if peer.is_on_this_machine and peer.pid != os.getpid() and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                pidfd = os.pidfd_open(peer.pid)
-                if _process_start_time(peer.pid) == peer.start_time:  # else the pid was reused
-                    peer.pidfd = pidfd
-                    self._poller.register(pidfd, select.POLLIN)
-                else:
-                    os.close(pidfd)
-
-    def pop_ended(self) -> list[_Peer]:
-        """Return the peers on this machine whose process has ended, each once."""
-        ended = [peer for peer in self._peers if peer.is_alive and peer.is_on_this_machine and self._has_ended(peer)]
-        for peer in ended:
-            peer.is_alive = False
-            if peer.pidfd is not None:
-                self._poller.unregister(peer.pidfd)
-        return ended
-
-    def _has_ended(self, peer: _Peer) -> bool:
-        if peer.pid == os.getpid():  # ranks are threads of this process
-            return False
-        if peer.pidfd is not None:
-            return peer.pidfd in self._ready_fds
-        return _process_start_time(peer.pid) != peer.start_time
-
-    def pop_silent(self, timeout: float) -> list[_Peer]:
-        """Return the peers on other machines without a heartbeat for ``timeout`` seconds, each once."""
-        remote = [peer for peer in self._peers if not peer.is_on_this_machine]
-        heartbeats = self._store.multi_get([f"beat {peer.rank}" for peer in remote]) if remote else []
-        silent = []
-        for peer, heartbeat in zip(remote, heartbeats, strict=True):
-            peer.unchanged_polls = peer.unchanged_polls + 1 if heartbeat == peer.heartbeat else 0
-            peer.heartbeat = heartbeat
-            if peer.is_alive and peer.unchanged_polls * HEARTBEAT_INTERVAL_SECONDS >= timeout:
-                peer.is_alive = False
-                silent.append(peer)
-        return silent
-
-
-@dataclass(frozen=True)
-class BarrierWait:
-    """A ``torch.distributed.barrier`` of the user in which this rank's thread waits."""
-
-    ranks: tuple[int, ...]  # global ranks
-    call_site: str  # file and line of the call
-    frame_id: int  # distinguishes it from the next one
-
-
-class BarrierDetector:
-    """Finds out that the thread that created it is stuck in a ``torch.distributed.barrier`` of the user."""
-
-    def __init__(self) -> None:
-        self._thread_id = threading.get_ident()
-        self._barrier: BarrierWait | None = None
-        self._polls = 0  # polls at which the thread was found in it
-
-    def poll(self) -> BarrierWait | None:
-        """Return the barrier that the thread has been in for several polls."""
-        barrier = self._find_barrier()
-        self._polls = self._polls + 1 if barrier is not None and barrier == self._barrier else 0
-        self._barrier = barrier
-        return barrier if self._polls >= BARRIER_STUCK_POLLS else None
-
-    def _find_barrier(self) -> BarrierWait | None:
-        frame = sys._current_frames().get(self._thread_id)
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name in ("barrier", "monitored_barrier") and code.co_filename.endswith("distributed_c10d.py"):
-                group, caller = frame.f_locals.get("group"), frame.f_back
-                while caller is not None and caller.f_code.co_filename.endswith("c10d_logger.py"):  # its decorators
-                    caller = caller.f_back
-                site = f"{caller.f_code.co_filename}, line {caller.f_lineno}" if caller is not None else "unknown line"
-                try:
-                    return BarrierWait(tuple(dist.get_process_group_ranks(group)), site, id(frame))
-                except (KeyError, ValueError, RuntimeError):  # a group that is being destroyed
-                    return None
-            frame = frame.f_back
-        return None
 
 
 class HeartbeatMonitor:
@@ -436,7 +279,7 @@ class HeartbeatMonitor:
                     self.faults.read_new()  # it may have recorded a reason
             self._report_death(peer, f"its process {peer.pid} was killed, or exited silently", is_store_reachable)
 
-    def _report_death(self, peer: _Peer, how: str, is_store_reachable: bool = True) -> None:
+    def _report_death(self, peer: Peer, how: str, is_store_reachable: bool = True) -> None:
         """Notify all ranks that a rank has died, unless it has recorded itself how it ended."""
         if any(fault.rank == peer.rank and fault.kind != FAULT_ERROR for fault in self.faults.known):
             return
@@ -486,33 +329,6 @@ def _ending_error() -> BaseException | None:
     if isinstance(error, SystemExit):  # multiprocessing exits this way after an exception
         error = error.__context__
     return error
-
-
-@cache
-def _machine_id() -> str:
-    """Return an id of the machine and its pid namespace."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
-
-
-def _process_start_time(pid: int) -> str:
-    """Return the start time of a process on this machine, in system ticks; "" if it does not exist or has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        pass
-    return "running"
 
 
 def _abort_nccl(ranks: set[int], why: str) -> None:
