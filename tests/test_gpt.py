@@ -128,10 +128,10 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"layers": 0}, "GPTConfig.layers is 0, but must be a positive int"),
-        ({"width": 2.5}, "GPTConfig.width is 2.5"),
-        ({"vocab_size": True}, "GPTConfig.vocab_size is True"),
-        ({"width": 100, "heads": 3}, "3 heads do not divide: give a width of 99"),
+        ({"layers": 0}, "GPTConfig.layers must be a positive int, got 0"),
+        ({"width": 2.5}, "GPTConfig.width must be a positive int, got 2.5"),
+        ({"vocab_size": True}, "GPTConfig.vocab_size must be a positive int, got True"),
+        ({"width": 100, "heads": 3}, "a multiple of its 3 heads, got 100: use a width of 99"),
     ],
 )
 def test_bad_configs_are_refused(bad: dict[str, int], words: str) -> None:

@@ -45,11 +45,11 @@ class GPTConfig:
         for name in ("vocab_size", "context", "layers", "heads", "width"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"GPTConfig.{name} is {value!r}, but must be a positive int: give at least 1")
+                raise ValueError(f"GPTConfig.{name} must be a positive int, got {value!r}")
         if self.width % self.heads:
             raise ValueError(
-                f"GPTConfig.width is {self.width}, which {self.heads} heads do not divide: "
-                f"give a width of {self.width - self.width % self.heads or self.heads} or another number of heads"
+                f"GPTConfig.width must be a multiple of its {self.heads} heads, got {self.width}: use a width of "
+                f"{self.width - self.width % self.heads or self.heads}, or another number of heads"
             )
 
     @property
