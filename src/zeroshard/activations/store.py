@@ -48,12 +48,10 @@ class ActivationStore:
     def __init__(self, device: torch.device, offload: bool) -> None:
         self.is_offloaded = offload
         self._copy_stream = SideStream(device, WaitTimer(on_stream=False))
-        on_gpu = device.type == "cuda"
-        host = partial(PinnedBuffer, device=device) if on_gpu else partial(PoolBuffer, device=torch.device("cpu"))
-        self.device_stack = ActivationStack(
-            "device", partial(PoolBuffer, device=device), self._copy_stream.compute_wait_event
-        )
-        self.host_stack = ActivationStack("host", host, lambda event: None)  # only the copy stream uses it, in order
+        on_device = partial(PoolBuffer, device=device)
+        on_host = partial(PinnedBuffer.allocate, device=device) if device.type == "cuda" else on_device
+        self.device_stack = ActivationStack("device", on_device, self._copy_stream.compute_wait_event)
+        self.host_stack = ActivationStack("host", on_host, lambda event: None)  # only the copy stream uses it, in order
         self._on_both_tiers: weakref.WeakSet[SavedActivation] = weakref.WeakSet()  # on the device and in host memory
 
     def set_tracker(self, tracker: MemoryTracker | None) -> None:

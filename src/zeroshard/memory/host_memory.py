@@ -66,44 +66,40 @@ def mmap_buffer(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class PinnedRegistration:
-    """Pins host memory (cudaHostRegister) for the lifetime of this object, if the system allows it."""
+class PinnedBuffer:
+    """Host memory that is pinned (cudaHostRegister) for the lifetime of this object, if the system allows it."""
 
-    def __init__(self, memory: torch.Tensor, device: torch.device) -> None:
-        self._memory, self._device = memory, device
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.tensor, self._device = tensor, device
         self.is_pinned = False
         thread = threading.Thread(target=self._register)  # the next kernel on this thread would report a failure
         thread.start()
         thread.join()
         if not self.is_pinned:
             warnings.warn(
-                f"could not pin {memory.nbytes} bytes of host memory, so copies to and from the GPU are slower and do "
+                f"could not pin {tensor.nbytes} bytes of host memory, so copies to and from the GPU are slower and do "
                 "not overlap with other work: raise the limit of locked memory (ulimit -l)",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
+    @classmethod
+    def allocate(cls, nbytes: int, device: torch.device) -> PinnedBuffer:
+        """Allocate and pin bytes.
+
+        torch rounds pinned memory up to a power of two and touches its pages in one thread. Touching them with all
+        threads first and then pinning the memory in place takes a seventh of the time.
+        """
+        return cls(host_zeros(nbytes).zero_(), device)
+
     def _register(self) -> None:
         with torch.cuda.device(self._device):  # a new thread uses device 0 and would create a context there
-            outcome = _cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+            outcome = _cudart().cudaHostRegister(self.tensor.data_ptr(), self.tensor.nbytes, 0)
         self.is_pinned = int(outcome) == 0
 
     def __del__(self) -> None:
         if getattr(self, "is_pinned", False):
-            _cudart().cudaHostUnregister(self._memory.data_ptr())
-
-
-class PinnedBuffer:
-    """Pinned host memory.
-
-    torch rounds pinned memory up to a power of two and touches its pages in one thread. Touching them with all threads
-    first and then pinning the memory in place takes a seventh of the time.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.tensor = host_zeros(nbytes)
-        self.tensor.zero_()  # touches all pages, with all threads
-        self._registration = PinnedRegistration(self.tensor, device)
+            _cudart().cudaHostUnregister(self.tensor.data_ptr())
 
 
 def _cudart() -> Any:

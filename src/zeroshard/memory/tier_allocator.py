@@ -11,7 +11,7 @@ import torch
 from zeroshard.config.offload import Offload
 from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
 from zeroshard.memory.disk.file import DiskError
-from zeroshard.memory.host_memory import PinnedBuffer, PinnedRegistration, host_zeros
+from zeroshard.memory.host_memory import PinnedBuffer, host_zeros
 from zeroshard.memory.streams import record_blocking_event
 from zeroshard.memory.tracker import MemoryTracker
 from zeroshard.sharding import MAX_CHUNK_ELEMENTS, MAX_TENSORS_PER_CHUNK, PAGE_BYTES, FlatSizes
@@ -44,7 +44,7 @@ class _PrefetchBuffer:
     """Host memory for one shard."""
 
     memory: torch.Tensor
-    registration: PinnedRegistration | None
+    pinned: PinnedBuffer | None  # keeps the memory pinned
     transfer: Transfer | None = None
     copy_done: torch.cuda.Event | None = None  # when the copy to the device is complete
 
@@ -118,9 +118,8 @@ class ParamPrefetcher:
             memory = aligned_buffer(self._buffer_bytes)
             self._buffer_count += 1
             self._tracker.add("buckets", memory.nbytes, "host")
-            return _PrefetchBuffer(
-                memory, PinnedRegistration(memory, self._device) if self._device.type == "cuda" else None
-            )
+            is_cuda = self._device.type == "cuda"
+            return _PrefetchBuffer(memory, PinnedBuffer(memory, self._device) if is_cuda else None)
         if not self._free_buffers:  # shards were prefetched that were never acquired
             self.discard()
         buffer = self._free_buffers.pop(0)
@@ -185,7 +184,7 @@ class TierAllocator:
         if tier == "disk":
             tensor = self.disk.zeros(numel, dtype)
         elif pinned and self._device.type == "cuda" and nbytes:
-            buffer = PinnedBuffer(nbytes, device=self._device)
+            buffer = PinnedBuffer.allocate(nbytes, self._device)
             self._pinned_buffers.append(buffer)
             tensor = buffer.tensor.view(dtype)
         else:
@@ -199,7 +198,7 @@ class TierAllocator:
         self._tracker.add("away", nbytes, "host")
         if self._device.type != "cuda":
             return host_zeros(nbytes)
-        buffer = PinnedBuffer(nbytes, device=self._device)
+        buffer = PinnedBuffer.allocate(nbytes, self._device)
         self._temp_buffers[buffer.tensor.data_ptr()] = buffer
         return buffer.tensor
 
