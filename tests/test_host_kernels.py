@@ -430,7 +430,7 @@ def test_where_it_cannot_be_built_one_warning_says_why(
     assert results == [None, None, None]
     (warning,) = caught
     assert words in str(warning.message)
-    assert "torch's own slower update" in str(warning.message)
+    assert "torch's slower update" in str(warning.message)
     assert "Install a C compiler" in str(warning.message)
 
 
