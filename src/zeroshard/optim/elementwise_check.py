@@ -25,39 +25,33 @@ that does not decide), eagerly: a dispatch mode is active, in which torch.compil
 
 from __future__ import annotations
 
-import argparse
-import enum
-import inspect
 import itertools
-import logging
 import math
-import random
-import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroshard.optim.optimizer_copy import (
+    SHARED_TYPES,
+    ElementwiseUndecidedError,
+    OptimizerCopier,
+    SideEffectGuard,
+    check_can_copy,
+)
 from zeroshard.optim.slices import is_elementwise, is_scalar_state
-from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS, is_scheduler_step
+from zeroshard.optim.step import ELEMENTWISE_OPTIMIZERS
 
 # These read full rows, full matrices or all parameters at once, so their result on a shard would differ.
 UNSUPPORTED_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 JUMP_TO_STEP = 9_998  # new value of step counters: after warmups, and just before a multiple of many periods
-MAX_COPIED_ELEMENTS = 4096  # largest tensor (elements) or container (entries) that is copied
-
-
-class ElementwiseUndecidedError(Exception):
-    """The trials cannot decide whether an optimizer is elementwise; the message says why."""
 
 
 class ElementwiseMismatchError(Exception):
@@ -125,8 +119,12 @@ class _TrialSpec:
     tolerance: float  # relative to the change of an element
 
     @property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
     def numel(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes)
+        return sum(self.sizes)
 
 
 _SMALL_TRIAL = _TrialSpec(
@@ -154,135 +152,131 @@ _HUGE_TRIAL = _TrialSpec(  # if the model has larger matrices than _LARGE_TRIAL
 
 def _compare(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
     """Raise ``ElementwiseMismatchError`` or ``ElementwiseUndecidedError`` unless slices give the same numbers."""
-    _check_can_run_trial(optimizer)
+    check_can_copy(optimizer)
     groups = _distinct_groups(optimizer.param_groups)
     if groups:
         _compare_groups(optimizer, groups, dtype)
 
 
 def _compare_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
-    cpu = torch.device("cpu")
-    devices = list(dict.fromkeys([cpu, *(p.device for p in groups[0]["params"] if p.device.type == "cuda")]))
-    run_trial = partial(_run_trial, optimizer, groups)
-    _run_first_decisive(
-        [
-            partial(run_trial, _SMALL_TRIAL, wide_dtype, device)
-            for device in devices
-            for wide_dtype in (torch.float64, torch.float32)
-        ]
-    )
-    for model_dtype in {dtype} if dtype is not None else {p.dtype for group in groups for p in group["params"]}:
-        _run_first_decisive([partial(run_trial, _LARGE_TRIAL, model_dtype, device) for device in devices])
-        if any(p.dim() > 1 and p.numel() > _LARGE_TRIAL.numel for group in groups for p in group["params"]):
-            _run_first_decisive([partial(run_trial, _HUGE_TRIAL, model_dtype, device) for device in devices])
+    parameters = [p for group in groups for p in group["params"]]
+    cuda_devices = [p.device for p in groups[0]["params"] if p.device.type == "cuda"]
+    devices = list(dict.fromkeys([torch.device("cpu"), *cuda_devices]))
+    trial = partial(_Trial, optimizer, groups)
+    wide_dtypes = (torch.float64, torch.float32)
+    _run_first_decisive([trial(_SMALL_TRIAL, wide, device) for device in devices for wide in wide_dtypes])
+    for model_dtype in {dtype} if dtype is not None else {p.dtype for p in parameters}:
+        _run_first_decisive([trial(_LARGE_TRIAL, model_dtype, device) for device in devices])
+        if any(p.dim() > 1 and p.numel() > _LARGE_TRIAL.numel for p in parameters):
+            _run_first_decisive([trial(_HUGE_TRIAL, model_dtype, device) for device in devices])
 
 
-def _run_first_decisive(trials: Iterable[Callable[[], None]]) -> None:
+def _run_first_decisive(trials: Iterable[_Trial]) -> None:
     """Run trials until one decides: an optimizer may not support fp64, or the CPU."""
     reasons = []
     for trial in trials:
         try:
-            return trial()
+            return trial.run()
         except ElementwiseUndecidedError as error:
             reasons.append(error)
     raise reasons[0]
 
 
-def _run_trial(
-    optimizer: torch.optim.Optimizer,
-    groups: list[dict[str, Any]],
-    trial: _TrialSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Run and compare one trial. If rounding would hide small updates, all learning rates are increased."""
-    min_lr = 0.0 if dtype == torch.float64 else 1e-2
-    make_copy = partial(_OptimizerCopy, optimizer, groups, trial, dtype, device, min_lr)
-    gradients = _make_gradients(trial, len(groups), dtype, device)
-    full = _run_whole(make_copy, gradients, any(optimizer.state.values()))
-    for ranks in trial.rank_splits:
-        for splits in ranks:
+@dataclass
+class _Trial:
+    """A comparison of one optimizer on full tensors and on slices."""
+
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+    spec: _TrialSpec
+    dtype: torch.dtype
+    device: torch.device
+
+    def run(self) -> None:
+        full = self._run_full()
+        for splits in itertools.chain(*self.spec.rank_splits):
             try:
-                sliced = make_copy(splits, full.is_seeded)
-                sliced.run(gradients, jump=full.has_jumped)
+                sliced = _OptimizerCopy(self, splits, full.is_seeded)
+                sliced.run(jump=full.has_jumped)
             except (ElementwiseUndecidedError, ElementwiseMismatchError):
                 raise
             except Exception as error:
                 where = "without parameters" if not splits else "of flat slices"
-                raise ElementwiseMismatchError(
-                    f"on a group {where} it raises {type(error).__name__}: {error}"
-                ) from error
+                what = f"on a group {where} it raises {type(error).__name__}: {error}"
+                raise ElementwiseMismatchError(what) from error
             _compare_values(full, sliced, splits)
             _compare_states(full, sliced)
-            for title, expected, actual in (
-                ("the group's number {}", full.options, sliced.options),
-                ("its attribute {}", full.attributes, sliced.attributes),
-            ):
-                for key in expected | actual:
-                    if not _is_close(expected.get(key), actual.get(key)):
-                        what = title.format(repr(key))
-                        raise ElementwiseMismatchError(
-                            f"{what} is {_short_repr(actual.get(key))} on a slice, "
-                            f"{_short_repr(expected.get(key))} on full tensors"
-                        )
+            _compare_numbers("the group's number", full.options, sliced.options)
+            _compare_numbers("its attribute", full.attributes, sliced.attributes)
 
+    def _run_full(self) -> _OptimizerCopy:
+        """Step full parameters, starting from states like the existing ones, or from none if that fails."""
+        for is_seeded in (True, False) if any(self.optimizer.state.values()) else (False,):
+            for jump in (True, False):
+                full = _OptimizerCopy(self, None, is_seeded)
+                try:
+                    full.run(jump)
+                except (ElementwiseUndecidedError, ElementwiseMismatchError):
+                    raise
+                except Exception as error:
+                    failed = error
+                    if not full.has_jumped:
+                        break
+                else:
+                    full.check_values()
+                    return full
+        raise ElementwiseUndecidedError(f"step() raises {type(failed).__name__}: {failed}") from failed
 
-def _run_whole(
-    make: Callable[..., _OptimizerCopy], gradients: list[list[torch.Tensor]], has_states: bool
-) -> _OptimizerCopy:
-    """Step full parameters, starting from states like the existing ones, or from none if that fails."""
-    for is_seeded in (True, False) if has_states else (False,):
-        for jump in (True, False):
-            full = make(None, is_seeded)
-            try:
-                full.run(gradients, jump)
-            except (ElementwiseUndecidedError, ElementwiseMismatchError):
-                raise
-            except Exception as error:
-                failed = error
-                if not full.has_jumped:
-                    break
-            else:
-                return full.validated()
-    raise ElementwiseUndecidedError(f"step() raises {type(failed).__name__}: {failed}") from failed
+    @cached_property
+    def gradients(self) -> list[list[torch.Tensor]]:
+        """The gradients of all elements for each group and step.
 
+        Tensors and rows have different scales, and some elements are zero. Most gradients keep their direction, as in
+        a model that learns; a negative scale reverses it.
+        """
+        generator = torch.Generator("cpu").manual_seed(0)
+        gradients = []
+        for number in range(len(self.groups)):
+            base = self._random(generator, (1.0, 0.2, 5.0, 0.03), number)
+            for part in torch.split(base, self.spec.sizes):
+                part[::7] *= 10
+            group_gradients = []
+            for step, scale in enumerate((*self.spec.grad_scales, *self.spec.grad_scales_after_jump)):
+                noise = base.roll(3 * step + 1)
+                gradient = (0.8 * base + 0.2 * noise) * scale * (0.01 if self.dtype == torch.float16 else 1.0)
+                if step % 4 == 3:
+                    gradient[step % 5 :: 3] = 0
+                group_gradients.append(gradient.to(self.device, self.dtype))
+            gradients.append(group_gradients)
+        return gradients
 
-def _make_gradients(
-    trial: _TrialSpec, groups: int, dtype: torch.dtype, device: torch.device
-) -> list[list[torch.Tensor]]:
-    """Return the gradients of all elements for each group and step.
+    @cached_property
+    def initial_values(self) -> list[torch.Tensor]:
+        """The initial values of all elements for each group."""
+        generator, scales = torch.Generator("cpu").manual_seed(1), (1.0, 0.0, 0.5, 0.02, 8.0)
+        values = [self._random(generator, scales, 5 - number) for number in range(len(self.groups))]
+        return [value.to(self.device, self.dtype) for value in values]
 
-    Tensors and rows have different scales, and some elements are zero. Most gradients keep their direction, as in a
-    model that learns; a negative scale reverses it.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    gradients = []
-    for group in range(groups):
-        base = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
-        sizes = [math.prod(shape) for shape in trial.shapes]
-        for index, part in enumerate(torch.split(base, sizes)):
-            part *= (1.0, 0.2, 5.0, 0.03)[(index + group) % 4]
-            part[::7] *= 10
-        group_gradients = []
-        for step, scale in enumerate((*trial.grad_scales, *trial.grad_scales_after_jump)):
-            noise = base.roll(3 * step + 1)
-            gradient = (0.8 * base + 0.2 * noise) * scale * (0.01 if dtype == torch.float16 else 1.0)
-            if step % 4 == 3:
-                gradient[step % 5 :: 3] = 0
-            group_gradients.append(gradient.to(device, dtype))
-        gradients.append(group_gradients)
-    return gradients
+    def _random(self, generator: torch.Generator, scales: tuple[float, ...], shift: int) -> torch.Tensor:
+        """Return random elements whose scale differs from tensor to tensor."""
+        values = torch.randn(self.spec.numel, generator=generator, dtype=torch.float64, device="cpu")
+        for index, part in enumerate(torch.split(values, self.spec.sizes)):
+            part *= scales[(index + shift) % len(scales)]
+        return values
 
+    def lr(self, options: Mapping[str, Any]) -> Any:
+        """Return the learning rate of a group: not 0, even if a warmup begins at 0, and larger if all are small.
 
-def _make_values(trial: _TrialSpec, groups: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    generator = torch.Generator("cpu").manual_seed(1)
-    values = []
-    for group in range(groups):
-        flattened = torch.randn(trial.numel, generator=generator, dtype=torch.float64, device="cpu")
-        for index, part in enumerate(torch.split(flattened, [math.prod(shape) for shape in trial.shapes])):
-            part *= (1.0, 0.0, 0.5, 0.02, 8.0)[(index + 5 - group) % 5]
-        values.append(flattened.to(device, dtype))
-    return values
+        Otherwise rounding would hide small updates.
+        """
+        group_lr, min_lr = options["lr"], 0.0 if self.dtype == torch.float64 else 1e-2
+        fallbacks: list[Any] = [options.get("initial_lr"), self.optimizer.defaults.get("lr"), 1e-3]
+        positive = (float(value) for value in fallbacks if _is_number(value) and float(value) > 0)
+        lr = float(group_lr) or next(positive)
+        max_lr = max((float(g["lr"]) for g in self.groups if _is_number(g.get("lr"))), default=0.0)
+        if max_lr < min_lr:
+            lr *= min_lr / (max_lr or lr)
+        return torch.full_like(group_lr, lr) if isinstance(group_lr, torch.Tensor) else lr
 
 
 # ---------------------------------------------------------------------------------------------- a copy of an optimizer
@@ -291,54 +285,67 @@ def _make_values(trial: _TrialSpec, groups: int, dtype: torch.dtype, device: tor
 class _OptimizerCopy:
     """A copy of the user's optimizer with its own parameters, and their values after each step."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
-        trial: _TrialSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        min_lr: float,
-        splits: tuple[int, ...] | None,
-        is_seeded: bool,
-    ) -> None:
-        self.trial, self.is_seeded, self.has_jumped, self._device = trial, is_seeded, False, device
+    def __init__(self, trial: _Trial, splits: tuple[int, ...] | None, is_seeded: bool) -> None:
+        self._trial, self.spec, self.is_seeded, self.has_jumped = trial, trial.spec, is_seeded, False
         self.values: list[torch.Tensor] = []  # of all groups, after each step
         self.initial_values: list[torch.Tensor] = []
         self.parameters: list[list[nn.Parameter]] = []
-        self.spans = _spans(trial, splits)
-        self.inner = inner = copy_optimizer(optimizer, device)
-        max_lr = max((float(g["lr"]) for g in groups if _is_number(g.get("lr"))), default=0.0)
-        for number, (group, flattened) in enumerate(
-            zip(groups, _make_values(trial, len(groups), dtype, device), strict=True)
-        ):
-            shapes = trial.shapes if splits is None else [(end - start,) for start, end in self.spans]
+        ends = [0, *itertools.accumulate(trial.spec.sizes)] if splits is None else splits
+        self.spans = list(itertools.pairwise(ends))
+        self._copier = OptimizerCopier(trial.optimizer, trial.device)
+        self.inner = self._copier.clone
+        for number, (group, values) in enumerate(zip(trial.groups, trial.initial_values, strict=True)):
+            shapes = trial.spec.shapes if splits is None else [(end - start,) for start, end in self.spans]
             parameters = [
-                nn.Parameter(flattened[start:end].reshape(shape).clone())
+                nn.Parameter(values[start:end].reshape(shape).clone())
                 for (start, end), shape in zip(self.spans, shapes, strict=True)
             ]
             self.initial_values += [p.detach().flatten().clone() for p in parameters]
             self.parameters.append(parameters)
-            options = _copy_group(optimizer, group, number, device)
+            options = self._copier.copy_options(group, number)
             if _is_number(options.get("lr")):
-                options["lr"] = _trial_lr(options, optimizer.defaults, max_lr, min_lr)
+                options["lr"] = trial.lr(options)
             if splits is None:
                 _copy_attributes(parameters, group["params"])
             if isinstance(group.get("param_names"), list):
-                names = group["param_names"]
-                options["param_names"] = [names[i * len(names) // len(trial.shapes)] for i in range(len(trial.shapes))]
-            inner.param_groups.append({**options, "params": parameters})
+                names, count = group["param_names"], len(trial.spec.shapes)
+                options["param_names"] = [names[i * len(names) // count] for i in range(count)]
+            self.inner.param_groups.append({**options, "params": parameters})
             if is_seeded:
-                _seed_states(optimizer, group, parameters, self.spans, trial, device, inner.state)
+                self._seed_states(group, parameters)
 
-    def run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
+    def _seed_states(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Create states like those of the optimizer: its constructor may have made states that a step needs."""
+        original, numel = self._trial.optimizer.state, self.spec.numel
+        example: Any = next((p for p in group["params"] if original.get(p)), None)
+        for key, value in original[example].items() if example is not None else ():
+            if is_elementwise(key, value, example.shape):
+                sample = value.detach().flatten()[:numel].to(self._trial.device)
+                if not sample.numel():
+                    continue
+                flattened = sample.repeat(-(-numel // sample.numel()))[:numel]
+                dtype = parameters[0].dtype if parameters and value.is_floating_point() else value.dtype
+                for parameter, (start, end) in zip(parameters, self.spans, strict=True):
+                    part = flattened[start:end].to(dtype).reshape(parameter.shape)
+                    self.inner.state[parameter][key] = part.clone()
+            elif is_scalar_state(value):
+                for parameter in parameters:
+                    where = f"the state {key!r} of a parameter"
+                    self.inner.state[parameter][key] = self._copier.copy(value, where)
+            else:
+                raise ElementwiseMismatchError(
+                    f"the state {key!r} of a parameter of shape {tuple(example.shape)} is {_short_repr(value)}"
+                )
+
+    def run(self, jump: bool) -> None:
         """Step with each gradient; if ``jump``, advance the step counters in between."""
-        is_other_device = torch.get_default_device() != self._device
-        with torch.no_grad(), self._device if is_other_device else nullcontext(), _SideEffectGuard():  # type: ignore[no-untyped-call]
+        device, gradients = self._trial.device, self._trial.gradients  # made here: the guard rejects random numbers
+        default_device = device if torch.get_default_device() != device else nullcontext()
+        with torch.no_grad(), default_device, SideEffectGuard():  # type: ignore[no-untyped-call]
             self._run(gradients, jump)
 
     def _run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
-        steps, steps_after_jump = len(self.trial.grad_scales), len(self.trial.grad_scales_after_jump)
+        steps, steps_after_jump = len(self.spec.grad_scales), len(self.spec.grad_scales_after_jump)
         if callable(getattr(self.inner, "train", None)):
             self.inner.train()
         before: dict[Any, float] = {}
@@ -358,14 +365,13 @@ class _OptimizerCopy:
             self.inner.train()
             self._record_values()
 
-    def validated(self) -> _OptimizerCopy:
-        """Return itself; raise if its values cannot be compared."""
+    def check_values(self) -> None:
+        """Raise if the values cannot be compared."""
         first, last = torch.cat(self.initial_values), self.values[-1]
         if not bool(last.isfinite().all()):
             raise ElementwiseUndecidedError("its values became infinite or NaN")
         if len(self.values) > 1 and torch.equal(first, last):  # a warmup may begin with a learning rate of 0
             raise ElementwiseUndecidedError("its steps changed nothing")
-        return self
 
     def _record_values(self) -> None:
         flattened = [p.detach().flatten() for parameters in self.parameters for p in parameters]
@@ -412,149 +418,12 @@ class _OptimizerCopy:
         }
 
 
-def copy_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> Any:
-    """Return a copy without groups and states; it shares nothing with the original that a step may change."""
-    params_by_id = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    clone: Any = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key not in ("param_groups", "state", "step", "train", "eval") and not key.startswith("_optimizer_"):
-            clone.__dict__[key] = _copy_value(value, f"its attribute {key!r}", params_by_id, device, optimizer, clone)
-    for key in vars(optimizer):
-        if key.startswith("_optimizer_"):
-            clone.__dict__[key] = OrderedDict()
-    clone.param_groups = []
-    clone.state = defaultdict(dict)
-    return clone
-
-
-def _copy_group(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], number: int, device: torch.device
-) -> dict[str, Any]:
-    known = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    options = {
-        key: _copy_value(value, f"{key!r} of its group {number}", known, device, optimizer, None)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-    return {**options, **{key: value for key, value in (("fused", None), ("capturable", False)) if key in options}}
-
-
-_SHARED_TYPES = (
-    *(type(None), bool, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, logging.Logger),
-)
-
-
-def _copy_value(
-    value: Any, where: str, known: Mapping[int, Any], device: torch.device, optimizer: Any, twin: Any
-) -> Any:
-    """Return a copy of a value that a step may read or change."""
-    copy_nested = partial(_copy_value, where=where, known=known, device=device, optimizer=optimizer, twin=twin)
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value in known:
-            raise ElementwiseUndecidedError(
-                f"{where} holds the id() of a parameter, and on shards the parameters are other tensors"
-            )
-        return value
-    if isinstance(value, _SHARED_TYPES):
-        return value
-    if isinstance(value, torch.Tensor):
-        if id(value) in known or isinstance(value, nn.Parameter):
-            raise ElementwiseUndecidedError(f"{where} holds parameters, and on shards it would still use these")
-        if value.numel() > MAX_COPIED_ELEMENTS:
-            raise ElementwiseUndecidedError(f"{where} holds a tensor of {value.numel()} elements")
-        return value.detach().to(device, copy=True)
-    if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > MAX_COPIED_ELEMENTS:
-        raise ElementwiseUndecidedError(f"{where} holds {len(value)} entries")
-    if isinstance(value, dict):
-        copied = {copy_nested(key): copy_nested(entry) for key, entry in value.items()}
-        return defaultdict(value.default_factory, copied) if isinstance(value, defaultdict) else type(value)(copied)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copy_nested, value))
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return type(value)(map(copy_nested, value))
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            copy_nested(cell.cell_contents)
-        return value
-    if isinstance(value, partial):
-        return partial(
-            copy_nested(value.func),
-            *map(copy_nested, value.args),
-            **{k: copy_nested(v) for k, v in value.keywords.items()},
-        )
-    if isinstance(value, types.MethodType):
-        if value.__self__ is optimizer and twin is not None:
-            return types.MethodType(value.__func__, twin)
-        if isinstance(value.__self__, type):
-            return value
-    is_plain = is_dataclass(value) or type(value) in (types.SimpleNamespace, argparse.Namespace)
-    if is_plain and hasattr(value, "__dict__"):
-        clone = object.__new__(type(value))
-        clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
-        return clone
-    raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which cannot be copied for a trial")
-
-
-def _trial_lr(options: Mapping[str, Any], defaults: Mapping[str, Any], max_lr: float, min_lr: float) -> Any:
-    """Return a trial's learning rate: the group's own; not 0, even if a warmup begins at 0; larger if all are small."""
-    group_lr = options["lr"]
-    fallbacks: list[Any] = [options.get("initial_lr"), defaults.get("lr"), 1e-3]
-    lr = float(group_lr) or next(
-        float(fallback) for fallback in fallbacks if _is_number(fallback) and float(fallback) > 0
-    )
-    if max_lr < min_lr:
-        lr *= min_lr / (max_lr or lr)
-    return torch.full_like(group_lr, lr) if isinstance(group_lr, torch.Tensor) else lr
-
-
 def _copy_attributes(parameters: list[nn.Parameter], originals: list[Any]) -> None:
     """Copy the attributes that the user has set on parameters: a rule may depend on them. Slices have none."""
     user_attributes = ({key: value for key, value in vars(p).items() if key != "_zeroshard"} for p in originals)
     by_keys = {tuple(sorted(attributes)): attributes for attributes in user_attributes if attributes}
     for parameter, attributes in zip(parameters, by_keys.values(), strict=False):
         parameter.__dict__.update(attributes)
-
-
-def _seed_states(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    parameters: list[nn.Parameter],
-    spans: list[tuple[int, int]],
-    trial: _TrialSpec,
-    device: torch.device,
-    states: dict[Any, Any],
-) -> None:
-    """Create states like those of the optimizer: its constructor may have made states that a step needs."""
-    known = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    example: Any = next((p for p in group["params"] if optimizer.state.get(p)), None)
-    for key, value in optimizer.state[example].items() if example is not None else ():
-        where = f"the state {key!r} of a parameter"
-        if is_elementwise(key, value, example.shape):
-            sample = value.detach().flatten()[: trial.numel].to(device)
-            if not sample.numel():
-                continue
-            flattened = sample.repeat(-(-trial.numel // sample.numel()))[: trial.numel]
-            dtype = parameters[0].dtype if parameters and value.is_floating_point() else value.dtype
-            for parameter, (start, end) in zip(parameters, spans, strict=True):
-                states[parameter][key] = flattened[start:end].to(dtype).reshape(parameter.shape).clone()
-        elif is_scalar_state(value):
-            for parameter in parameters:
-                states[parameter][key] = _copy_value(value, where, known, device, optimizer, None)
-        else:
-            raise ElementwiseMismatchError(
-                f"the state {key!r} of a parameter of shape {tuple(example.shape)} is {_short_repr(value)}"
-            )
-
-
-def _spans(trial: _TrialSpec, splits: tuple[int, ...] | None) -> list[tuple[int, int]]:
-    if splits is not None:
-        return list(itertools.pairwise(splits))
-    spans, start = [], 0
-    for shape in trial.shapes:
-        spans.append((start, start + math.prod(shape)))
-        start = spans[-1][1]
-    return spans
 
 
 def _distinct_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -568,61 +437,6 @@ def _distinct_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if group["params"]:
             distinct.setdefault(repr(sorted(options.items(), key=lambda item: str(item[0]))), group)
     return list(distinct.values())
-
-
-def _check_can_run_trial(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer does something that a trial cannot show or must not run."""
-    if "step" in vars(optimizer) and not is_scheduler_step(optimizer):
-        raise ElementwiseUndecidedError("its step() was replaced by another one")
-    hooks = [value for key, value in vars(optimizer).items() if key.startswith("_optimizer_step_") and value]
-    if hooks:
-        raise ElementwiseUndecidedError("there are hooks on its step, which a trial must not run")
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
-        raise ElementwiseUndecidedError("there are hooks on every optimizer's step, which a trial must not run")
-    for key in optimizer.state:
-        if not isinstance(key, torch.Tensor):
-            raise ElementwiseUndecidedError(
-                f"it keeps a state under {key!r}, which is not a parameter: a checkpoint would not contain it"
-            )
-    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    required = [
-        p.name for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if required:
-        raise ElementwiseUndecidedError(
-            f"its step() needs {', '.join(map(repr, required))}, and zeroshard calls step() without arguments"
-        )
-
-
-class _SideEffectGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raise if a trial draws random numbers or communicates, before either has an effect."""
-
-    def __enter__(self) -> Any:
-        self._numpy_random = sys.modules.get("numpy.random")
-        self._rng_states_before = self._rng_states()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        states = self._rng_states()
-        if states != self._rng_states_before:
-            random.setstate(self._rng_states_before[0])
-            if self._numpy_random is not None:
-                self._numpy_random.set_state(self._rng_states_before[1])
-            raise ElementwiseUndecidedError("its step() draws random numbers")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise ElementwiseUndecidedError("its step() draws random numbers")
-        if "c10d" in func.namespace:
-            raise ElementwiseUndecidedError("its step() communicates between ranks")
-        return func(*args, **(kwargs or {}))
-
-    def _rng_states(self) -> Any:
-        if self._numpy_random is None:
-            return random.getstate(), None
-        name, keys, *rest = self._numpy_random.get_state()
-        return random.getstate(), (name, keys.tolist(), *rest)
 
 
 # --------------------------------------------------------------------------------------------------------- comparisons
@@ -651,94 +465,95 @@ def _is_close(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(_is_close, left, right))
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_is_close(left[key], right[key]) for key in left)
-    if isinstance(left, (_SHARED_TYPES, set, frozenset)):
+    if isinstance(left, (SHARED_TYPES, set, frozenset)):
         return bool(left == right)
     return not hasattr(left, "__dict__") or _is_close(vars(left), vars(right))
 
 
-def _compare_values(whole: _OptimizerCopy, pieces: _OptimizerCopy, splits: tuple[int, ...]) -> None:
+def _compare_numbers(title: str, expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    for key in expected | actual:
+        if not _is_close(expected.get(key), actual.get(key)):
+            raise ElementwiseMismatchError(
+                f"{title} {key!r} is {_short_repr(actual.get(key))} on a slice, "
+                f"{_short_repr(expected.get(key))} on full tensors"
+            )
+
+
+def _compare_values(full: _OptimizerCopy, sliced: _OptimizerCopy, splits: tuple[int, ...]) -> None:
     if not splits:
         return
-    steps, groups = len(whole.values), len(whole.parameters)
+    steps, groups = len(full.values), len(full.parameters)
     start, end = splits[0], splits[-1]
-    wide_dtype = torch.promote_types(whole.initial_values[0].dtype, torch.float32)
-    actual = torch.stack(pieces.values).to(wide_dtype).view(steps, groups, end - start)
-    expected = torch.stack(whole.values).to(wide_dtype).view(steps, groups, whole.trial.numel)[:, :, start:end]
-    initial = torch.cat(whole.initial_values).to(wide_dtype).view(groups, -1)[:, start:end]
+    wide_dtype = torch.promote_types(full.initial_values[0].dtype, torch.float32)
+    actual = torch.stack(sliced.values).to(wide_dtype).view(steps, groups, end - start)
+    expected = torch.stack(full.values).to(wide_dtype).view(steps, groups, full.spec.numel)[:, :, start:end]
+    initial = torch.cat(full.initial_values).to(wide_dtype).view(groups, -1)[:, start:end]
     change = (expected - initial).abs().cummax(0).values
-    rounding = 32 * torch.finfo(whole.initial_values[0].dtype).eps * torch.maximum(expected, initial).abs()
+    rounding = 32 * torch.finfo(full.initial_values[0].dtype).eps * torch.maximum(expected, initial).abs()
     error = (actual - expected).abs()
-    is_equal = (error <= whole.trial.tolerance * change + rounding) | (expected == actual)
+    is_equal = (error <= full.spec.tolerance * change + rounding) | (expected == actual)
     if bool(is_equal.all()):
         return
     step, group, position = torch.nonzero(~is_equal)[0].tolist()
-    index = next(i for i, (_, span_end) in enumerate(whole.spans) if start + position < span_end)
+    index = next(i for i, (_, span_end) in enumerate(full.spans) if start + position < span_end)
     of = f" of group {group}" if groups > 1 else ""
     raise ElementwiseMismatchError(
-        f"after step {step + 1} an element of a tensor of shape {whole.trial.shapes[index]}{of} has moved by "
+        f"after step {step + 1} an element of a tensor of shape {full.spec.shapes[index]}{of} has moved by "
         f"{(actual - initial)[step, group, position].item():.6g} in a slice, and by "
         f"{(expected - initial)[step, group, position].item():.6g} in the full tensor"
     )
 
 
-def _compare_states(whole: _OptimizerCopy, pieces: _OptimizerCopy) -> None:
-    for copy in (whole, pieces):
+def _compare_states(full: _OptimizerCopy, sliced: _OptimizerCopy) -> None:
+    for copy in (full, sliced):
         own_ids = {id(p) for parameters in copy.parameters for p in parameters}
         for key in copy.inner.state:
             if id(key) not in own_ids:
                 raise ElementwiseUndecidedError(
                     f"it keeps a state under {_short_repr(key)}, which is not one of its parameters"
                 )
-    for parameters, slices in zip(whole.parameters, pieces.parameters, strict=True):
-        for slice_param, (slice_start, slice_end) in zip(slices, pieces.spans, strict=True):
-            state = dict(pieces.inner.state.get(slice_param, {}))
-            for parameter, (param_start, param_end) in zip(parameters, whole.spans, strict=True):
+    for parameters, slices in zip(full.parameters, sliced.parameters, strict=True):
+        for slice_param, (slice_start, slice_end) in zip(slices, sliced.spans, strict=True):
+            state = dict(sliced.inner.state.get(slice_param, {}))
+            for parameter, (param_start, param_end) in zip(parameters, full.spans, strict=True):
                 overlap_start, overlap_end = max(slice_start, param_start), min(slice_end, param_end)
                 if overlap_start < overlap_end:
-                    _compare_state(
-                        dict(whole.inner.state.get(parameter, {})),
-                        parameter,
-                        slice(overlap_start - param_start, overlap_end - param_start),
-                        state,
-                        slice_param,
-                        slice(overlap_start - slice_start, overlap_end - slice_start),
-                        whole.trial.tolerance,
-                    )
+                    at = slice(overlap_start - param_start, overlap_end - param_start)
+                    within = slice(overlap_start - slice_start, overlap_end - slice_start)
+                    full_state = dict(full.inner.state.get(parameter, {}))
+                    tolerance = full.spec.tolerance
+                    _compare_state(parameter, full_state, slice_param, state, at, within, tolerance)
 
 
 def _compare_state(
-    mine: dict[str, Any],
-    parameter: nn.Parameter,
+    full_param: nn.Parameter,
+    full_state: dict[str, Any],
+    slice_param: nn.Parameter,
+    slice_state: dict[str, Any],
     at: slice,
-    theirs: dict[str, Any],
-    piece: nn.Parameter,
     within: slice,
     tolerance: float,
 ) -> None:
-    of = f"of a tensor of shape {tuple(parameter.shape)}"
-    for key in mine.keys() | theirs.keys():
-        what = f"the state {key!r} {of}"
-        if key not in mine or key not in theirs:
-            raise ElementwiseMismatchError(f"{what} exists only {'on slices' if key in theirs else 'on full tensors'}")
-        left, right = mine[key], theirs[key]
-        if is_elementwise(key, right, piece.shape) and type(right) in (torch.Tensor, nn.Parameter):
-            if not isinstance(left, torch.Tensor) or left.numel() not in (parameter.numel(), 1):
-                raise ElementwiseMismatchError(
-                    f"{what} is {_short_repr(left)}, that of a slice of shape {tuple(piece.shape)} {_short_repr(right)}"
-                )
-            expected, actual = left.flatten().expand(parameter.numel())[at].double(), right[within].double()
+    """Compare the states of a parameter at ``at`` with those of a slice at ``within``."""
+    for key in full_state.keys() | slice_state.keys():
+        what = f"the state {key!r} of a tensor of shape {tuple(full_param.shape)}"
+        if key not in full_state or key not in slice_state:
+            where = "on slices" if key in slice_state else "on full tensors"
+            raise ElementwiseMismatchError(f"{what} exists only {where}")
+        left, right = full_state[key], slice_state[key]
+        of_slice = f"that of a slice of shape {tuple(slice_param.shape)} {_short_repr(right)}"
+        if is_elementwise(key, right, slice_param.shape) and type(right) in (torch.Tensor, nn.Parameter):
+            if not isinstance(left, torch.Tensor) or left.numel() not in (full_param.numel(), 1):
+                raise ElementwiseMismatchError(f"{what} is {_short_repr(left)}, {of_slice}")
+            expected, actual = left.flatten().expand(full_param.numel())[at].double(), right[within].double()
             scale = left.double().abs().max() if left.numel() else 0.0
             differs = (expected - actual).abs() > tolerance * expected.abs() + 1e-12 * scale
             if bool((differs & ~(expected.isnan() & actual.isnan())).any()):
                 raise ElementwiseMismatchError(f"{what} has different values in a slice")
-        elif not is_scalar_state(right) or (
-            not is_scalar_state(left) and not is_elementwise(key, left, parameter.shape)
-        ):
-            raise ElementwiseMismatchError(
-                f"{what} is {_short_repr(left)}, that of a slice of shape {tuple(piece.shape)} {_short_repr(right)}"
-            )
-        elif not _is_close(left, right):
-            raise ElementwiseMismatchError(f"{what} is {_short_repr(left)}, that of a slice {_short_repr(right)}")
+            continue
+        is_valid_on_full = is_scalar_state(left) or is_elementwise(key, left, full_param.shape)
+        if not (is_scalar_state(right) and is_valid_on_full and _is_close(left, right)):
+            raise ElementwiseMismatchError(f"{what} is {_short_repr(left)}, {of_slice}")
 
 
 def _short_repr(value: Any) -> str:

@@ -1,0 +1,163 @@
+"""Copy an optimizer, so that a trial can step the copy without side effects on the user's."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import inspect
+import logging
+import random
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroshard.optim.step import is_scheduler_step
+
+MAX_COPIED_ELEMENTS = 4096  # largest tensor (elements) or container (entries) that is copied
+SHARED_TYPES = (  # values that a copy shares with the original
+    *(type(None), bool, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum, logging.Logger),
+)
+
+
+class ElementwiseUndecidedError(Exception):
+    """A trial cannot decide whether an optimizer is elementwise; the message says why."""
+
+
+class OptimizerCopier:
+    """Copies an optimizer to a device, without its groups and states; the copy shares nothing that a step may change.
+
+    >>> copier = OptimizerCopier(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5), torch.device("cpu"))
+    >>> copier.clone.defaults["lr"], copier.clone.param_groups
+    (0.5, [])
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
+        self._param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.clone: Any = object.__new__(type(optimizer))
+        for key, value in vars(optimizer).items():
+            if key.startswith("_optimizer_"):
+                self.clone.__dict__[key] = OrderedDict()
+            elif key not in ("param_groups", "state", "step", "train", "eval"):
+                self.clone.__dict__[key] = self.copy(value, f"its attribute {key!r}")
+        self.clone.param_groups = []
+        self.clone.state = defaultdict(dict)
+
+    def copy_options(self, group: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Return a copy of a group's options, for a step on the CPU or a GPU without CUDA graphs."""
+        options = {
+            key: self.copy(value, f"{key!r} of its group {number}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        return {**options, **{key: value for key, value in (("fused", None), ("capturable", False)) if key in options}}
+
+    def copy(self, value: Any, where: str) -> Any:
+        """Return a copy of a value that a step may read or change; ``where`` names it in errors."""
+        copy_nested = partial(self.copy, where=where)
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value in self._param_ids:
+                raise ElementwiseUndecidedError(
+                    f"{where} holds the id() of a parameter, and on shards the parameters are other tensors"
+                )
+            return value
+        if isinstance(value, SHARED_TYPES):
+            return value
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._param_ids or isinstance(value, nn.Parameter):
+                raise ElementwiseUndecidedError(f"{where} holds parameters, and on shards it would still use these")
+            if value.numel() > MAX_COPIED_ELEMENTS:
+                raise ElementwiseUndecidedError(f"{where} holds a tensor of {value.numel()} elements")
+            return value.detach().to(self._device, copy=True)
+        if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and len(value) > MAX_COPIED_ELEMENTS:
+            raise ElementwiseUndecidedError(f"{where} holds {len(value)} entries")
+        if isinstance(value, dict):
+            copied = {copy_nested(key): copy_nested(entry) for key, entry in value.items()}
+            return defaultdict(value.default_factory, copied) if isinstance(value, defaultdict) else type(value)(copied)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(copy_nested, value))
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return type(value)(map(copy_nested, value))
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                copy_nested(cell.cell_contents)
+            return value
+        if isinstance(value, partial):
+            keywords = {key: copy_nested(entry) for key, entry in value.keywords.items()}
+            return partial(copy_nested(value.func), *map(copy_nested, value.args), **keywords)
+        if isinstance(value, types.MethodType):
+            if value.__self__ is self._optimizer:
+                return types.MethodType(value.__func__, self.clone)
+            if isinstance(value.__self__, type):
+                return value
+        is_plain = is_dataclass(value) or type(value) in (types.SimpleNamespace, argparse.Namespace)
+        if is_plain and hasattr(value, "__dict__"):
+            clone = object.__new__(type(value))
+            clone.__dict__.update({key: copy_nested(entry) for key, entry in vars(value).items()})
+            return clone
+        raise ElementwiseUndecidedError(f"{where} holds a {type(value).__name__}, which cannot be copied for a trial")
+
+
+def check_can_copy(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer does something that a trial cannot show or must not run."""
+    if "step" in vars(optimizer) and not is_scheduler_step(optimizer):
+        raise ElementwiseUndecidedError("its step() was replaced by another one")
+    hooks = [value for key, value in vars(optimizer).items() if key.startswith("_optimizer_step_") and value]
+    if hooks:
+        raise ElementwiseUndecidedError("there are hooks on its step, which a trial must not run")
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise ElementwiseUndecidedError("there are hooks on every optimizer's step, which a trial must not run")
+    for key in optimizer.state:
+        if not isinstance(key, torch.Tensor):
+            raise ElementwiseUndecidedError(
+                f"it keeps a state under {key!r}, which is not a parameter: a checkpoint would not contain it"
+            )
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = [
+        p.name for p in arguments if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if required:
+        raise ElementwiseUndecidedError(
+            f"its step() needs {', '.join(map(repr, required))}, and zeroshard calls step() without arguments"
+        )
+
+
+class SideEffectGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise if a trial draws random numbers or communicates, before either has an effect."""
+
+    def __enter__(self) -> Any:
+        self._numpy_random = sys.modules.get("numpy.random")
+        self._rng_states_before = self._rng_states()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        states = self._rng_states()
+        if states != self._rng_states_before:
+            random.setstate(self._rng_states_before[0])
+            if self._numpy_random is not None:
+                self._numpy_random.set_state(self._rng_states_before[1])
+            raise ElementwiseUndecidedError("its step() draws random numbers")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ElementwiseUndecidedError("its step() draws random numbers")
+        if "c10d" in func.namespace:
+            raise ElementwiseUndecidedError("its step() communicates between ranks")
+        return func(*args, **(kwargs or {}))
+
+    def _rng_states(self) -> Any:
+        if self._numpy_random is None:
+            return random.getstate(), None
+        name, keys, *rest = self._numpy_random.get_state()
+        return random.getstate(), (name, keys.tolist(), *rest)
