@@ -286,7 +286,7 @@ def test_updates_ahead_that_are_dropped_and_begun_anew_change_no_bit(
     def awaited(updates: CpuUpdates, flat: Any) -> None:
         """Let the worker begin with the first before the step can drop them all."""
         landed(updates, flat)
-        if updates._speculations:
+        if updates._speculator.pending:
             assert begun.wait(60)
 
     monkeypatch.setattr(ChunkUpdater, "speculate", noted)

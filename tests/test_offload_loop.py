@@ -47,7 +47,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[StateChunk]:
 def let_ahead_finish(optimizer: Any) -> int:
     """Wait for what was begun ahead of the step, so that no test depends on how fast it is; returns how much it was."""
     host: CpuUpdates | None = optimizer._cpu_updates
-    begun = [ahead.future for ahead in host._speculations.values()] if host is not None else []
+    begun = [ahead.future for ahead in host._speculator.pending.values()] if host is not None else []
     wait([done for done in begun if not done.cancelled()])
     return len(begun)
 

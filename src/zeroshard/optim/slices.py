@@ -152,9 +152,8 @@ class OptimizerSlice:
         self.flat_ranges = flat_ranges
         self.tier_segment = tier_segment  # the segment that contains it, if offloaded
         self.param_group: dict[str, Any] = {}  # its group in the inner optimizer
-        self.empty_param_index = (
-            empty_param_index  # index of a parameter without elements: it has states but no range in a shard
-        )
+        # index of a parameter without elements: it has states but no range in a shard
+        self.empty_param_index = empty_param_index
         self.parameter = nn.Parameter(tensor)  # [numel], in the dtype of the master weights or the parameters
 
     def grad_views(self, gradients: dict[FlatParam, FlatGrad]) -> list[torch.Tensor]:

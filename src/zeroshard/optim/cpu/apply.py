@@ -186,6 +186,11 @@ class ChunkUpdate:
     param_groups: tuple[dict[str, Any], ...]  # of the slices, as they were at the step
     is_exclusive: bool  # no other job may be in flight: see [Note: overlapping Python with native kernels]
 
+    @property
+    def state_keys(self) -> list[str]:
+        """The keys of the states that native kernels update."""
+        return list(dict.fromkeys(key for spec in self.specs or () for key in spec.state_keys))
+
 
 class ChunkUpdater:
     """Update state chunks with native kernels or with torch. ``step_event`` is always the event recorded by the step.
@@ -216,8 +221,7 @@ class ChunkUpdater:
         """Commit a speculative update and copy the new parameters to the device."""
         chunk = update.chunk
         states = dict(zip(update.slices, update.states, strict=True))
-        keys = dict.fromkeys(key for spec in update.specs or () for key in spec.state_keys)
-        chunk.swap(list(keys), states)
+        chunk.swap(update.state_keys, states)
         self._increment_steps(update)
         return self._staging.copy_to_device(chunk.param_shard, chunk.shadow_params, step_event)
 
@@ -262,11 +266,12 @@ class ChunkUpdater:
     ) -> Generator[None, None, None]:
         """Update with native kernels; one slice at a time if exclusive, as the slices may share one gradient buffer."""
         handles: list[KernelHandle] = []
+        assert self._kernels is not None
         try:
             for slice_, spec in zip(update.slices, update.specs or (), strict=True):
                 span = update.chunk.range_of(slice_).slice
                 handle = spec.apply(
-                    self._required_kernels,
+                    self._kernels,
                     {key: old[key][span] for key in (MASTER_KEY, *spec.state_keys)},
                     {key: new[key][span] for key in (MASTER_KEY, *spec.state_keys)},
                     self._staging.fetch_grad(slice_, self._gradients),
@@ -281,12 +286,6 @@ class ChunkUpdater:
         finally:
             for handle in handles:
                 handle.wait()
-
-    @property
-    def _required_kernels(self) -> CpuKernels:
-        if self._kernels is None:
-            raise RuntimeError("the native kernels are missing: please report this")
-        return self._kernels
 
     def _increment_steps(self, update: ChunkUpdate) -> None:
         for state in update.states:

@@ -155,9 +155,8 @@ class KernelHandle:
 
 
 KERNELS_SOURCE = Path(__file__).with_name("kernels.c")
-FUSED_VECTOR_LANES = (
-    8 if platform.machine() in ("x86_64", "AMD64") else 4
-)  # fp32 elements per vector in torch's fused kernels
+# fp32 elements per vector in torch's fused kernels
+FUSED_VECTOR_LANES = 8 if platform.machine() in ("x86_64", "AMD64") else 4
 DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # as kernels.c numbers them
 MAX_GRAD_FACTORS = 2
 _build_lock = threading.Lock()
@@ -339,9 +338,8 @@ def default_rounding(hyperparams: AdamHyperparams | SGDHyperparams) -> Rounding:
     """
     if not hyperparams.fused:
         return Rounding()
-    return Rounding(
-        vector_lanes=0 if FUSED_VECTOR_LANES == 4 and isinstance(hyperparams, AdamHyperparams) else FUSED_VECTOR_LANES
-    )  # Arm
+    is_adam_on_arm = FUSED_VECTOR_LANES == 4 and isinstance(hyperparams, AdamHyperparams)
+    return Rounding(vector_lanes=0 if is_adam_on_arm else FUSED_VECTOR_LANES)
 
 
 def _make_update(

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,54 +23,15 @@ import torch
 
 from zeroshard.engine import Engine, FlatParam, GradScale
 from zeroshard.memory import DiskError, TierAllocator, TierSegment, available_host_memory, local_world_size
-from zeroshard.optim.cpu.apply import (
-    ChunkUpdate,
-    ChunkUpdater,
-    GradScaleReadback,
-    GradScaleValues,
-    UpdateSpec,
-    make_update_spec,
-)
-from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
+from zeroshard.optim.cpu.apply import ChunkUpdate, ChunkUpdater, GradScaleReadback, UpdateSpec, make_update_spec
+from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.cpu.kernels import CpuKernels, load_kernels
+from zeroshard.optim.cpu.speculation import Speculation, Speculator
 from zeroshard.optim.cpu.staging import DiskStaging, PinnedStaging
 from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
 from zeroshard.optim.slices import OptimizerSlice, defer_clip, state_bytes_per_element
 
-HOLD_OFF_STEPS = 8  # steps without speculation after a misprediction
-
-
-class StepPredictor:
-    """Predict after which backward the loop calls ``step()``.
-
-    >>> predictor = StepPredictor()
-    >>> predictor.on_step(backwards=2)
-    >>> predictor.on_step(backwards=2)
-    >>> predictor.expects_step(1), predictor.expects_step(2)
-    (False, True)
-    >>> predictor.on_misprediction()
-    >>> predictor.expects_step(2)
-    False
-    """
-
-    def __init__(self) -> None:
-        self._backwards_per_step = 0
-        self._is_steady = False
-        self._hold_off_steps_left = 0
-
-    def expects_step(self, backward: int) -> bool:
-        """Whether a step is expected after this backward; ``backward`` counts them from 1 since the last step."""
-        return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
-
-    def on_step(self, backwards: int) -> None:
-        """Record a step after ``backwards`` backwards."""
-        self._is_steady = backwards == self._backwards_per_step
-        self._backwards_per_step = backwards
-        self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
-
-    def on_misprediction(self) -> None:
-        """Record that a speculative update was discarded."""
-        self._hold_off_steps_left = HOLD_OFF_STEPS
+SPECULATION_MEMORY_FRACTION = 0.7  # of the free host memory
 
 
 class PendingParams:
@@ -95,17 +55,6 @@ class PendingParams:
                 torch.cuda.current_stream().wait_event(event)
 
 
-SPECULATION_MEMORY_FRACTION = 0.7  # of the free host memory
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """A speculative update, submitted before ``step()``."""
-
-    update: ChunkUpdate
-    future: Future[GradScaleValues]
-
-
 class CpuUpdates:
     """Update the offloaded tier segments of one model: see [Note: overlapping CPU updates]."""
 
@@ -126,18 +75,12 @@ class CpuUpdates:
         self._updater = ChunkUpdater(inner, engine.gradients, tiers, self._staging, self._kernels, threads)
         self._disk_staging = DiskStaging(tiers)
         self._chunk_order = {chunk: index for index, chunk in enumerate(self._chunk_by_segment.values())}
-        self._grad_ready_events: dict[
-            FlatParam, torch.cuda.Event | None
-        ] = {}  # the event after which a flat's gradient is complete, if known
+        # the event after which a flat's gradient is complete, if known
+        self._grad_ready_events: dict[FlatParam, torch.cuda.Event | None] = {}
         self._worker = UpdateWorker()
         self._futures: list[Future[Any]] = []
-        self._discarded_futures: list[Future[Any]] = []  # discarded speculative updates that may still run
         self._skipped_updates: list[ChunkUpdate] = []  # updates of a step in which a gradient overflowed
-        self._predictor = StepPredictor()
-        self._speculations: dict[StateChunk, Speculation] = {}
-        self._is_speculating = False
-        self._speculative_scale = GradScaleReadback(GradScale())
-        self._speculation_bytes_left = self._speculation_budget_bytes()  # for shadow buffers
+        self._speculator = Speculator(self._worker, self._updater, tiers, self._speculation_budget_bytes())
 
     # -- called by the optimizer and the engine ----------------------------------------------------------------------
 
@@ -162,11 +105,7 @@ class CpuUpdates:
     def on_backward_begin(self, backwards: int) -> None:
         """Start to speculate if a step is expected after this backward: see [Note: overlapping CPU updates]."""
         self.invalidate()
-        self._is_speculating = (
-            self._predictor.expects_step(backwards) and self._speculation_bytes_left > 0 and self._kernels is not None
-        )
-        if self._is_speculating:
-            self._speculative_scale = GradScaleReadback(GradScale(self._engine.gradients.scale.inv_scale))
+        self._speculator.begin_backward(backwards, self._engine.gradients.scale.inv_scale)
 
     def on_shard_ready(self, flat: FlatParam) -> None:
         """Record that a flat's reduced gradient is ready; submit its speculative updates."""
@@ -176,31 +115,19 @@ class CpuUpdates:
         ready_event = self._grad_ready_events[flat] = (
             gradient.copy_done if gradient.is_offloaded else self._staging.record_event()
         )
-        if not (self._is_speculating and all(gradient.is_param_used)):
-            return
-        for chunk in self._chunks_by_flat[flat]:
-            if not chunk.is_fully_covered or chunk.tier == "disk":
-                continue
-            update = self._make_update(chunk, chunk.slices, is_speculative=True)
-            if update.specs is not None and self._try_allocate_shadow(chunk, update.specs):
-                events, work = (
-                    [ready_event, self._speculative_scale.ready_event],
-                    partial(self._run_speculative, update, self._speculative_scale),
-                )
-                job = UpdateJob((self._chunk_order[chunk], 1), events, work, update.is_exclusive)
-                self._speculations[chunk] = Speculation(update, self._worker.submit(job))
+        for chunk in self._chunks_by_flat[flat] if self._speculator.is_active and all(gradient.is_param_used) else ():
+            if chunk.is_fully_covered and chunk.tier != "disk":
+                update = self._make_update(chunk, chunk.slices, is_speculative=True)
+                self._speculator.submit(update, self._chunk_order[chunk], ready_event)
 
     def invalidate(self) -> None:
         """Discard all speculative updates."""
-        self._is_speculating = False
-        if self._speculations:
-            for speculation in self._speculations.values():
-                self._discard(speculation)
-            self._speculations.clear()
+        for speculation in self._speculator.pop_pending().values():
+            self._speculator.discard(speculation)
 
     def on_step(self, backwards: int) -> None:
         """Learn after how many backwards the loop calls ``step()``."""
-        self._predictor.on_step(backwards)
+        self._speculator.predictor.on_step(backwards)
 
     def select(self, slices: list[OptimizerSlice]) -> list[OptimizerSlice]:
         """Return the offloaded slices."""
@@ -209,9 +136,7 @@ class CpuUpdates:
     def step(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> bool:
         """Submit the updates of these slices."""
         self.wait()
-        readback = GradScaleReadback(grad_scale)
-        self._is_speculating = False
-        speculations, self._speculations = self._speculations, {}
+        readback, speculations = GradScaleReadback(grad_scale), self._speculator.pop_pending()
         slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
         for slice_ in slices:
             slices_by_chunk.setdefault(self._chunk_of(slice_), []).append(slice_)
@@ -222,7 +147,7 @@ class CpuUpdates:
         ]
         for chunk, speculation in speculations.items():
             if chunk not in slices_by_chunk:
-                self._discard(speculation)
+                self._speculator.discard(speculation)
         step_event = self._staging.record_event()
         upcoming = [update.chunk for update in updates if update.chunk.tier == "disk"]
         pending: dict[FlatParam, list[Future[Any]]] = {}
@@ -261,8 +186,7 @@ class CpuUpdates:
             if error is not None:
                 raise self._fail(error) from error
         self._futures = []
-        wait_for(self._discarded_futures)
-        self._discarded_futures = []
+        self._speculator.wait_discarded()
         self._remove_uncommitted_states()
         try:
             self._disk_staging.wait_writes()
@@ -271,18 +195,12 @@ class CpuUpdates:
 
     # -- on the thread that calls step() -----------------------------------------------------------------------------
 
-    def _discard(self, speculation: Speculation) -> None:
-        if not speculation.future.cancel():
-            self._discarded_futures.append(speculation.future)
-        self._predictor.on_misprediction()
-
     def _fail(self, error: BaseException) -> Exception:
         """Wait for all pending work and mark the states as invalid until a checkpoint is loaded; return the error."""
         why = f"the update of offloaded states failed: {type(error).__name__}: {error}"
         message = f"{why}. The states are invalid now: load a checkpoint"
-        self._engine.state_guard.invalid_states |= dict.fromkeys(
-            ("weights", "optimizer"), message
-        )  # loading a checkpoint resets this
+        invalid = dict.fromkeys(("weights", "optimizer"), message)  # loading a checkpoint resets this
+        self._engine.state_guard.invalid_states |= invalid
         self._engine.comm.consistency.announce_failure(why)
         wait_for(self._futures)
         self._futures = []
@@ -301,31 +219,21 @@ class CpuUpdates:
         states = tuple(self._inner.state[slice_.parameter] for slice_ in slices)
         gradient = self._engine.gradients.flat_grads[chunk.flat]
         dtypes = (chunk.segment.tensor.dtype, gradient.dtype, chunk.flat.dtype)
+        is_cuda = self._engine.comm.device.type == "cuda"
         update_specs: list[UpdateSpec] = []
         for slice_, state in zip(slices, states, strict=True) if self._kernels is not None else ():
-            spec = make_update_spec(
-                self._inner, slice_.param_group, state, dtypes, self._engine.comm.device.type == "cuda"
-            )
+            spec = make_update_spec(self._inner, slice_.param_group, state, dtypes, is_cuda)
             if spec is None or (is_speculative and any(state.get(key) is None for key in spec.state_keys)):
                 break
             update_specs.append(spec)
         if len(update_specs) == len(slices):
             for slice_, spec in zip(slices, update_specs, strict=True):
                 self._init_states(chunk, slice_, spec)
-            is_copied_from_device = (
-                self._engine.comm.device.type == "cuda" and not gradient.is_offloaded
-            )  # through the only gradient buffer
-            return ChunkUpdate(
-                chunk, tuple(slices), states, tuple(update_specs), (), is_copied_from_device or chunk.tier == "disk"
-            )
-        return ChunkUpdate(
-            chunk,
-            tuple(slices),
-            states,
-            None,
-            tuple(_snapshot_group(slice_.param_group) for slice_ in slices),
-            is_exclusive=True,
-        )
+            # a gradient on the device is copied through the only gradient buffer
+            is_exclusive = chunk.tier == "disk" or (is_cuda and not gradient.is_offloaded)
+            return ChunkUpdate(chunk, tuple(slices), states, tuple(update_specs), (), is_exclusive)
+        groups = tuple(_snapshot_group(slice_.param_group) for slice_ in slices)
+        return ChunkUpdate(chunk, tuple(slices), states, None, groups, is_exclusive=True)
 
     def _init_states(self, chunk: StateChunk, slice_: OptimizerSlice, spec: UpdateSpec) -> None:
         """Create missing states of a slice; move existing states into the chunk's tensors."""
@@ -353,7 +261,7 @@ class CpuUpdates:
 
     def _speculation_budget_bytes(self) -> int:
         """Return the host bytes allowed for shadow buffers: a fraction of what is free once all states exist."""
-        if self._tiers.offload is None or not self._tiers.offload.speculate:
+        if self._tiers.offload is None or not self._tiers.offload.speculate or self._kernels is None:
             return 0
         gradients = self._engine.gradients.flat_grads.values()
         needed = sum(
@@ -366,27 +274,7 @@ class CpuUpdates:
         limit = self._tiers.spare_host_bytes
         return free if limit is None else min(free, limit)
 
-    def _try_allocate_shadow(self, chunk: StateChunk, specs: tuple[UpdateSpec, ...]) -> bool:
-        """Allocate shadow buffers for a speculative update; return False if the budget is too small."""
-        keys = list(dict.fromkeys(key for spec in specs for key in spec.state_keys))
-        missing = [key for key in (MASTER_KEY, *keys) if key not in chunk.shadow]
-        nbytes = chunk.numel * (4 * len(missing) + (chunk.flat.dtype.itemsize if chunk.shadow_params is None else 0))
-        if nbytes > self._speculation_bytes_left:
-            return False
-        self._speculation_bytes_left -= nbytes
-        if missing:
-            chunk.allocate_shadow(self._tiers, keys)
-        return True
-
     # -- on the worker thread ----------------------------------------------------------------------------------------
-
-    def _run_speculative(
-        self, update: ChunkUpdate, grad_scale: GradScaleReadback
-    ) -> Generator[None, None, GradScaleValues]:
-        """Update a chunk in its shadow buffers."""
-        scale_values = grad_scale.read()
-        yield from self._updater.speculate(update, scale_values)
-        return scale_values
 
     def _run_update(
         self,
@@ -403,20 +291,11 @@ class CpuUpdates:
                 speculation.future.cancel()
             self._skipped_updates.append(update)
             return None
-        if (
-            speculation is not None and not speculation.future.cancel()
-        ):  # it is done: two jobs of one chunk never overlap
-            speculated, is_same_update = (
-                speculation.future.result(),
-                speculation.update.slices == update.slices and speculation.update.specs == update.specs,
-            )
-            if (
-                is_same_update
-                and speculated.inv_scale == scale_values.inv_scale
-                and scale_values.clip_coef in (None, 1.0)
-            ):
+        # if it cannot be cancelled, it is done: two jobs of one chunk never overlap
+        if speculation is not None and not speculation.future.cancel():
+            if speculation.is_valid_for(update, scale_values):
                 return self._updater.commit(update, step_event)
-            self._predictor.on_misprediction()
+            self._speculator.predictor.on_misprediction()
         if chunk.tier == "disk":
             with self._disk_staging.staged(chunk, upcoming) as tensors:
                 return (yield from self._updater.update(update, tensors, scale_values, step_event))

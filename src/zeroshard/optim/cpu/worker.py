@@ -125,9 +125,8 @@ class UpdateWorker:
                 target=_worker_loop, args=(self._queue,), name="zeroshard update", daemon=True
             )
             self._thread.start()
-            self._finalizer = weakref.finalize(
-                self, _shut_down, self._queue, self._thread
-            )  # also runs at interpreter exit
+            # also runs at interpreter exit
+            self._finalizer = weakref.finalize(self, _shut_down, self._queue, self._thread)
         self._queue.add(job)
         return job.future
 

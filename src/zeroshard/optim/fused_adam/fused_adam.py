@@ -33,9 +33,8 @@ from zeroshard.optim.hyperparams import ADAM_CLASSES, ADAM_STATE_KEYS, AdamHyper
 from zeroshard.optim.slices import FlatRange, OptimizerSlice, defer_clip
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients and of compute parameters
-MAX_PREPARED_LAUNCHES = (
-    16  # cached launches: gradient addresses alternate between steps, and some parameters are not used in every step
-)
+# cached launches: gradient addresses alternate between steps, and some parameters are not used in every step
+MAX_PREPARED_LAUNCHES = 16
 
 
 class FusedAdamKernel(Protocol):
@@ -113,9 +112,8 @@ class FusedAdam:
 
     def __init__(self, inner: torch.optim.Optimizer, engine: Engine, kernel: FusedAdamKernel) -> None:
         self._inner, self._engine, self._kernel = inner, engine, kernel
-        self._eligibility: WeakKeyDictionary[OptimizerSlice, bool] = (
-            WeakKeyDictionary()
-        )  # whether the kernel can update a slice: dtypes, devices, layout
+        # whether the kernel can update a slice: dtypes, devices, layout
+        self._eligibility: WeakKeyDictionary[OptimizerSlice, bool] = WeakKeyDictionary()
         self._prepared: dict[tuple[int, ...], Any] = {}  # launches by the addresses they are valid for
 
     def select(self, slices: list[OptimizerSlice]) -> list[OptimizerSlice]:

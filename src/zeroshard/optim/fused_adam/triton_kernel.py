@@ -28,10 +28,8 @@ except ImportError:  # CPU builds of torch do not include it
 
 BLOCK_NUMEL = 1024  # elements per program
 NUM_WARPS = 4
-EXACT_FP_OPTIONS = {
-    "enable_fp_fusion": False,
-    "enable_reflect_ftz": False,
-}  # see [Note: bit-equal to torch's fused Adam]
+# see [Note: bit-equal to torch's fused Adam]
+EXACT_FP_OPTIONS = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def fused_adam_kernel(

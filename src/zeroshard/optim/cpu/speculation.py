@@ -1,0 +1,133 @@
+"""Speculator: updates of offloaded states that start in backward, before ``step()``, in shadow buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeroshard.engine import GradScale
+from zeroshard.memory import TierAllocator
+from zeroshard.optim.cpu.apply import ChunkUpdate, ChunkUpdater, GradScaleReadback, GradScaleValues
+from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
+from zeroshard.optim.cpu.worker import UpdateJob, UpdateWorker
+
+HOLD_OFF_STEPS = 8  # steps without speculation after a misprediction
+
+
+class StepPredictor:
+    """Predict after which backward the loop calls ``step()``.
+
+    >>> predictor = StepPredictor()
+    >>> predictor.on_step(backwards=2)
+    >>> predictor.on_step(backwards=2)
+    >>> predictor.expects_step(1), predictor.expects_step(2)
+    (False, True)
+    >>> predictor.on_misprediction()
+    >>> predictor.expects_step(2)
+    False
+    """
+
+    def __init__(self) -> None:
+        self._backwards_per_step = 0
+        self._is_steady = False
+        self._hold_off_steps_left = 0
+
+    def expects_step(self, backward: int) -> bool:
+        """Whether a step is expected after this backward; ``backward`` counts them from 1 since the last step."""
+        return self._is_steady and not self._hold_off_steps_left and backward == self._backwards_per_step
+
+    def on_step(self, backwards: int) -> None:
+        """Record a step after ``backwards`` backwards."""
+        self._is_steady = backwards == self._backwards_per_step
+        self._backwards_per_step = backwards
+        self._hold_off_steps_left = max(0, self._hold_off_steps_left - 1)
+
+    def on_misprediction(self) -> None:
+        """Record that a speculative update was discarded."""
+        self._hold_off_steps_left = HOLD_OFF_STEPS
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """A speculative update, submitted before ``step()``."""
+
+    update: ChunkUpdate
+    future: Future[GradScaleValues]
+
+    def is_valid_for(self, update: ChunkUpdate, grad_scale: GradScaleValues) -> bool:
+        """Whether it has computed this update. It must be done."""
+        is_same_update = self.update.slices == update.slices and self.update.specs == update.specs
+        is_same_scale = self.future.result().inv_scale == grad_scale.inv_scale and grad_scale.clip_coef in (None, 1.0)
+        return is_same_update and is_same_scale
+
+
+class Speculator:
+    """Submits speculative updates: see [Note: speculative updates use shadow buffers].
+
+    ``budget_bytes`` of host memory may be used for shadow buffers.
+    """
+
+    def __init__(self, worker: UpdateWorker, updater: ChunkUpdater, tiers: TierAllocator, budget_bytes: int) -> None:
+        self._worker, self._updater, self._tiers, self._bytes_left = worker, updater, tiers, budget_bytes
+        self.predictor = StepPredictor()
+        self.is_active = False  # whether a step is expected after this backward
+        self.pending: dict[StateChunk, Speculation] = {}
+        self._discarded_futures: list[Future[Any]] = []  # discarded updates that may still run
+        self._grad_scale = GradScaleReadback(GradScale())
+
+    def begin_backward(self, backwards: int, inverse_scale: torch.Tensor | None) -> None:
+        """Become active if a step is expected after this backward."""
+        self.is_active = self._bytes_left > 0 and self.predictor.expects_step(backwards)
+        if self.is_active:
+            self._grad_scale = GradScaleReadback(GradScale(inverse_scale))
+
+    def submit(self, update: ChunkUpdate, chunk_index: int, grad_ready: torch.cuda.Event | None) -> None:
+        """Submit an update, unless its states do not exist yet or memory for shadow buffers is missing."""
+        if update.specs is not None and self._try_allocate_shadow(update):
+            work = partial(self._run_speculative, update, self._grad_scale)
+            events = [grad_ready, self._grad_scale.ready_event]
+            job = UpdateJob((chunk_index, 1), events, work, update.is_exclusive)
+            self.pending[update.chunk] = Speculation(update, self._worker.submit(job))
+
+    def pop_pending(self) -> dict[StateChunk, Speculation]:
+        """Return the submitted updates, for ``step()`` to commit or discard them."""
+        self.is_active = False
+        pending, self.pending = self.pending, {}
+        return pending
+
+    def discard(self, speculation: Speculation) -> None:
+        """Discard a submitted update: a misprediction."""
+        if not speculation.future.cancel():
+            self._discarded_futures.append(speculation.future)
+        self.predictor.on_misprediction()
+
+    def wait_discarded(self) -> None:
+        """Wait for discarded updates that had already started."""
+        wait_for(self._discarded_futures)
+        self._discarded_futures = []
+
+    def _try_allocate_shadow(self, update: ChunkUpdate) -> bool:
+        """Allocate shadow buffers; return False if the budget is too small."""
+        chunk, keys = update.chunk, update.state_keys
+        missing = [key for key in (MASTER_KEY, *keys) if key not in chunk.shadow]
+        nbytes = chunk.numel * (4 * len(missing) + (chunk.flat.dtype.itemsize if chunk.shadow_params is None else 0))
+        if nbytes > self._bytes_left:
+            return False
+        self._bytes_left -= nbytes
+        if missing:
+            chunk.allocate_shadow(self._tiers, keys)
+        return True
+
+    def _run_speculative(
+        self, update: ChunkUpdate, grad_scale: GradScaleReadback
+    ) -> Generator[None, None, GradScaleValues]:
+        """Update a chunk in its shadow buffers, on the worker thread."""
+        values = grad_scale.read()
+        yield from self._updater.speculate(update, values)
+        return values
