@@ -96,9 +96,9 @@ def assemble_full_grad(comm: Communicator, gradients: Gradients, gradient: FlatG
     flat_values = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
     for elements, values in gradient.param_shards(index):
         flat_values[elements.slice] = values
-    if gradients.scale.inv_scale is not None:
+    if gradients.scaling.scale.inv_scale is not None:
         flat_values = flat_values.float()
-    for factor in gradients.scale.factors:
+    for factor in gradients.scaling.scale.factors:
         flat_values *= factor
     return assemble_full_tensor(comm, flat_values, flat, index)
 

@@ -127,13 +127,11 @@ class GradMemory:
         assert flat_grad.local_sum is not None
         return flat_grad.local_sum
 
-    def pop_local_sum(self, flat_grad: FlatGrad) -> torch.Tensor | None:
-        """Remove and return the local sum of a partitioned gradient: the caller frees it."""
-        local_sum = flat_grad.local_sum
-        if local_sum is not None:
-            self._tracker.add("gradients", -local_sum.nbytes)
+    def drop_local_sum(self, flat_grad: FlatGrad) -> None:
+        """Drop the local sum of a partitioned gradient."""
+        if flat_grad.local_sum is not None:
+            self._tracker.add("gradients", -flat_grad.local_sum.nbytes)
             flat_grad.local_sum, flat_grad.local_sum_views, flat_grad.has_local_sum = None, [], False
-        return local_sum
 
     def pop_carried_over(self, flat_grad: FlatGrad) -> torch.Tensor | None:
         """Remove and return the gradient that was reduced before ``local_sum`` was reused."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.engine.grad_memory import GradMemory
 from zeroshard.engine.grad_norms import GradNorms
-from zeroshard.engine.grad_scale import GradScale
+from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.parameter import has_autograd_grads, zero_autograd_grads
 from zeroshard.engine.reduce import GradReducer
 from zeroshard.engine.unit import Unit
@@ -38,9 +36,7 @@ class Gradients:
         self.memory = GradMemory(self.flat_grads.values(), context)
         self.reducer = GradReducer(self.flat_grads.values(), self.memory, context)
         self.norms = GradNorms(self.flat_grads, context.comm, context.order)
-        self.scale = GradScale()  # factors that no gradient has been multiplied by yet
-        # some gradients, and a factor that only these have not been multiplied by yet
-        self._deferred_scales: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self.scaling = GradScaling(self.flat_grads, self.norms)
         self.reduce_queue: list[Unit] | None = None  # the fixed reduce order, once all ranks have confirmed it
         self._queue_position = 0  # index in the reduce order of the next unit to reduce
         self._done_units: set[Unit] = set()
@@ -88,7 +84,7 @@ class Gradients:
         with torch.no_grad():
             self._add_untracked_grads()
         if not any(gradient.has_local_sum or gradient.has_shard for gradient in self.flat_grads.values()):
-            self.scale, self._has_accumulated = GradScale(), False
+            self.scaling.scale, self._has_accumulated = UNSCALED, False
 
     def wait_reductions(self) -> None:
         """Finish the pending reductions of a backward that raised."""
@@ -118,9 +114,10 @@ class Gradients:
     @torch.no_grad()
     def reduce_pending(self) -> None:
         """Reduce the gradients that this rank has only summed locally."""
-        self._apply_deferred_scales()
+        if self.scaling.deferred:
+            self.scaling.apply_deferred()
         self._add_unhooked_scaled_grads()
-        if self.scale.inv_scale is not None:
+        if self.scaling.scale.inv_scale is not None:
             self._check_no_manual_grads()
         self._add_untracked_grads()
         if not self.has_unreduced:
@@ -145,21 +142,10 @@ class Gradients:
     @torch.no_grad()
     def begin_backward(self, inverse_scale: torch.Tensor | None) -> None:
         """Prepare for a backward whose loss scale has the inverse ``inverse_scale`` (None: its loss is not scaled)."""
-        self.apply_clip_coef()
-        self._is_usage_synced = False
+        if inverse_scale is not None or self.scaling.scale is not UNSCALED or self.scaling.deferred:
+            self.scaling.begin_backward(inverse_scale, self._has_accumulated)
         self.norms.cache.clear()
-        earlier = self.scale.inv_scale
-        if self._has_accumulated and earlier is not inverse_scale:
-            if earlier is None or inverse_scale is None:
-                first, second = ("was not", "was") if earlier is None else ("was", "was not")
-                raise RuntimeError(
-                    f"the loss of the existing gradients {first} multiplied by optimizer.scale(loss), and the loss of "
-                    f"this backward {second}: the gradients cannot be added. Scale every loss of a step or none, or "
-                    "call optimizer.zero_grad() in between"
-                )
-            # a step has changed the scale, and the gradients were not cleared
-            self._scale_all(earlier / inverse_scale)
-        self.scale, self._has_accumulated, self._unhooked_inverse_scale = GradScale(inverse_scale), True, None
+        self._is_usage_synced, self._has_accumulated, self._unhooked_inverse_scale = False, True, None
 
     @torch.no_grad()
     def on_scaled_backward(self, inverse_scale: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -187,83 +173,10 @@ class Gradients:
                             "(parameter.grad = None), and add the term to the loss"
                         )
 
-    def _scale_all(self, factor: torch.Tensor) -> None:
-        flat_grads = self.flat_grads.values()
-        sums = [g.local_sum for g in flat_grads if g.has_local_sum and g.local_sum is not None]
-        self.scale_shards(
-            [*self.shards(), *sums, *(g.carried_over for g in flat_grads if g.carried_over is not None)], factor
-        )
-        self.clear_norms()
-
-    def clip(self, coefficient: torch.Tensor) -> None:
-        """Multiply all gradients by a coefficient, at the next step or before they change."""
-        earlier = self.scale.clip_coef
-        self.scale = replace(self.scale, clip_coef=coefficient if earlier is None else earlier * coefficient)
-
-    def defer_scale(self, shards: list[torch.Tensor], factor: torch.Tensor | None) -> None:
-        """Multiply these gradients by a factor before they are read again: a step has multiplied only copies of them.
-
-        Most loops clear the gradients first, and then nothing is multiplied.
-        """
-        if shards and factor is not None:
-            self._deferred_scales.append((shards, factor))
-
-    @torch.no_grad()
-    def apply_clip_coef(self) -> None:
-        """Apply the clipping that was deferred to the step, because the gradients are about to change."""
-        self._apply_deferred_scales()
-        if self.scale.clip_coef is not None:
-            self.scale_shards(self.shards(), self.scale.clip_coef)
-            self.scale = replace(self.scale, clip_coef=None)
-            self.clear_norms()
-
-    def _apply_deferred_scales(self) -> None:
-        """Apply the factors of :meth:`defer_scale`."""
-        if not self._deferred_scales:
-            return
-        for flat in self.flat_grads:
-            flat.wait_for_update()  # afterwards, its update has read the gradient
-        for shards, factor in self._deferred_scales:
-            self.scale_shards(shards, factor)
-        self._deferred_scales = []
-        self.clear_norms()
-
-    def clear_norms(self) -> None:
-        """Clear all cached norms, because gradients have changed."""
-        self.norms.cache.clear()
-        for gradient in self.flat_grads.values():
-            gradient.clear_norms()
-
-    def scale_shards(self, shards: list[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply reduced gradients by ``factor``, on the device or offloaded."""
-        on_device = [shard for shard in shards if shard.device == factor.device]
-        if on_device:
-            torch._foreach_mul_(on_device, factor)
-        if len(on_device) < len(shards):
-            self.wait_offloaded()
-            host_factor = factor.cpu()
-            for shard in shards:
-                if shard.device != factor.device:
-                    shard.mul_(host_factor)
-
-    def wait_offloaded(self) -> None:
-        """Wait until all offloaded gradients are copied off the device."""
-        for gradient in self.flat_grads.values():
-            gradient.wait_copy()
-
     @property
     def has_used_params(self) -> bool:
         """Return whether any parameter has a gradient."""
         return any(True in gradient.is_param_used for gradient in self.flat_grads.values())
-
-    def shards(self) -> list[torch.Tensor]:
-        """Return the reduced gradient shards of this rank."""
-        return [g.shard for g in self.flat_grads.values() if g.has_shard and g.shard is not None and g.shard.numel()]
-
-    def parameter_norms(self, norm_type: float) -> torch.Tensor:
-        """Return the norm of each trainable parameter's full gradient, unscaled and clipped: see :class:`GradNorms`."""
-        norms, factors = self.norms.per_parameter(norm_type), self.scale.factors
-        return norms * math.prod(factors[1:], start=factors[0]).abs() if factors and norm_type != 0 else norms
 
     def prepare_write(self, flat_grad: FlatGrad) -> None:
         """Prepare a reduced gradient for being written: wait for its readers and clear its cached norms."""
@@ -272,10 +185,15 @@ class Gradients:
         flat_grad.clear_norms()
         self.norms.cache.clear()
 
+    def wait_offloaded(self) -> None:
+        """Wait until all offloaded gradients are copied off the device."""
+        for gradient in self.flat_grads.values():
+            gradient.wait_copy()
+
     @property
     def scaled_suffix(self) -> str:
         """Return a suffix for pass names: ranks with and without a loss scale must not reduce together."""
-        return "" if self.scale.inv_scale is None else " of scaled losses"
+        return "" if self.scaling.scale.inv_scale is None else " of scaled losses"
 
     @property
     def has_grads(self) -> bool:
@@ -293,7 +211,7 @@ class Gradients:
 
         All ranks call it together. Further calls before the next backward cost nothing.
         """
-        self._apply_deferred_scales()
+        self.scaling.apply_deferred()
         if self._is_usage_synced:
             return
         self.reduce_pending()
@@ -315,7 +233,8 @@ class Gradients:
     def clear(self, set_to_none: bool) -> None:
         """Set all gradients to None, or to zero."""
         self.wait_reductions()
-        self.scale, self._deferred_scales = GradScale(None if set_to_none else self.scale.inv_scale), []
+        if self.scaling.scale is not UNSCALED or self.scaling.deferred:
+            self.scaling.clear(set_to_none)
         self.norms.cache.clear()
         self._has_accumulated, self._unhooked_inverse_scale = False, None
         if set_to_none:
@@ -326,7 +245,7 @@ class Gradients:
                 self.memory.pop_carried_over(gradient)
             if set_to_none:
                 if self.is_partitioned and gradient.local_sum is not None:  # summed inside ``no_sync``
-                    self.memory.pop_local_sum(gradient)
+                    self.memory.drop_local_sum(gradient)
                 gradient.pop_autograd_grads()
                 gradient.is_param_used = [False] * len(gradient.is_param_used)
                 gradient.has_local_sum = gradient.has_shard = False

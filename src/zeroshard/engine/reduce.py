@@ -262,15 +262,11 @@ class GradReducer:
                 slot.wait()
                 self._launch(flat_grad, bucket_index, slot, in_place_inputs[bucket_index], autograd_grads, what)
         flat_grad.has_shard = True
-        self.free_local_sum(flat_grad)
+        if flat_grad.local_sum is not None:
+            self._stream_inputs.append(flat_grad.local_sum)  # the side stream may still read it
+            self._memory.drop_local_sum(flat_grad)
         if self._comm.device.type != "cuda":
             self._stream_inputs.clear()
-
-    def free_local_sum(self, flat_grad: FlatGrad) -> None:
-        """Free the local sum of a partitioned gradient once the side stream has read it."""
-        if flat_grad.local_sum is not None:
-            local_sum = self._memory.pop_local_sum(flat_grad)
-            self._stream_inputs += [] if local_sum is None else [local_sum]
 
     def _launch(
         self,

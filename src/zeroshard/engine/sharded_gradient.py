@@ -59,7 +59,7 @@ class ParamGradHandle:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the unscaled gradient: for fp16, fp32, whose range it needs without the loss scale."""
-        unscaled = self.state_guard.loss_scale is not None or self.gradients.scale.inv_scale is not None
+        unscaled = self.state_guard.loss_scale is not None or self.gradients.scaling.scale.inv_scale is not None
         return torch.float32 if unscaled and self.flat_grad.dtype == torch.float16 else self.flat_grad.dtype
 
     def finish_reduction(self, what: str) -> None:
@@ -81,7 +81,7 @@ class ParamGradHandle:
             if gradient is self.flat_grad:
                 break
             offset += len(gradient.is_param_used)
-        norm = self.gradients.parameter_norms(norm_type)[offset + self.index]
+        norm = self.gradients.scaling.parameter_norms(norm_type)[offset + self.index]
         return norm if self.flat_grad.dtype == torch.float64 else norm.float()
 
     def full(self) -> torch.Tensor:
@@ -95,7 +95,7 @@ class ParamGradHandle:
     def writable_shards(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Return (elements in the flat's order, values) of this rank's shard; the caller may write the values."""
         self.finish_reduction("change the gradients")
-        self.gradients.apply_clip_coef()
+        self.gradients.scaling.apply()
         self.state_guard.invalidate_speculation()
         self.gradients.prepare_write(self.flat_grad)
         return ((elements.slice, values) for elements, values in self.flat_grad.param_shards(self.index))
@@ -114,7 +114,7 @@ class ParamGradHandle:
     ) -> None:
         """Apply an elementwise operation to this rank's shard, in place, without the loss scale."""
         flat_operands = [self.flatten_operand(value) for value in operands]
-        inverse_scale = self.gradients.scale.inv_scale
+        inverse_scale = self.gradients.scaling.scale.inv_scale
         all_scalars = all(not isinstance(operand, torch.Tensor) or operand.dim() == 0 for operand in flat_operands)
         works_on_scaled = inverse_scale is None or (name in LINEAR_OPS and all_scalars)
         for elements, shard in self.writable_shards():
@@ -256,6 +256,6 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
         used_count = sum(sum(gradient.is_param_used) for gradient in model.flat_grads.values())
         factor = inverse_scale.to(first.comm.device)
         if len({(handle.flat_grad, handle.index) for handle in handles}) == used_count:
-            model.clip(factor.clone())
+            model.scaling.clip(factor.clone())
         else:
-            model.scale_shards(shards, factor)
+            model.scaling.multiply(shards, factor)

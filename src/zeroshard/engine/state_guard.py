@@ -295,12 +295,12 @@ class StateGuard:
         if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
             return None
         is_unsharded = self._comm.shard_axis.size == 1 and self._comm.tensor_axis.size == 1
-        if not is_unsharded or self.loss_scale is not None or self._gradients.scale.inv_scale is not None:
+        if not is_unsharded or self.loss_scale is not None or self._gradients.scaling.scale.inv_scale is not None:
             clear_count = self._gradients.clear_count
             return ShardedGradient(
                 ParamGradHandle(self, self._gradients, self._comm, self._order, gradient, info.index, clear_count)
             )
-        self._gradients.apply_clip_coef()
+        self._gradients.scaling.apply()
         self.invalidate_speculation()  # the user may write into the result
         flat.wait_for_update()  # a pending update may still read the gradient
         gradient.clear_norms()

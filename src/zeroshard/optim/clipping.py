@@ -29,9 +29,9 @@ def clip_grad_norm(
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if groups.has_ungrouped:
         _prepare_write(engine)
-        gradients.scale_shards(groups.grad_shards(), coefficient)
+        gradients.scaling.multiply(groups.grad_shards(), coefficient)
     else:
-        gradients.clip(coefficient)
+        gradients.scaling.clip(coefficient)
     return norm
 
 
@@ -40,10 +40,10 @@ def clip_grad_value(engine: Engine, groups: ParamGroups, clip_value: float) -> N
     """Clamp every gradient element of the groups' parameters to [-clip_value, clip_value]."""
     gradients = engine.gradients
     _begin_clip(engine)
-    gradients.apply_clip_coef()
+    gradients.scaling.apply()
     _prepare_write(engine)
     limit = torch.tensor(float(clip_value), device=engine.comm.device)
-    limit = limit if gradients.scale.inv_scale is None else limit / gradients.scale.inv_scale
+    limit = limit if gradients.scaling.scale.inv_scale is None else limit / gradients.scaling.scale.inv_scale
     for shard in groups.grad_shards():
         bound = limit.to(shard.device, shard.dtype)
         torch.clamp(shard, -bound, bound, out=shard)
@@ -73,14 +73,14 @@ def _global_norm(engine: Engine, norm_type: float) -> torch.Tensor:
             engine.order.check(what)
             comm.all_reduce(total, axis, what, op).wait()
     norm = total if is_inf_norm else total.sqrt()
-    for factor in reversed(engine.gradients.scale.factors):
+    for factor in reversed(engine.gradients.scaling.scale.factors):
         norm = norm * factor
     return norm
 
 
 def _grouped_norm(engine: Engine, groups: ParamGroups, norm_type: float) -> torch.Tensor:
     is_grouped = [name in groups.grouped_names for flat in engine.gradients.flat_grads for name in flat.names]
-    norms = engine.gradients.parameter_norms(norm_type)
+    norms = engine.gradients.scaling.parameter_norms(norm_type)
     grouped = norms[torch.tensor(is_grouped, device=norms.device)]
     norm: torch.Tensor = torch.linalg.vector_norm(grouped, norm_type).float()
     return norm

@@ -277,7 +277,7 @@ class ParamGroups:
     def grad_shards(self) -> list[torch.Tensor]:
         """Return this rank's reduced gradients of the parameters in groups."""
         if not self.has_ungrouped:
-            return self._engine.gradients.shards()
+            return self._engine.gradients.scaling.shards()
         return [shard for flat_grad, index in self.grouped_params() for _, shard in flat_grad.param_shards(index)]
 
     def sync_unused_params(self) -> None:

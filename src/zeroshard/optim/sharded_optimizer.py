@@ -211,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             gradients.clear(set_to_none)
             return
         gradients.wait_reductions()
-        gradients.apply_clip_coef()
+        gradients.scaling.apply()
         for flat_grad, index in self._groups.grouped_params():
             gradients.prepare_write(flat_grad)
             flat_grad.clear_param(index) if set_to_none else flat_grad.zero_param(index)

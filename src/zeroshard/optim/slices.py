@@ -201,7 +201,7 @@ def defer_clip(gradients: Gradients, slices: list[OptimizerSlice], grad_scale: G
     """Record that an update has clipped values that it read, and not the stored gradients of these slices."""
     if grad_scale.clip_coef is not None:
         views = [view for slice_ in slices for view in slice_.grad_views(gradients.flat_grads)]
-        gradients.defer_scale(views, grad_scale.clip_coef)
+        gradients.scaling.defer(views, grad_scale.clip_coef)
 
 
 def is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:

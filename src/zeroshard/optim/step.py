@@ -89,7 +89,9 @@ class OptimizerStep:
         gradients, is_updated, left, master_only_flats = self._engine.gradients, True, slices, self._flats
         if self._cpu_updates is not None:
             self._cpu_updates.wait()  # its worker thread may still step the same optimizer
-        grad_scale = gradients.scale if self._loss_scale is None else self._check_overflow(slices, self._loss_scale)
+        grad_scale = gradients.scaling.scale
+        if self._loss_scale is not None:
+            grad_scale = self._check_overflow(slices, self._loss_scale)
         is_single_call = self._torch.decide_single_call()
         if self._cpu_updates is not None and not is_single_call:
             self._cpu_updates.on_step(backwards)
@@ -103,7 +105,7 @@ class OptimizerStep:
         if self._cpu_updates is not None and is_single_call:
             self._cpu_updates.write_through(slices)
         if grad_scale.clip_coef is not None:
-            gradients.scale = replace(gradients.scale, clip_coef=None)
+            gradients.scaling.drop_clip()
         if self._loss_scale is not None:
             self._loss_scale.finish_step(is_scaled=grad_scale.inv_scale is not None)
         return master_only_flats if is_updated else None
@@ -114,7 +116,7 @@ class OptimizerStep:
         what = "look for overflow"
         self._engine.order.check(what)
         self._engine.comm.all_reduce_over_mesh(loss_scale.found_inf, what, dist.ReduceOp.MAX)
-        return replace(self._engine.gradients.scale, found_inf=loss_scale.found_inf)
+        return replace(self._engine.gradients.scaling.scale, found_inf=loss_scale.found_inf)
 
     def _overflow_inputs(self, slices: list[OptimizerSlice]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients on the device, and the max-abs norms of offloaded gradients."""
@@ -246,8 +248,9 @@ class TorchUpdater:
                 self._engine.gradients.memory.is_exposed = True
             self._inner.step()
             self._move_states_to_pool(new_params)
-        copied = [view for slice_grad in batch if slice_grad.needs_copy for view in slice_grad.views]
-        self._engine.gradients.defer_scale(copied, grad_scale.clip_coef)
+        if grad_scale.clip_coef is not None:
+            copied = [view for slice_grad in batch if slice_grad.needs_copy for view in slice_grad.views]
+            self._engine.gradients.scaling.defer(copied, grad_scale.clip_coef)
 
     def _set_gradients(self, batch: list[SliceGrad], buffer: torch.Tensor, grad_scale: GradScale) -> None:
         """Set the gradient of each slice, unscaled and clipped: the reduced gradient itself or a copy in the buffer."""
@@ -267,11 +270,11 @@ class TorchUpdater:
         uncopied = [slice_grad.views[0] for slice_grad in batch if not slice_grad.needs_copy]
         for factor in (grad_scale.inv_scale, grad_scale.clip_coef):
             if factor is not None:
-                gradients.scale_shards(found, factor)
+                gradients.scaling.multiply(found, factor)
                 if uncopied:
-                    gradients.clear_norms()
+                    gradients.scaling.clear_norms()
         if uncopied and grad_scale.inv_scale is not None:  # later readers expect scaled values, as in all others
-            gradients.defer_scale(uncopied, 1 / grad_scale.inv_scale)
+            gradients.scaling.defer(uncopied, 1 / grad_scale.inv_scale)
 
     def _move_states_to_pool(self, parameters: list[torch.nn.Parameter]) -> None:
         """Move new states out of the step's temporaries: [Note: separate pool for long-lived tensors]."""

@@ -106,39 +106,25 @@ class UpdateSpec:
         threads: int,
         kernel_threads: KernelThreads | None = None,
     ) -> KernelHandle:
-        """Read the ``old`` values and write the ``new`` ones, both by key; the key "" holds the master weights.
+        """Read the ``old`` values and write the ``new`` ones, both by key.
 
         With ``kernel_threads`` the update is only started: see :class:`CpuKernels`.
         """
+        common: dict[str, Any] = {
+            "copy": copy,
+            "grad_factors": grad_factors,
+            "threads": threads,
+            "kernel_threads": kernel_threads,
+            "rounding": self.rounding,
+        }
         if isinstance(self.hyperparams, AdamHyperparams):
-            states = (old[""], old[ADAM_STATE_KEYS[0]], old[ADAM_STATE_KEYS[1]])
-            out = (new[""], new[ADAM_STATE_KEYS[0]], new[ADAM_STATE_KEYS[1]])
-            return kernels.adam(
-                *states,
-                gradient,
-                self.hyperparams,
-                out=out,
-                step=self.step,
-                copy=copy,
-                grad_factors=grad_factors,
-                threads=threads,
-                beta_powers=self.beta_powers,
-                kernel_threads=kernel_threads,
-                rounding=self.rounding,
-            )
+            parameter, exp_avg, exp_avg_sq = (old[key] for key in (MASTER_KEY, *ADAM_STATE_KEYS))
+            out = (new[MASTER_KEY], new[ADAM_STATE_KEYS[0]], new[ADAM_STATE_KEYS[1]])
+            adam: dict[str, Any] = {"out": out, "step": self.step, "beta_powers": self.beta_powers, **common}
+            return kernels.adam(parameter, exp_avg, exp_avg_sq, gradient, self.hyperparams, **adam)
         momentum = old.get(SGD_STATE_KEYS[0]) if self.step > 1 else None  # the first step sets it to the gradient
-        return kernels.sgd(
-            old[""],
-            momentum,
-            gradient,
-            self.hyperparams,
-            out=(new[""], new.get(SGD_STATE_KEYS[0])),
-            copy=copy,
-            grad_factors=grad_factors,
-            threads=threads,
-            kernel_threads=kernel_threads,
-            rounding=self.rounding,
-        )
+        new_states = (new[MASTER_KEY], new.get(SGD_STATE_KEYS[0]))
+        return kernels.sgd(old[MASTER_KEY], momentum, gradient, self.hyperparams, out=new_states, **common)
 
 
 def make_update_spec(

@@ -105,7 +105,7 @@ class CpuUpdates:
     def on_backward_begin(self, backwards: int) -> None:
         """Start to speculate if a step is expected after this backward: see [Note: overlapping CPU updates]."""
         self.invalidate()
-        self._speculator.begin_backward(backwards, self._engine.gradients.scale.inv_scale)
+        self._speculator.begin_backward(backwards, self._engine.gradients.scaling.scale.inv_scale)
 
     def on_shard_ready(self, flat: FlatParam) -> None:
         """Record that a flat's reduced gradient is ready; submit its speculative updates."""

@@ -78,23 +78,18 @@ def _merge_adjacent(slice_tensors: Iterable[SliceTensors]) -> list[tuple[SliceTe
     return rows
 
 
+def _tensors(slice_tensors: SliceTensors) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors in the order of a row."""
+    moments = slice_tensors.exp_avg, slice_tensors.exp_avg_sq
+    return slice_tensors.gradient, slice_tensors.master, *moments, slice_tensors.compute_param
+
+
 def _addresses(slice_tensors: SliceTensors) -> list[int]:
-    tensors = (slice_tensors.gradient, slice_tensors.master, slice_tensors.exp_avg, slice_tensors.exp_avg_sq)
-    return [
-        *(tensor.data_ptr() for tensor in tensors),
-        0 if slice_tensors.compute_param is None else slice_tensors.compute_param.data_ptr(),
-    ]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(slice_tensors)]
 
 
 def _element_bytes(slice_tensors: SliceTensors) -> list[int]:
-    """Return the bytes per element at each address."""
-    return [
-        slice_tensors.gradient.element_size(),
-        4,
-        4,
-        4,
-        0 if slice_tensors.compute_param is None else slice_tensors.compute_param.element_size(),
-    ]
+    return [0 if tensor is None else tensor.element_size() for tensor in _tensors(slice_tensors)]
 
 
 def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
