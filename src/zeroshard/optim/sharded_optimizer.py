@@ -23,6 +23,45 @@ from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
 
 
+class _ModeSwitch:
+    """Redirects ``train()`` and ``eval()`` of a schedule-free optimizer: all ranks must change parameters together."""
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+        self._inner, self._engine = inner, engine
+        methods = ((name, getattr(inner, name, None)) for name in ("train", "eval"))
+        self.methods: dict[str, Callable[[], Any]] = {name: method for name, method in methods if callable(method)}
+        for name in self.methods:
+            inner.__dict__[name] = partial(_run_mode_switch, weakref.ref(self), name)
+
+    def run(self, name: str) -> Any:
+        """Call the inner optimizer's own method. Forward then uses the new values."""
+        engine = self._engine
+        if engine.is_running:
+            raise RuntimeError(f"optimizer.{name}() was called in a forward or backward: call it between steps")
+        engine.order.begin_pass(f"optimizer.{name}()")
+        engine.state_guard.check_valid("weights", "optimizer")
+        engine.state_guard.wait_readers()
+        engine.state_guard.wait_updates()
+        with torch.no_grad():
+            result = self.methods[name]()
+        engine.state_guard.sync_from_masters()
+        engine.release_retained()
+        return result
+
+    def restore(self) -> None:
+        """Restore the inner optimizer's own methods."""
+        for name in self.methods:
+            self._inner.__dict__.pop(name, None)
+
+
+def _run_mode_switch(switch: weakref.ref[_ModeSwitch], name: str) -> Any:
+    """Handle a call of ``train()`` or ``eval()`` on the inner optimizer."""
+    found = switch()
+    if found is None:
+        raise RuntimeError(f"{name}() was called on an optimizer whose sharded model is gone: make a new optimizer")
+    return found.run(name)
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Step the inner optimizer on shards, then refresh the parameters. Returned by :func:`zeroshard.shard`.
 
@@ -61,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in names_by_group:
             self._groups.add(group)
         self._load_states(states)
-        self._mode_methods = self._redirect_train_eval()
+        self._mode_switch = _ModeSwitch(inner, engine)
         engine.state_guard.device_states = weakref.WeakMethod(self._states_on_device)
         if self._cpu_updates is not None:
             engine.state_guard.backward_listener = weakref.ref(self._cpu_updates)
@@ -90,36 +129,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
             They change parameters, so all ranks must call them together. Forward then uses the new values.
             """
-            if name in self.__dict__.get("_mode_methods", ()):
-                return partial(self._switch_mode, name)
+            switch = self.__dict__.get("_mode_switch")
+            if switch is not None and name in switch.methods:
+                return partial(switch.run, name)
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-
-    def _redirect_train_eval(self) -> dict[str, Callable[[], Any]]:
-        """Redirect the inner optimizer's ``train()`` and ``eval()`` to this object; return the original methods."""
-        methods = ((name, getattr(self.inner, name, None)) for name in ("train", "eval"))
-        callables = {name: method for name, method in methods if callable(method)}
-        for name in callables:
-            self.inner.__dict__[name] = partial(_switch_mode_from_inner, weakref.ref(self), name)
-        return callables
 
     def restore_train_eval(self) -> None:
         """Restore the inner optimizer's own ``train()`` and ``eval()``."""
-        for name in self._mode_methods:
-            self.inner.__dict__.pop(name, None)
-
-    def _switch_mode(self, name: str) -> Any:
-        engine = self._engine
-        if engine.is_running:
-            raise RuntimeError(f"optimizer.{name}() was called in a forward or backward: call it between steps")
-        engine.order.begin_pass(f"optimizer.{name}()")
-        engine.state_guard.check_valid("weights", "optimizer")
-        engine.state_guard.wait_readers()
-        engine.state_guard.wait_updates()
-        with torch.no_grad():
-            result = self._mode_methods[name]()
-        engine.state_guard.sync_from_masters()
-        engine.release_retained()
-        return result
+        self._mode_switch.restore()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by the fp16 loss scale; with other precisions return it unchanged."""
@@ -340,11 +357,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
     """Return the states with every DTensor replaced by its full tensor."""
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-
-
-def _switch_mode_from_inner(sharded: weakref.ref[ShardedOptimizer], name: str) -> Any:
-    """Handle a call of ``train()`` or ``eval()`` on the inner optimizer."""
-    optimizer = sharded()
-    if optimizer is None:
-        raise RuntimeError(f"{name}() was called on an optimizer whose sharded model is gone: make a new optimizer")
-    return optimizer._switch_mode(name)
