@@ -244,7 +244,7 @@ def inject(optimizer: Any, step: int) -> None:
     """On the fake backend nothing arrives from other ranks: put known gradients in the place of what did not."""
     optimizer.clip_grad_norm_(1.0)  # reduces what is still to be reduced
     gradients = optimizer._engine.gradients
-    gradients.scaling.scale = GradScale()
+    gradients.scaling.drop_clip()
     for number, gradient in enumerate(gradients.flat_grads.values()):
         generator = torch.Generator().manual_seed(1000 * step + number)
         gradient.shard.copy_(torch.randn(gradient.shard.shape, generator=generator) * 1e-2)
