@@ -165,7 +165,7 @@ def test_what_cannot_be_started_is_done_all_the_same(
 
 def test_a_crew_wants_memory(native_kernels: CpuKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "kernels.c").write_text(kernels.KERNELS_SOURCE.read_text().replace("malloc(sizeof *crew)", "NULL"))
+    (tmp_path / "kernels.c").write_text(kernels.KERNELS_SOURCE.read_text().replace("malloc(sizeof *pool)", "NULL"))
     with pytest.raises(MemoryError, match="no memory for the threads"):
         CpuKernels(build.load_library(tmp_path / "kernels.c")).make_threads()
 

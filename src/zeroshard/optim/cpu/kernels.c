@@ -1,12 +1,12 @@
-/* Optimizer updates on the host, one pass over memory: see kernels.py for what is equal to torch to the bit.
+/* Optimizer updates on the CPU in one pass over memory. kernels.py says what is bitwise equal to torch.
 
-   A stretch is cut into chunks, of which each thread takes the next when it is done with one: a thread that has to
-   give its processor away, to whoever launches the device's work, holds nobody up. When none is left it goes on with
-   the stretch that was begun next, without a pause, or leaves. It goes through a chunk in blocks that stay in its
-   first-level cache: gradient to fp32, the update, the parameter's copy. Memory is touched once, and every loop is
-   short enough for the compiler to vectorise.
+   An update is split into chunks, and each thread takes the next chunk when it is done with one. So a thread that loses
+   its CPU, to one that launches device work for example, delays no other. When no chunk is left, a thread continues
+   with the update that was started next, or exits. It processes a chunk in blocks that stay in its first-level cache:
+   gradient to fp32, the update, the copy of the parameter. Memory is touched once, and every loop is short enough for
+   the compiler to vectorise.
 
-   Compile with -ffp-contract=off -fno-math-errno: a rounding is fused away exactly where fmaf() is written. */
+   Compile with -ffp-contract=off -fno-math-errno: a product and a sum are fused only where fmaf() is written. */
 
 #include <math.h>
 #include <pthread.h>
@@ -21,7 +21,7 @@
 #define STREAMS 0 /* a core that sees whole lines written does not read them first (Arm: write streaming) */
 #endif
 
-/* Output may lie where input lies, so restrict would be a lie; elements never depend on other elements. */
+/* Outputs may be the inputs, so restrict would be wrong; elements never depend on other elements. */
 #if defined(__clang__)
 #define EACH _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -29,23 +29,23 @@
 #endif
 
 enum { BLOCK = 1024, LANES = 32 /* bytes of one streaming store */ };
-enum { CHUNK = 65536 /* elements: a few tenths of a millisecond, far longer than it takes to ask for the next */ };
-enum { LEAST = 8192 /* elements worth a thread: they take about as long as starting one */, MOST = 256 /* threads */ };
+enum { CHUNK = 65536 /* elements: a few tenths of a millisecond, much longer than taking the next chunk */ };
+enum { LEAST = 8192 /* elements per thread: they take about as long as starting one */, MOST = 256 /* threads */ };
 enum dtype { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
-/* What kernels.py fills in, field by field in this order. */
+/* Filled by _UpdateStruct in kernels.py: the same fields in the same order. */
 struct update {
-    const float *parameter, *first, *second; /* first: Adam's exp_avg or SGD's momentum; NULL where there is none */
+    const float *parameter, *first, *second; /* first: Adam's exp_avg or SGD's momentum; NULL if there is none */
     const void *gradient;
     float *parameter_out, *first_out, *second_out;
     void *copy;
     int64_t numel;
-    int64_t plain; /* from this element on, moments are rounded as torch's fused kernels do: see kernels.py */
+    int64_t plain; /* from this element on, moments are rounded as OTHER: see kernels.py */
     int32_t gradient_dtype, copy_dtype;
     float factor[2]; /* the gradient is multiplied by each; 1 changes no bit */
     float sign;      /* -1 to maximise */
     float l2;        /* weight decay that is added to the gradient */
-    float decay;     /* decoupled: what the parameter is multiplied by; CUDA_FUSED: what, times it, is added to it */
+    float decay;     /* decoupled: a factor of the parameter; CUDA_FUSED: parameter += decay * parameter */
     float rate;      /* of the update, with its sign: Adam's -lr / correction, SGD's -lr */
     /* Adam */
     float beta1, weight /* 1 - beta1 */;
@@ -54,34 +54,34 @@ struct update {
     float momentum, undamped /* 1 - dampening */;
     int32_t begins, nesterov; /* begins: the momentum is the gradient */
     int32_t cuda;             /* Adam is rounded as on a GPU: 1 as torch's foreach kernels do, 2 as its fused one */
-    int32_t separate;         /* products are rounded before they are added, everywhere: torch uses no FMA */
+    int32_t separate;         /* products are rounded before they are added: torch uses no FMA */
     void (*roots)(int64_t n, const float *in, float *out, int64_t mode); /* MKL's vmsSqrt; NULL: sqrtf */
 };
 
 typedef void block_update(const struct update *, int64_t at, int n, const float *g, float *p, float *m, float *v);
 
-/* One update of many chunks. What changes is under its crew's lock. */
+/* A started update. The pool's lock protects what changes. */
 struct call {
-    struct crew *crew;
+    struct pool *pool;
     struct update update;
     block_update *block;
-    struct call *next; /* begun after it */
-    int64_t chunk;     /* elements: CHUNK, or less where there would be none for some thread */
-    int64_t taken;     /* elements that a thread is at or done with: from the first one on */
-    int working;       /* threads that are at a chunk */
+    struct call *next; /* started after it */
+    int64_t chunk;     /* elements: CHUNK, or less so that every thread gets one */
+    int64_t taken;     /* elements in chunks that threads have taken: the first ones */
+    int working;       /* threads that work on a chunk */
 };
 
-/* Threads that do one call after the other, in the order in which they were begun: see kernels.py. */
-struct crew {
+/* Threads that run calls in the order in which they were started: [Note: kernel threads] in kernels.py. */
+struct pool {
     pthread_mutex_t lock;
-    pthread_cond_t changed;    /* a call is over, or the last thread leaves */
-    struct call *first, *last; /* calls that are not taken; last has no meaning where there is no first */
-    int threads;               /* that work, or are being started: they look at first before they leave */
+    pthread_cond_t changed;    /* a call is done, or the last thread exits */
+    struct call *first, *last; /* calls with chunks left; last is undefined if first is NULL */
+    int threads;               /* running or being started: they check first before they exit */
 };
 
 static int is_taken(const struct call *call) { return call->taken == call->update.numel; }
 
-static int is_over(const struct call *call) { return is_taken(call) && !call->working; }
+static int is_done(const struct call *call) { return is_taken(call) && !call->working; }
 
 static inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -99,7 +99,7 @@ static inline float from_bf16(uint16_t half) { return float_of((uint32_t)half <<
 
 static inline float from_fp16(uint16_t half) {
     const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
-    const uint32_t offset = magnitude >= 0x7c00u ? 224u << 23 : 112u << 23; /* of infinities and NaN; of the rest */
+    const uint32_t offset = magnitude >= 0x7c00u ? 224u << 23 : 112u << 23; /* infinities and NaN; all others */
     const uint32_t rebased = (magnitude << 13) + offset;
     const uint32_t subnormal = bits_of((float)(int32_t)magnitude * 0x1p-24f);
     return float_of(sign | (magnitude < 0x0400u ? subnormal : rebased));
@@ -132,7 +132,7 @@ static void read_gradient(const struct update *u, int64_t at, int n, float *g) {
     } else {
         EACH for (int i = 0; i < n; i++) g[i] = from_fp16(half[i]) * first * second * sign;
     }
-    if (l2 == 0) return; /* 0 times an infinite parameter is not nothing */
+    if (l2 == 0) return; /* 0 times an infinite parameter is NaN */
     if (u->cuda == 2 || u->separate) {
         EACH for (int i = 0; i < n; i++) g[i] = g[i] + p[i] * l2;
     } else {
@@ -152,7 +152,7 @@ static void write_copy(int dtype, int n, const float *p, void *copy) {
 }
 
 enum rounding { OTHER, PLAIN, CUDA, CUDA_FUSED, SEPARATE }; /* see kernels.py */
-enum { MKL_MODE = 0x140102 /* VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE | VML_HA: what torch asks of vmsSqrt */ };
+enum { MKL_MODE = 0x140102 /* VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE | VML_HA: the mode in which torch calls vmsSqrt */ };
 
 static inline __attribute__((always_inline)) float new_first(
     const struct update *u, float weight, float g, float m, float base, const enum rounding way) {
@@ -173,18 +173,18 @@ static inline __attribute__((always_inline)) float new_second(
 
 static inline __attribute__((always_inline)) float new_parameter(
     const struct update *u, float p, float first, float root, int decays, const enum rounding way) {
-    const float below = root / u->correction2 + u->eps;
+    const float denominator = root / u->correction2 + u->eps;
     const float decayed = way != CUDA_FUSED ? p * u->decay : decays ? fmaf(u->decay, p, p) : p;
-    return way == CUDA ? fmaf(u->rate, first / below, decayed) : decayed + u->rate * first / below;
+    return way == CUDA ? fmaf(u->rate, first / denominator, decayed) : decayed + u->rate * first / denominator;
 }
 
 static inline __attribute__((always_inline)) void adam_loop(
     const struct update *all, int64_t at, int n, const float *g, float *p, float *m, float *v,
     const enum rounding way) {
-    const struct update u = *all; /* which no element that is written can be a part of */
+    const struct update u = *all; /* a copy: no store can alias it */
     const float *p0 = u.parameter + at, *m0 = u.first + at, *v0 = u.second + at;
-    const int decays = u.decay != 0; /* 0 times an infinite parameter is not nothing */
-    /* torch's lerp goes from the nearer end */
+    const int decays = u.decay != 0; /* 0 times an infinite parameter is NaN */
+    /* torch's lerp starts at the nearer end */
     const int near = fabsf(u.weight) < 0.5f;
     const float weight = near ? u.weight : u.weight - 1.0f;
     const float *base = near ? m0 : g;
@@ -256,7 +256,7 @@ static void sgd_block(const struct update *u, int64_t at, int n, const float *g,
         sgd_loop(u, at, n, g, p, m, 0);
 }
 
-/* Writes that are not read soon: past the caches, so that the lines are not first read from memory. */
+/* Write past the caches: the values are not read soon, and the lines are not read from memory first. */
 static void stream(void *to, const void *from, size_t nbytes) {
     size_t at = 0;
 #if defined(__AVX__)
@@ -267,11 +267,11 @@ static void stream(void *to, const void *from, size_t nbytes) {
     memcpy((char *)to + at, (const char *)from + at, nbytes - at);
 }
 
-static float *place(const float *in, float *out, int64_t at, float *buffer) {
+static float *block_output(const float *in, float *out, int64_t at, float *buffer) {
     return STREAMS && out && out != in ? buffer : out ? out + at : NULL;
 }
 
-static void settle(float *out, int64_t at, int n, const float *where, const float *buffer) {
+static void flush_block(float *out, int64_t at, int n, const float *where, const float *buffer) {
     if (where == buffer) stream(out + at, buffer, (size_t)n * sizeof *out);
 }
 
@@ -280,10 +280,10 @@ static void run_chunk(const struct update *u, block_update *block, int64_t begin
     _Alignas(64) float g[BLOCK], pb[BLOCK], mb[BLOCK], vb[BLOCK], cb[BLOCK];
     for (int64_t at = begin, next; at < end; at = next) {
         next = at + BLOCK < end ? at + BLOCK : end;
-        if (at < u->plain && u->plain < next) next = u->plain; /* a block is rounded one way */
+        if (at < u->plain && u->plain < next) next = u->plain; /* all elements of a block are rounded the same way */
         const int n = (int)(next - at);
-        float *p = place(u->parameter, u->parameter_out, at, pb);
-        float *m = place(u->first, u->first_out, at, mb), *v = place(u->second, u->second_out, at, vb);
+        float *p = block_output(u->parameter, u->parameter_out, at, pb);
+        float *m = block_output(u->first, u->first_out, at, mb), *v = block_output(u->second, u->second_out, at, vb);
         read_gradient(u, at, n, g);
         block(u, at, n, g, p, m, v);
         if (u->copy_dtype) {
@@ -291,107 +291,107 @@ static void run_chunk(const struct update *u, block_update *block, int64_t begin
             write_copy(u->copy_dtype, n, p, STREAMS ? (void *)cb : copy);
             if (STREAMS) stream(copy, cb, (size_t)n * copied);
         }
-        settle(u->parameter_out, at, n, p, pb);
-        settle(u->first_out, at, n, m, mb);
-        settle(u->second_out, at, n, v, vb);
+        flush_block(u->parameter_out, at, n, p, pb);
+        flush_block(u->first_out, at, n, m, mb);
+        flush_block(u->second_out, at, n, v, vb);
     }
 #if defined(__AVX__)
-    _mm_sfence(); /* streamed writes are seen by whoever has the crew's lock after this thread */
+    _mm_sfence(); /* make streamed writes visible to threads that take the pool's lock after this one */
 #endif
 }
 
-/* Take chunks until there are none. Called and left with the crew's lock held. */
-static void take_chunks(struct crew *crew) {
-    for (struct call *call; (call = crew->first);) {
+/* Run chunks until none is left. The caller holds the pool's lock; it is held again on return. */
+static void run_chunks(struct pool *pool) {
+    for (struct call *call; (call = pool->first);) {
         const int64_t begin = call->taken, rest = call->update.numel - begin;
         const int64_t end = begin + (rest < call->chunk ? rest : call->chunk);
         call->taken = end;
         call->working++;
-        if (is_taken(call)) crew->first = call->next;
-        pthread_mutex_unlock(&crew->lock);
+        if (is_taken(call)) pool->first = call->next;
+        pthread_mutex_unlock(&pool->lock);
         run_chunk(&call->update, call->block, begin, end);
-        pthread_mutex_lock(&crew->lock);
+        pthread_mutex_lock(&pool->lock);
         call->working--;
-        if (is_over(call)) pthread_cond_broadcast(&crew->changed); /* it may be gone as soon as the lock is */
+        if (is_done(call)) pthread_cond_broadcast(&pool->changed); /* it may be freed once the lock is released */
     }
 }
 
-static void *serve(void *argument) {
-    struct crew *crew = argument;
-    pthread_mutex_lock(&crew->lock);
-    take_chunks(crew);
-    if (!--crew->threads) pthread_cond_broadcast(&crew->changed);
-    pthread_mutex_unlock(&crew->lock);
+static void *thread_main(void *argument) {
+    struct pool *pool = argument;
+    pthread_mutex_lock(&pool->lock);
+    run_chunks(pool);
+    if (!--pool->threads) pthread_cond_broadcast(&pool->changed);
+    pthread_mutex_unlock(&pool->lock);
     return NULL;
 }
 
-/* Start threads; returns how many could not be. */
-static int hire(struct crew *crew, int threads) {
+/* Start threads; return how many could not be started. */
+static int start_threads(struct pool *pool, int threads) {
     pthread_attr_t detached;
     pthread_t thread;
     if (!threads || pthread_attr_init(&detached)) return threads;
     if (!pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED))
-        while (threads && !pthread_create(&thread, &detached, serve, crew)) threads--;
+        while (threads && !pthread_create(&thread, &detached, thread_main, pool)) threads--;
     pthread_attr_destroy(&detached);
     return threads;
 }
 
-/* Line a call up behind those that were begun before. It has elements. */
-static void line_up(struct crew *crew, struct call *call, int threads) {
+/* Queue a call, which has elements, after those that were started before. */
+static void enqueue(struct pool *pool, struct call *call, int threads) {
     const int64_t numel = call->update.numel;
     if (threads > MOST) threads = MOST;
     if (threads > numel / LEAST) threads = (int)(numel / LEAST);
     const int64_t even = (numel / BLOCK / (threads + 1) + 1) * BLOCK;
     call->chunk = even < CHUNK ? even : CHUNK;
-    pthread_mutex_lock(&crew->lock);
-    if (crew->first)
-        crew->last->next = call;
+    pthread_mutex_lock(&pool->lock);
+    if (pool->first)
+        pool->last->next = call;
     else
-        crew->first = call;
-    crew->last = call;
-    const int missing = threads > crew->threads ? threads - crew->threads : 0;
-    crew->threads += missing;
-    pthread_mutex_unlock(&crew->lock); /* those who work do not wait for those who come */
-    const int failed = hire(crew, missing);
-    pthread_mutex_lock(&crew->lock);
-    crew->threads -= failed;
-    if (!crew->threads) take_chunks(crew); /* this thread does what nobody else would */
-    pthread_mutex_unlock(&crew->lock);
+        pool->first = call;
+    pool->last = call;
+    const int missing = threads > pool->threads ? threads - pool->threads : 0;
+    pool->threads += missing;
+    pthread_mutex_unlock(&pool->lock); /* running threads do not wait while others are started */
+    const int failed = start_threads(pool, missing);
+    pthread_mutex_lock(&pool->lock);
+    pool->threads -= failed;
+    if (!pool->threads) run_chunks(pool); /* there are no threads: this one does the work */
+    pthread_mutex_unlock(&pool->lock);
 }
 
-static void open_crew(struct crew *crew) {
-    *crew = (struct crew){.threads = 0};
-    pthread_mutex_init(&crew->lock, NULL);
-    pthread_cond_init(&crew->changed, NULL);
+static void init_pool(struct pool *pool) {
+    *pool = (struct pool){.threads = 0};
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->changed, NULL);
 }
 
-/* Wait until all threads have left. */
-static void close_crew(struct crew *crew) {
-    pthread_mutex_lock(&crew->lock);
-    while (crew->threads) pthread_cond_wait(&crew->changed, &crew->lock);
-    pthread_mutex_unlock(&crew->lock);
-    pthread_mutex_destroy(&crew->lock);
-    pthread_cond_destroy(&crew->changed);
+/* Wait until all threads have exited. */
+static void destroy_pool(struct pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    while (pool->threads) pthread_cond_wait(&pool->changed, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+    pthread_mutex_destroy(&pool->lock);
+    pthread_cond_destroy(&pool->changed);
 }
 
-/* Do it now, by this thread and others. */
+/* Update now, with this thread and others. */
 static void run(const struct update *u, block_update *block, int threads) {
-    struct crew crew;
-    struct call call = {.crew = &crew, .update = *u, .block = block};
+    struct pool pool;
+    struct call call = {.pool = &pool, .update = *u, .block = block};
     if (u->numel <= 0) return;
-    open_crew(&crew);
-    line_up(&crew, &call, threads - 1);
-    pthread_mutex_lock(&crew.lock);
-    take_chunks(&crew);
-    pthread_mutex_unlock(&crew.lock);
-    close_crew(&crew); /* who is at a chunk has not left */
+    init_pool(&pool);
+    enqueue(&pool, &call, threads - 1);
+    pthread_mutex_lock(&pool.lock);
+    run_chunks(&pool);
+    pthread_mutex_unlock(&pool.lock);
+    destroy_pool(&pool); /* a thread that works on a chunk has not exited */
 }
 
-static struct call *begin(struct crew *crew, const struct update *u, block_update *block, int threads) {
+static struct call *start(struct pool *pool, const struct update *u, block_update *block, int threads) {
     struct call *call = u->numel > 0 ? malloc(sizeof *call) : NULL;
     if (call) {
-        *call = (struct call){.crew = crew, .update = *u, .block = block};
-        line_up(crew, call, threads);
+        *call = (struct call){.pool = pool, .update = *u, .block = block};
+        enqueue(pool, call, threads);
     } else {
         run(u, block, threads);
     }
@@ -402,32 +402,32 @@ void zeroshard_adam(const struct update *u, int threads) { run(u, adam_block, th
 
 void zeroshard_sgd(const struct update *u, int threads) { run(u, sgd_block, threads); }
 
-/* NULL: there is no memory for one. */
-struct crew *zeroshard_crew(void) {
-    struct crew *crew = malloc(sizeof *crew);
-    if (crew) open_crew(crew);
-    return crew;
+/* Return NULL if there is no memory. */
+struct pool *zeroshard_threads_new(void) {
+    struct pool *pool = malloc(sizeof *pool);
+    if (pool) init_pool(pool);
+    return pool;
 }
 
-/* All its calls have been ended. */
-void zeroshard_dismiss(struct crew *crew) {
-    close_crew(crew);
-    free(crew);
+/* All calls must have been waited for. */
+void zeroshard_threads_free(struct pool *pool) {
+    destroy_pool(pool);
+    free(pool);
 }
 
-/* Both return at once, and what they return is to be ended; NULL: it is over already. */
-struct call *zeroshard_adam_begin(struct crew *crew, const struct update *u, int threads) {
-    return begin(crew, u, adam_block, threads);
+/* Both return at once. The result must be passed to zeroshard_wait(), unless it is NULL: then the update is done. */
+struct call *zeroshard_adam_start(struct pool *pool, const struct update *u, int threads) {
+    return start(pool, u, adam_block, threads);
 }
 
-struct call *zeroshard_sgd_begin(struct crew *crew, const struct update *u, int threads) {
-    return begin(crew, u, sgd_block, threads);
+struct call *zeroshard_sgd_start(struct pool *pool, const struct update *u, int threads) {
+    return start(pool, u, sgd_block, threads);
 }
 
-void zeroshard_end(struct call *call) {
-    struct crew *crew = call->crew;
-    pthread_mutex_lock(&crew->lock);
-    while (!is_over(call)) pthread_cond_wait(&crew->changed, &crew->lock);
-    pthread_mutex_unlock(&crew->lock);
+void zeroshard_wait(struct call *call) {
+    struct pool *pool = call->pool;
+    pthread_mutex_lock(&pool->lock);
+    while (!is_done(call)) pthread_cond_wait(&pool->changed, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
     free(call);
 }

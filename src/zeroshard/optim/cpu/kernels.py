@@ -113,17 +113,17 @@ class KernelThreads:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        library.zeroshard_crew.argtypes, library.zeroshard_crew.restype = (), ctypes.c_void_p
-        for function in (library.zeroshard_end, library.zeroshard_dismiss):
+        library.zeroshard_threads_new.argtypes, library.zeroshard_threads_new.restype = (), ctypes.c_void_p
+        for function in (library.zeroshard_wait, library.zeroshard_threads_free):
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self.library, self._pid = library, os.getpid()
-        self.handle: int | None = library.zeroshard_crew()
+        self.handle: int | None = library.zeroshard_threads_new()
         if self.handle is None:
             raise MemoryError("no memory for the threads of the CPU kernels")
 
     def __del__(self) -> None:
         if self.handle is not None and self._pid == os.getpid():  # a fork does not have the threads
-            self.library.zeroshard_dismiss(self.handle)
+            self.library.zeroshard_threads_free(self.handle)
 
 
 class KernelHandle:
@@ -147,7 +147,7 @@ class KernelHandle:
         """Wait for the end of the update."""
         threads, call, self._call = self._kernel_threads, self._call, None
         if threads is not None and call is not None and self._pid == os.getpid():  # a fork does not have the threads
-            threads.library.zeroshard_end(call)
+            threads.library.zeroshard_wait(call)
         self._kernel_threads, self._tensors = None, ()
 
     def __del__(self) -> None:
@@ -205,7 +205,7 @@ class CpuKernels:
         self._library = library
         for function in (library.zeroshard_adam, library.zeroshard_sgd):
             function.argtypes, function.restype = (ctypes.POINTER(_UpdateStruct), ctypes.c_int), None
-        for function in (library.zeroshard_adam_begin, library.zeroshard_sgd_begin):
+        for function in (library.zeroshard_adam_start, library.zeroshard_sgd_start):
             function.argtypes = ctypes.c_void_p, ctypes.POINTER(_UpdateStruct), ctypes.c_int
             function.restype = ctypes.c_void_p
 
@@ -302,7 +302,7 @@ class CpuKernels:
         if kernel_threads is None:
             getattr(self._library, name)(ctypes.byref(update), threads)
             return KernelHandle()
-        call = getattr(self._library, f"{name}_begin")(kernel_threads.handle, ctypes.byref(update), threads)
+        call = getattr(self._library, f"{name}_start")(kernel_threads.handle, ctypes.byref(update), threads)
         return KernelHandle(kernel_threads, call, tensors)
 
 
