@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from zeroshard.comm import CollectiveOrder, Communicator
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.gradients import Gradients
 
-if TYPE_CHECKING:
-    from zeroshard.engine.state_guard import StateGuard
-
 # They change each element on its own: a rank needs only its own elements of the operands.
 ELEMENTWISE_OPS = set(
     "abs_ add_ addcdiv_ addcmul_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ fill_ floor_divide_ lerp_ masked_fill_ "
@@ -39,11 +36,25 @@ ELEMENTWISE_OPS = set(
 LINEAR_OPS = {"mul_", "div_", "neg_", "zero_"}  # with a scalar operand, they commute with the loss scale
 
 
+class GradGuard(Protocol):
+    """What a gradient needs of the StateGuard."""
+
+    @property
+    def loss_scale(self) -> object | None:
+        """The loss scale of fp16, if there is one."""
+
+    def check_states_reloaded(self) -> None:
+        """Raise while the states are offloaded."""
+
+    def invalidate_speculation(self) -> None:
+        """Discard updates that were computed from the gradients."""
+
+
 @dataclass(frozen=True)
 class ParamGradHandle:
     """Locates the gradient of one parameter, and waits for and invalidates what depends on it."""
 
-    state_guard: StateGuard
+    state_guard: GradGuard
     gradients: Gradients
     comm: Communicator
     order: CollectiveOrder

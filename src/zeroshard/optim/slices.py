@@ -24,17 +24,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.engine import FlatGrad, FlatParam, Gradients, GradScale
+from zeroshard.engine import Engine, FlatGrad, FlatParam, Gradients, GradScale
 from zeroshard.memory import TierSegment
 from zeroshard.sharding import ALIGN_ELEMENTS, Range
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 
 @dataclass
