@@ -33,7 +33,7 @@ import zeroshard
 from benchmarks.rank import fsdp2_gpt, zeroshard_gpt
 from benchmarks.record import Record, described, machine
 from benchmarks.table import ratio
-from zeroshard.checkpoint.snapshot import Snapshot
+from zeroshard.checkpoint.async_save import Snapshot
 from zeroshard.models import GPTConfig
 
 Times = dict[str, list[float]]

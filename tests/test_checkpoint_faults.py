@@ -278,7 +278,7 @@ EARLY: dict[str, tuple[str, Callable[[Path], object], str]] = {  # the file, wha
     "optimizer emptied": ("optimizer", lambda path: os.truncate(path, 0), "truncated"),
     "model missing": ("model", Path.unlink, "missing"),
     "other missing": ("other", Path.unlink, "missing"),
-    "index missing": ("index", Path.unlink, "no checkpoint"),
+    "index missing": ("index", Path.unlink, "not a checkpoint"),
     "index empty": ("index", lambda path: path.write_text(""), INDEX),
     "index cut": ("index", lambda path: os.truncate(path, 200), "damaged"),
     "index of others": ("index", lambda path: path.write_text('{"metadata": {}, "weight_map": {}}'), INDEX),
@@ -322,7 +322,7 @@ def refused_late(rank: int, path: Path, sound: Path) -> str:
     advance(model, optimizer)
     with pytest.raises(CheckpointError) as caught:
         zeroshard.load(path, model, optimizer)
-    with pytest.raises(RuntimeError, match="load a whole checkpoint") as refusal:
+    with pytest.raises(RuntimeError, match="load a complete checkpoint") as refusal:
         model(torch.zeros(()))
     assert str(path) in str(refusal.value)
     zeroshard.load(sound, model, optimizer)
@@ -384,7 +384,7 @@ def test_a_model_that_waits_for_a_good_load_is_not_saved(damaged: Path, tmp_path
         advance(model, optimizer)
         with pytest.raises(CheckpointError):
             zeroshard.load(damaged, model, optimizer)
-        with pytest.raises((CheckpointError, RuntimeError), match="load a whole checkpoint"):
+        with pytest.raises((CheckpointError, RuntimeError), match="load a complete checkpoint"):
             zeroshard.save(tmp_path / "step-4", model, optimizer)
 
     run_threads(2, body)
@@ -400,7 +400,7 @@ def test_weights_alone_do_not_make_spoilt_optimizer_states_good(damaged: Path, s
         with pytest.raises(CheckpointError):
             zeroshard.load(damaged, model, optimizer)
         zeroshard.load(sound, model)
-        with pytest.raises(RuntimeError, match="load a whole checkpoint"):
+        with pytest.raises(RuntimeError, match="load a complete checkpoint"):
             model(torch.zeros(()))
 
     run_threads(2, body)

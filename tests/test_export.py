@@ -22,9 +22,9 @@ from torch import nn
 
 import zeroshard
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BlockReader
-from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
-from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.export import export
+from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.retention import list_checkpoints
 from zeroshard.checkpoint.train_state import persistent_buffers
 from zeroshard.cli.main import main
@@ -176,7 +176,7 @@ def test_a_directory_of_checkpoints_and_a_run_mean_their_latest(saved: Any, tmp_
     (run / "checkpoints" / "step-2").symlink_to(saved[0])
     assert_same(load_all(export(saved[0].parent, tmp_path / "a")), saved[1])
     assert_same(load_all(export(run, tmp_path / "b")), saved[1])
-    with pytest.raises(CheckpointError, match="nowhere is not there"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
         export(tmp_path / "nowhere", tmp_path / "c")
     assert not (tmp_path / "c").exists()
 
@@ -211,7 +211,7 @@ def test_every_block_is_read_once_however_small_the_tensors(
 
 
 def test_no_more_files_are_open_than_said(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.checkpoint.checkpoint_reader.MAX_OPEN_FILES", 1)
+    monkeypatch.setattr("zeroshard.checkpoint.reader.MAX_OPEN_FILES", 1)
     path, whole = saved
     with CheckpointReader(path) as contents:
         for name, tensor in whole.items():
@@ -244,14 +244,14 @@ def test_values_that_no_rank_has_written_are_missed(copied: Path, tmp_path: Path
     with CheckpointReader(copied) as contents:
         contents.index.tensors["model/frozen.weight"].shards.pop()
         contents.index.write(copied)
-    with pytest.raises(CheckpointError, match=r"has no values for model/frozen\.weight from element \d+ on, of 36"):
+    with pytest.raises(CheckpointError, match=r"model/frozen\.weight has no values from element \d+ of 36 on"):
         export(copied, tmp_path / "out")
 
 
 def test_the_target_is_empty_or_not_there(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="full is not empty: give a directory that is"):
+    with pytest.raises(FileExistsError, match="full is not empty: pass an empty directory"):
         export(saved[0], tmp_path / "full")
     with pytest.raises(FileExistsError, match=r"notes\.txt is a file"):
         export(saved[0], tmp_path / "full" / "notes.txt")
@@ -269,7 +269,7 @@ def test_the_target_is_empty_or_not_there(saved: Any, tmp_path: Path) -> None:
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     path = zeroshard.save(tmp_path / "saved", model, torch.optim.Adam(model.parameters()), weights=False).path
-    with pytest.raises(CheckpointError, match=r"holds no weights: it was saved with weights=False"):
+    with pytest.raises(CheckpointError, match=r"contains no weights: it was saved with weights=False"):
         export(path, tmp_path / "out")
 
 
@@ -310,7 +310,7 @@ def test_transformers_loads_an_export_as_the_model_it_was(tmp_path: Path) -> Non
 def test_config_and_tokenizer_come_from_a_model_that_is_like_it(saved: Any, tmp_path: Path) -> None:
     like = tmp_path / "like"
     like.mkdir()
-    with pytest.raises(FileNotFoundError, match=r"like holds no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"like has no config\.json"):
         export(saved[0], tmp_path / "out", like=like)
     (like / "config.json").write_text('{"model_type": "net", "torch_dtype": "float16", "name": "é"}')
     beside = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
@@ -339,7 +339,7 @@ def test_the_export_command(saved: Any, tmp_path: Path, capsys: pytest.CaptureFi
     assert (out / "model.safetensors.index.json").is_file()
     assert main(["export", str(saved[0]), str(out)]) == 1
     told = capsys.readouterr()
-    assert told.err == f"zeroshard export: {out} is not empty: give a directory that is, or is not there yet\n"
+    assert told.err == f"zeroshard export: {out} is not empty: pass an empty directory, or one that does not exist\n"
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(saved[0]), str(out), "--max-shard", "many"])
     assert "expected a size such as 5GB" in capsys.readouterr().err
@@ -423,7 +423,7 @@ def test_verify_reads_everything(copied: Path, capsys: pytest.CaptureFixture[str
     assert told.err == "".join(f"zeroshard inspect: {damaged}\n" for damaged in damages)
     first.unlink()
     assert main(["inspect", str(copied), "--verify"]) == 1
-    assert f"{first.name}, a file of the checkpoint, cannot be read" in capsys.readouterr().err
+    assert f"{first.name} cannot be read" in capsys.readouterr().err
 
 
 def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,7 +431,7 @@ def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path, capsys: pytest.
     for command in (["inspect", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
         assert main(command) == 1
         told = capsys.readouterr().err
-        assert told.startswith(f"zeroshard {command[0]}: {tmp_path} is no checkpoint") and told.count("\n") == 1
+        assert told.startswith(f"zeroshard {command[0]}: {tmp_path} is neither a checkpoint") and told.count("\n") == 1
 
 
 def test_help_needs_neither_torch_nor_tyro() -> None:

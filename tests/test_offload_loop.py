@@ -20,7 +20,7 @@ from offloaded import Case, assert_same, everything
 from plain import batches, make_net, net_loss
 
 import zeroshard
-from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint import CheckpointError
 from zeroshard.optim.cpu.apply import ChunkUpdater
 from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.cpu.updates import CpuUpdates

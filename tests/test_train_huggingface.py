@@ -18,12 +18,6 @@ from ranks import RanksFailed, run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint.safetensors_files import (
-    SAFETENSORS_INDEX_FILE,
-    SafetensorsWeights,
-    TensorInfo,
-    write_safetensors,
-)
 from zeroshard.train.models import huggingface
 from zeroshard.train.models.huggingface import (
     HuggingFaceModel,
@@ -33,6 +27,12 @@ from zeroshard.train.models.huggingface import (
     open_model,
 )
 from zeroshard.train.options import ModelOptions
+from zeroshard.utils.safetensors_files import (
+    SAFETENSORS_INDEX_FILE,
+    SafetensorsWeights,
+    TensorInfo,
+    write_safetensors,
+)
 
 VOCABULARY = 61
 SHAPE = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2}

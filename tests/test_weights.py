@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zeroshard.checkpoint.safetensors_files import (
+from zeroshard.utils.safetensors_files import (
     SafetensorsWeights,
     TensorInfo,
     write_safetensors,
@@ -59,7 +59,7 @@ def test_one_tensor_is_asked_for_at_a_time_and_a_wrong_one_is_refused(tmp_path: 
         return torch.zeros(2)
 
     entries = [TensorInfo("a", torch.float32, (2,)), TensorInfo("b", torch.float32, (3,))]
-    with pytest.raises(ValueError, match=r"'b' has shape \(2,\), announced as \(3,\)"):
+    with pytest.raises(ValueError, match=r"'b' has shape \(2,\), expected \(3,\)"):
         write_safetensors(tmp_path / "t.safetensors", entries, fetch, {})
     assert asked == ["a", "b"]
     assert not (tmp_path / "t.safetensors").exists()

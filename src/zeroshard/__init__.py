@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.utils.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from zeroshard.activations.checkpoint import checkpoint_activations
     from zeroshard.api import (
@@ -18,18 +20,13 @@ if TYPE_CHECKING:
         unshard,
     )
     from zeroshard.auto import shard
-    from zeroshard.checkpoint.async_save import Save
-    from zeroshard.checkpoint.errors import CheckpointError
-    from zeroshard.checkpoint.load import Loaded, load
-    from zeroshard.checkpoint.save import save
+    from zeroshard.checkpoint import CheckpointError, Loaded, Save, load, save
     from zeroshard.comm.consistency import RanksDisagreeError
     from zeroshard.config.config import Config
     from zeroshard.config.offload import Offload
     from zeroshard.memory.tracker import Profile, Report
     from zeroshard.optim.sharded_optimizer import ShardedOptimizer
     from zeroshard.planner import plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
@@ -60,19 +57,19 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "CheckpointError": "checkpoint.errors",
+    "CheckpointError": "checkpoint",
     "Config": "config.config",
-    "Loaded": "checkpoint.load",
+    "Loaded": "checkpoint",
     "Offload": "config.offload",
     "Profile": "memory.tracker",
     "RanksDisagreeError": "comm.consistency",
     "Report": "memory.tracker",
-    "Save": "checkpoint.async_save",
+    "Save": "checkpoint",
     "ShardedOptimizer": "optim.sharded_optimizer",
     "checkpoint_activations": "activations.checkpoint",
-    "load": "checkpoint.load",
+    "load": "checkpoint",
     "plan": "planner",
-    "save": "checkpoint.save",
+    "save": "checkpoint",
     "shard": "auto",
 }  # all others are in api
 

@@ -12,7 +12,9 @@ import os
 import queue
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +22,12 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.safetensors_files import as_memoryview
+from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.utils.safetensors_files import as_memoryview
 
 BLOCK_BYTES = 4 * 2**20
 BLOCKS_IN_FLIGHT = 3  # blocks that are read or written at the same time
+DAMAGED_FILE_REMEDY = "Load an earlier checkpoint, or copy this file again from its source"
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,20 @@ class FileRecord:
 
 
 class CheckpointWorkers:
-    """Threads of one save or load, started up front: none can be started during interpreter shutdown."""
+    """Threads of one save or load, started up front: none can be started during interpreter shutdown.
+
+    For the same reason this is not a ``ThreadPoolExecutor``: during shutdown it accepts no work.
+    """
 
     def __init__(self, count: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], WorkerFuture] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._worker_loop, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, fn: Callable[[], Any]) -> WorkerFuture:
+    def submit(self, fn: Callable[[], Any]) -> Future[Any]:
         """Run ``fn`` on a worker thread and return its future."""
-        future = WorkerFuture()
+        future: Future[Any] = Future()
         self._queue.put((fn, future))
         return future
 
@@ -55,10 +61,9 @@ class CheckpointWorkers:
         while (item := self._queue.get()) is not None:
             fn, future = item
             try:
-                future.value = fn()
+                future.set_result(fn())
             except BaseException as error:
-                future.error = error
-            future.done_event.set()
+                future.set_exception(error)
             del item, fn, future  # release their buffers while this thread waits
 
     def __enter__(self) -> CheckpointWorkers:
@@ -73,22 +78,6 @@ class CheckpointWorkers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-
-
-class WorkerFuture:
-    """The result of a call on a worker thread."""
-
-    def __init__(self) -> None:
-        self.done_event = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
-
-    def result(self) -> Any:
-        """Wait for the call; return its value or raise its error."""
-        self.done_event.wait()
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 class BlockWriter:
@@ -112,7 +101,7 @@ class BlockWriter:
         self._free_buffers = [
             torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(BLOCKS_IN_FLIGHT)
         ]
-        self._in_flight: list[tuple[torch.Tensor, WorkerFuture, WorkerFuture]] = []
+        self._in_flight: deque[tuple[torch.Tensor, Future[int], Future[None]]] = deque()  # buffer, checksum, write
         self._buffer = self._free_buffers.pop()
         self._filled_bytes = 0
         self._checksums: list[int] = []
@@ -131,27 +120,28 @@ class BlockWriter:
 
     def _start_block_write(self) -> None:
         """Submit the filled block for checksum and write, and continue with a free buffer."""
-        block, view = self._buffer, as_memoryview(self._buffer)[: self._filled_bytes]
-        self._nbytes += self._filled_bytes
-        checksum = self._workers.submit(lambda: zlib.crc32(view))
+        view = as_memoryview(self._buffer)[: self._filled_bytes]
+        checksum = self._workers.submit(partial(zlib.crc32, view))
         previous_write = self._in_flight[-1][2] if self._in_flight else None
-
-        def write() -> None:
-            if previous_write is not None:
-                previous_write.result()  # blocks are written in order
-            _write_all(self._file, view)
-
-        self._in_flight.append((block, checksum, self._workers.submit(write)))
+        write = self._workers.submit(partial(self._write_block, view, previous_write))
+        self._in_flight.append((self._buffer, checksum, write))
+        self._nbytes += self._filled_bytes
         self._filled_bytes = 0
         if not self._free_buffers:
             self._wait_oldest_write()
         self._buffer = self._free_buffers.pop()
 
+    def _write_block(self, view: memoryview, previous_write: Future[None] | None) -> None:
+        if previous_write is not None:
+            previous_write.result()  # blocks are written in order
+        while view:
+            view = view[self._file.write(view) :]
+
     def _wait_oldest_write(self) -> None:
-        block, checksum, write = self._in_flight.pop(0)
+        buffer, checksum, write = self._in_flight.popleft()
         self._checksums.append(checksum.result())
         write.result()
-        self._free_buffers.append(block)
+        self._free_buffers.append(buffer)
 
     def __enter__(self) -> BlockWriter:
         return self
@@ -165,55 +155,50 @@ class BlockWriter:
                     self._wait_oldest_write()
                 os.fsync(self._file.fileno())
         finally:
-            for _block, _checksum, write in self._in_flight:
-                write.done_event.wait()
+            for _buffer, _checksum, write in self._in_flight:
+                write.exception()  # wait; the error that matters was raised before
             self._file.close()
         self.record = FileRecord(self._path.name, self._nbytes, tuple(self._checksums))
 
 
-def _write_all(file: Any, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) :]
-
-
 class BlockReader:
-    """Reads blocks of one file and verifies each one before use."""
+    """Reads blocks of one file and verifies each one before use. Keeps the block that was read last."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         self._path, self._record = path, record
+        self._last_number, self._last_block = -1, torch.empty(0, dtype=torch.uint8)
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
         except OSError as error:
-            raise CheckpointError(f"{path}, a file of the checkpoint, cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. {DAMAGED_FILE_REMEDY}") from error
         nbytes = os.fstat(self._file.fileno()).st_size
         if nbytes != record.nbytes:
             self._file.close()
             raise CheckpointError(
-                f"{path} has {nbytes} bytes and was written with {record.nbytes}: it is truncated or foreign. Load an "
-                "earlier checkpoint, or bring this file anew from where it was copied"
+                f"{path} has {nbytes} bytes, expected {record.nbytes}: it is truncated or another file. "
+                f"{DAMAGED_FILE_REMEDY}"
             )
 
-    def iter_blocks(
-        self, block_numbers: Iterable[int], workers: CheckpointWorkers
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def iter_blocks(self, numbers: Iterable[int], workers: CheckpointWorkers) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first byte, bytes) of each block, in order. A block is valid until the next one is requested."""
-        in_flight: list[tuple[int, torch.Tensor, WorkerFuture]] = []
-        free = [torch.empty(min(BLOCK_BYTES, self._record.nbytes), dtype=torch.uint8) for _ in range(BLOCKS_IN_FLIGHT)]
-        for number in block_numbers:
-            if not free:
-                yield from self._wait_block(in_flight.pop(0), free)
-            buffer = free.pop()
-            in_flight.append((number, buffer, workers.submit(partial(self._read_block, number, buffer))))
-        while in_flight:
-            yield from self._wait_block(in_flight.pop(0), free)
-
-    def _wait_block(
-        self, item: tuple[int, torch.Tensor, WorkerFuture], free: list[torch.Tensor]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        number, buffer, future = item
-        count = future.result()
-        yield number * BLOCK_BYTES, buffer[:count]
-        free.append(buffer)
+        number, block = self._last_number, self._last_block
+        pending = deque(numbers)
+        if pending and pending[0] == number:
+            yield pending.popleft() * BLOCK_BYTES, block
+        in_flight: deque[tuple[int, torch.Tensor, Future[int]]] = deque()
+        free_buffers = [
+            torch.empty(min(BLOCK_BYTES, self._record.nbytes), dtype=torch.uint8)
+            for _ in range(min(BLOCKS_IN_FLIGHT, len(pending)))
+        ]
+        while pending or in_flight:
+            while pending and free_buffers:
+                number, buffer = pending.popleft(), free_buffers.pop()
+                in_flight.append((number, buffer, workers.submit(partial(self._read_block, number, buffer))))
+            number, buffer, read = in_flight.popleft()
+            block = buffer[: read.result()]
+            yield number * BLOCK_BYTES, block
+            free_buffers.append(buffer)
+        self._last_number, self._last_block = number, block
 
     def _read_block(self, number: int, buffer: torch.Tensor) -> int:
         start = number * BLOCK_BYTES
@@ -222,12 +207,12 @@ class BlockReader:
         while filled < len(view):
             count = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
             if count == 0:
-                raise CheckpointError(f"{self._path} ended at byte {start + filled} while it was read")
+                raise CheckpointError(f"{self._path} was truncated to {start + filled} bytes while it was read")
             filled += count
         if zlib.crc32(view) != self._record.sums[number]:
             raise CheckpointError(
-                f"{self._path} is damaged: bytes {start} to {start + filled} are not what was written (checksum). Load "
-                "an earlier checkpoint, or bring this file anew from where it was copied"
+                f"{self._path} is damaged: bytes {start} to {start + filled} do not match their checksum. "
+                f"{DAMAGED_FILE_REMEDY}"
             )
         return filled
 

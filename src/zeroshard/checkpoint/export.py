@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
-from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.safetensors_files import TensorInfo, write_safetensors_directory
+from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.utils.atomic_file import fsync_directory, read_json
+from zeroshard.utils.safetensors_files import TensorInfo, write_safetensors_directory
 
 CONFIG_FILE = "config.json"
 # files of a Hugging Face model other than its config and weights, as glob patterns
@@ -57,9 +57,9 @@ def export(
     torch.bfloat16
     """
     if not max_shard > 0:
-        raise ValueError(f"max_shard is a number of bytes above 0, got {max_shard!r}")
+        raise ValueError(f"max_shard is {max_shard!r}, expected a number of bytes above 0")
     if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is a floating-point one, or None to keep each tensor's own, got {dtype}")
+        raise ValueError(f"dtype is {dtype}, expected a floating-point dtype, or None to keep the saved dtypes")
     target = Path(directory).absolute()
     config = None if like is None else _read_config(Path(like))
     with CheckpointReader(Path(checkpoint)) as reader, _atomic_directory(target) as partial_directory:
@@ -97,9 +97,9 @@ def _atomic_directory(directory: Path) -> Iterator[Path]:
     exists = directory.is_dir()
     partial = directory / ".partial" if exists else directory.with_name(f".{directory.name}.partial")
     if exists and any(child != partial for child in directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty: give a directory that is, or is not there yet")
+        raise FileExistsError(f"{directory} is not empty: pass an empty directory, or one that does not exist")
     if directory.exists() and not exists:
-        raise FileExistsError(f"{directory} is a file: give a directory that is empty, or is not there yet")
+        raise FileExistsError(f"{directory} is a file: pass an empty directory, or one that does not exist")
     if partial.exists():
         shutil.rmtree(partial)  # of an interrupted export
     partial.mkdir(parents=True)
@@ -122,30 +122,25 @@ def _tensors_to_export(reader: CheckpointReader, dtype: torch.dtype | None) -> l
     tensors = reader.index.tensors_of_kind("model")
     if not tensors and reader.index.parameters:
         raise CheckpointError(
-            f"{reader.path} holds no weights: it was saved with weights=False. Export one that was saved with them"
+            f"{reader.path} contains no weights: it was saved with weights=False. Export a checkpoint that has them"
         )
     missing = [name for name in reader.index.parameters if name not in tensors]
     if missing:
         raise CheckpointError(
-            f"{reader.path} was saved with frozen=False and lacks {len(missing)} parameters that were not trained, "
-            f"{missing[0]} and so on: load it into the model and save that whole"
+            f"{reader.path} was saved with frozen=False and lacks {len(missing)} frozen parameters, for example "
+            f"{missing[0]}: load it into the model, and save the model with frozen=True"
         )
-    parameters = list(reader.index.parameters)
-    names = [*parameters, *(name for name in tensors if name not in reader.index.parameters)]
     entries = []
-    for name in names:
-        saved_dtype = tensors[name].dtype
-        entries.append(
-            TensorInfo(
-                name, dtype if dtype is not None and saved_dtype.is_floating_point else saved_dtype, tensors[name].shape
-            )
-        )
+    for name in [*reader.index.parameters, *(name for name in tensors if name not in reader.index.parameters)]:
+        saved = tensors[name]
+        export_dtype = dtype if dtype is not None and saved.dtype.is_floating_point else saved.dtype
+        entries.append(TensorInfo(name, export_dtype, saved.shape))
     return entries
 
 
 def _warn_if_overflowed(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype == torch.float16 and tensor.numel() and torch.stack(tensor.aminmax()).isinf().any():
-        warnings.warn(f"{name} has values beyond ±65504, which fp16 has as infinite: bf16 keeps them", stacklevel=6)
+        warnings.warn(f"{name} has values beyond ±65504, which are infinite in fp16: export as bf16", stacklevel=6)
 
 
 def _with_dtype(config: dict[str, Any], entries: Sequence[TensorInfo]) -> dict[str, Any]:
@@ -165,7 +160,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{directory} holds no {CONFIG_FILE}: give the directory of a model that is like this one"
+            f"{directory} has no {CONFIG_FILE}: pass the directory of a model with the same architecture"
         )
     return read_json(path)
 

@@ -1,16 +1,15 @@
-"""The process group for saving and loading, separate from the collectives of training."""
+"""The ranks that save or load together, and the error that all of them raise if one fails."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.comm import ConsistencyChecker, all_gather_object, broadcast_object
 from zeroshard.engine import Engine
 from zeroshard.memory import DiskError
@@ -19,6 +18,34 @@ T = TypeVar("T")
 # DCP warns if there is only one rank; a filter around each call would affect all threads
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 _GROUP_DESC = "zeroshard checkpoints"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. The message names the file. Existing checkpoints are unchanged.
+
+    >>> raise CheckpointError("checkpoints/step-100/index.json is missing")
+    Traceback (most recent call last):
+        ...
+    zeroshard.checkpoint.group.CheckpointError: checkpoints/step-100/index.json is missing
+    """
+
+    @classmethod
+    def from_rank_failures(cls, failures: Mapping[int, str], world_size: int) -> CheckpointError:
+        """Return an error that lists the failures and their ranks; no ranks if all ``world_size`` failed equally.
+
+        >>> CheckpointError.from_rank_failures({0: "no such file", 1: "no such file"}, 4)
+        CheckpointError('no such file (ranks 0, 1)')
+        """
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, text in failures.items():
+            ranks_by_text.setdefault(text, []).append(rank)
+        if len(ranks_by_text) == 1 and len(failures) == world_size:
+            return cls(*ranks_by_text)
+        messages = [
+            f"{text} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+            for text, ranks in ranks_by_text.items()
+        ]
+        return cls("; ".join(messages))
 
 
 class CheckpointDiskError(CheckpointError, DiskError):
@@ -47,15 +74,17 @@ class CheckpointGroup:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(None)
         if "fake" in dist.get_backend_config():
-            raise CheckpointError("the fake backend has no other ranks: there is nothing whole to save or load")
-        ranks = list(range(dist.get_world_size())) if engine is None else engine.comm.consistency.global_ranks
-        if len(ranks) == 1:
-            return cls(None)
+            raise CheckpointError(
+                f"cannot {operation} with the fake backend: the other ranks and their shards do not exist"
+            )
         if engine is None:
-            return cls(_get_or_create_group(ranks, None))
+            return cls(_get_or_create_group(list(range(dist.get_world_size())), None))
         consistency = engine.comm.consistency
+        if len(consistency.global_ranks) == 1:
+            return cls(None)
         try:
-            return cls(_get_or_create_group(ranks, timedelta(seconds=consistency.timeout)), consistency)
+            timeout = timedelta(seconds=consistency.timeout)
+            return cls(_get_or_create_group(consistency.global_ranks, timeout), consistency)
         except RuntimeError as error:  # for example, a rank has died
             raise consistency.explain_failure(f"{operation} a checkpoint", error) from error
 
@@ -63,17 +92,20 @@ class CheckpointGroup:
         """Call ``fn`` on every rank; if it fails on any rank, raise an error that names the ranks on all of them."""
         value: T | None = None
         error: Exception | None = None
+        error_text: str | None = None
         try:
             value = fn()
         except Exception as raised:
-            error = raised
-        error_text = None if error is None else _error_text(error_prefix, error)
+            error, error_text = raised, str(raised)
+            if not isinstance(error, CheckpointError):
+                kind = "" if isinstance(error, (OSError, DiskError)) else f"{type(error).__name__}: "
+                error_text = f"{error_prefix}: {kind}{error}"
         failures = {rank: text for rank, text in enumerate(self.all_gather(error_text)) if text is not None}
         if self.size == 1 and isinstance(error, CheckpointError):
             raise error
         if failures:
-            kind = CheckpointDiskError if isinstance(error, DiskError) else CheckpointError
-            raise kind.from_rank_failures(failures, self.size) from error
+            error_class = CheckpointDiskError if isinstance(error, DiskError) else CheckpointError
+            raise error_class.from_rank_failures(failures, self.size) from error
         return value  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:
@@ -86,16 +118,6 @@ class CheckpointGroup:
             value, self.process_group, "save or load a checkpoint", self._consistency_checker
         )
         return received
-
-
-def _error_text(error_prefix: str, error: BaseException) -> str:
-    if isinstance(error, CheckpointError):
-        return str(error)
-    return (
-        f"{error_prefix}: {error}"
-        if isinstance(error, (OSError, DiskError))
-        else f"{error_prefix}: {type(error).__name__}: {error}"
-    )
 
 
 def _get_or_create_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -5,6 +5,12 @@ Every save writes its data files under unique names and syncs them to disk. Only
 place. So at any time a directory holds a checkpoint if and only if it has an index. Before the move the directory is
 unchanged: it holds nothing, or an earlier checkpoint whose files were not touched. The files of an interrupted save are
 removed by the next save to the same path, or, with ``keep``, to the same parent directory.
+
+[Note: a checkpoint's files]
+Rank 3 writes ``model-00003-TOKEN.safetensors`` (parameters and buffers), ``optimizer-00003-…`` and ``other-00003-…``
+(RNG states, the user's tensors). A full tensor written by one rank has its own shape and name. A shard is named
+``NAME[start:end]``, in elements of the flattened tensor. Any tool that reads safetensors can open the files. Tensors in
+a file are sorted by element size, so that no element crosses a block boundary.
 """
 
 from __future__ import annotations
@@ -17,18 +23,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from zeroshard.checkpoint.block_files import FileRecord
-from zeroshard.checkpoint.element_order import ElementOrder
-from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.safetensors_files import DTYPE_NAMES
-from zeroshard.checkpoint.schema import DTYPE_BY_NAME, SchemaError, check_file_header, check_index
+from zeroshard.checkpoint.block_files import DAMAGED_FILE_REMEDY, FileRecord
+from zeroshard.checkpoint.flat_shards import ElementOrder, TensorSpec
+from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.checkpoint.json_codec import truncated_repr
+from zeroshard.checkpoint.schema import DTYPE_BY_NAME, SchemaError, check_index
 from zeroshard.utils.atomic_file import write_atomic
+from zeroshard.utils.safetensors_files import DTYPE_NAMES, TensorInfo
 
 INDEX_FILE = "index.json"
 FORMAT = "zeroshard checkpoint"
 FORMAT_VERSIONS = (1, 2)  # 2 adds TP ranges: see [Note: element order of tensor-parallel tensors]
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _INDEX_PREFIX = f'{{"format": "{FORMAT}", '.encode()  # every index starts with it
 _CHECKSUM_SUFFIX = ', "crc32": "%08x"}'  # the last field: the checksum of the text before it
 
@@ -44,23 +50,10 @@ class ShardEntry:
 
 
 @dataclass
-class TensorEntry:
+class TensorEntry(TensorSpec):
     """A tensor of a checkpoint and its shards."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    element_order: ElementOrder  # see [Note: flat shards]
     shards: list[ShardEntry] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Size on disk in bytes."""
-        return self.numel * self.dtype.itemsize
 
     def check_complete(self, path: Path, fqn: str) -> None:
         """Raise if no rank has written some of the elements."""
@@ -71,8 +64,8 @@ class TensorEntry:
             end = max(end, shard.start + shard.numel)
         if end != self.numel:
             raise CheckpointError(
-                f"{path} has no values for {fqn} from element {end} on, of {self.numel}: no rank has written them. "
-                "Take an earlier checkpoint"
+                f"{path}: {fqn} has no values from element {end} of {self.numel} on: no rank has written them. "
+                "Use an earlier checkpoint"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -83,10 +76,13 @@ class TensorEntry:
         return {**entry, "stretches": [[s.start, s.numel, s.file_number, s.byte_offset] for s in self.shards]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TensorEntry:
-        """Parse the result of :meth:`to_json`."""
+    def from_json(cls, fqn: str, data: Mapping[str, Any]) -> TensorEntry:
+        """Parse the result of :meth:`to_json`; :func:`check_index` has checked all but the element order."""
         shape = tuple(data["shape"])
-        element_order = ElementOrder.from_json(data.get("order", list(range(len(shape)))), shape)
+        try:
+            element_order = ElementOrder.from_json(data.get("order", list(range(len(shape)))), shape)
+        except ValueError as error:
+            raise SchemaError(f"{fqn} has {error}") from error
         return cls(
             shape, DTYPE_BY_NAME[data["dtype"]], element_order, [ShardEntry(*shard) for shard in data["stretches"]]
         )
@@ -141,9 +137,8 @@ class CheckpointIndex:
             text = path.read_bytes()
         except OSError as error:
             raise CheckpointError(
-                f"{directory} is no checkpoint: {INDEX_FILE} cannot be read ({error.strerror}). A save that "
-                "was cut off "
-                "leaves none; give another path, or the directory above for its latest checkpoint"
+                f"{directory} is not a checkpoint: {INDEX_FILE} cannot be read ({error.strerror}). An interrupted save "
+                "leaves no index: pass another path, or the parent directory to load its latest checkpoint"
             ) from error
         data = _parse_index(path, text)
         names = [field_.name for field_ in fields(cls)]
@@ -154,7 +149,7 @@ class CheckpointIndex:
         try:
             check_index(data)
             values["files"] = [FileRecord(f["name"], f["nbytes"], tuple(f["sums"])) for f in data["files"]]
-            values["tensors"] = {name: _parse_tensor_entry(name, tensor) for name, tensor in data["tensors"].items()}
+            values["tensors"] = {fqn: TensorEntry.from_json(fqn, tensor) for fqn, tensor in data["tensors"].items()}
         except SchemaError as error:
             raise CheckpointError(f"{path} is damaged: {error}. Load an earlier checkpoint") from error
         return cls(**values)
@@ -164,45 +159,60 @@ class CheckpointIndex:
         for number in numbers:
             record = self.files[number]
             file = directory / record.name
-            size = file.stat().st_size if file.is_file() else -1
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing. {DAMAGED_FILE_REMEDY}")
+            size = file.stat().st_size
             if size != record.nbytes:
-                problem = "is missing" if size < 0 else f"has {size} bytes, was written with {record.nbytes}: truncated"
-                raise CheckpointError(f"{file} {problem}. Load an earlier checkpoint, or bring the file anew")
+                raise CheckpointError(
+                    f"{file} has {size} bytes, expected {record.nbytes}: it is truncated or another file. "
+                    f"{DAMAGED_FILE_REMEDY}"
+                )
 
     def check_file_headers(self, directory: Path, numbers: Iterable[int]) -> None:
-        """Raise if the header of one of the numbered files does not match the index."""
+        """Raise if the header of one of the numbered files does not describe the same tensors as the index."""
         for number in numbers:
-            check_file_header(directory / self.files[number].name, self.files[number], self._tensors_by_file[number])
+            path, tensors = directory / self.files[number].name, self._tensors_by_file[number]
+            entries, data_start = _read_header(path, self.files[number].nbytes)
+            problem = f"{path} is damaged, or is not the file that the index describes"
+            for info, offset in tensors:
+                expected = info.header_entry(offset - data_start)
+                if entries.get(info.name) != expected:
+                    raise CheckpointError(
+                        f"{problem}: the header of the file describes {info.name} as "
+                        f"{truncated_repr(entries.get(info.name), 120)}, expected {json.dumps(expected)}. "
+                        f"{DAMAGED_FILE_REMEDY}"
+                    )
+            unknown = entries.keys() - {"__metadata__"} - {info.name for info, _ in tensors}
+            if unknown:
+                raise CheckpointError(
+                    f"{problem}: it contains {truncated_repr(min(unknown))}, which is not in the index. "
+                    f"{DAMAGED_FILE_REMEDY}"
+                )
 
     @cached_property
-    def _tensors_by_file(self) -> list[list[tuple[str, str, tuple[int, ...], int]]]:
-        """Name, dtype, shape and offset of the tensors in each file: see [Note: a checkpoint's files]."""
-        tensors_by_file: list[list[tuple[str, str, tuple[int, ...], int]]] = [[] for _ in self.files]
+    def _tensors_by_file(self) -> list[list[tuple[TensorInfo, int]]]:
+        """The tensors in each file, and their first bytes: see [Note: a checkpoint's files]."""
+        tensors_by_file: list[list[tuple[TensorInfo, int]]] = [[] for _ in self.files]
         for fqn, entry in self.tensors.items():
-            name, numel, is_row_major = fqn.partition("/")[2], entry.numel, entry.element_order.is_row_major
             for shard in entry.shards:
-                is_full = is_row_major and shard.numel == numel
-                shard_name = name if is_full else f"{name}[{shard.start}:{shard.start + shard.numel}]"
-                shape = entry.shape if is_full else (shard.numel,)
-                tensors_by_file[shard.file_number].append(
-                    (shard_name, DTYPE_NAMES[entry.dtype], shape, shard.byte_offset)
-                )
+                info = entry.shard_info(fqn, shard.start, shard.numel)
+                tensors_by_file[shard.file_number].append((info, shard.byte_offset))
         return tensors_by_file
 
 
-def _parse_tensor_entry(name: str, data: Mapping[str, Any]) -> TensorEntry:
+def _read_header(path: Path, nbytes: int) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors file's header, and the first byte after the header."""
     try:
-        return TensorEntry.from_json(data)
-    except ValueError as error:
-        raise SchemaError(f"{name} has {error}") from error
-
-
-def data_file_names(directory: Path) -> set[str]:
-    """Return the names of a checkpoint's data files; empty if there is no readable checkpoint."""
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if 8 + length <= min(nbytes, MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. {DAMAGED_FILE_REMEDY}") from error
     try:
-        return {record.name for record in CheckpointIndex.read(directory).files}
-    except CheckpointError:
-        return set()
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it has no safetensors header. {DAMAGED_FILE_REMEDY}") from error
+    return entries if isinstance(entries, dict) else {}, 8 + length
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -221,14 +231,16 @@ def _parse_index(path: Path, text: bytes) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged or foreign: it is not JSON ({error})") from error
+        raise CheckpointError(
+            f"{path} is damaged or not an index: it is not JSON ({error}). Load an earlier checkpoint"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise CheckpointError(f"{path} was not written by zeroshard: its field 'format' is not {FORMAT!r}")
+        raise CheckpointError(f"{path} was not written by zeroshard: its 'format' is not {FORMAT!r}")
     if data.get("version") not in FORMAT_VERSIONS:
         raise CheckpointError(
-            f"{path} has version {data.get('version')!r} of the format, this zeroshard reads "
-            f"{' and '.join(map(str, FORMAT_VERSIONS))}: use the zeroshard that wrote it ({data.get('versions')})"
+            f"{path} has format version {data.get('version')!r}, expected {' or '.join(map(str, FORMAT_VERSIONS))}: "
+            f"load it with the zeroshard version that wrote it ({data.get('versions')})"
         )
     if end != (_CHECKSUM_SUFFIX % zlib.crc32(body)).encode():
-        raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")
+        raise CheckpointError(f"{path} is damaged: its text does not match its checksum. Load an earlier checkpoint")
     return data

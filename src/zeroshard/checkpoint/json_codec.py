@@ -54,8 +54,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str = "extra") ->
     if numpy is not None and isinstance(value, numpy.generic):
         return encode(value.item(), tensors, path)
     raise TypeError(
-        f"{path} is of type {type(value).__name__}: a checkpoint keeps plain data (None, numbers, strings, bytes, "
-        "tensors, arrays, lists, tuples, sets, dicts) and objects with state_dict(); give it as one of these"
+        f"{path} has type {type(value).__name__}, which cannot be saved: expected None, numbers, strings, bytes, "
+        "tensors, arrays, lists, tuples, sets, dicts, or objects with state_dict(). Convert it to one of these"
     )
 
 
@@ -80,12 +80,10 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], 
 
 def _encode_sequence(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     items = [encode(item, tensors, f"{path}[{number}]") for number, item in enumerate(value)]
-    if isinstance(value, list):
+    if isinstance(value, (list, deque)):
         return items
     if isinstance(value, torch.Size):
         return {"$size": items}
-    if isinstance(value, deque):
-        return items
     return {"$tuple" if isinstance(value, tuple) else "$set": items}
 
 
@@ -99,7 +97,7 @@ def decode(value: Any, fetch: FetchTensor, path: str = "extra") -> Any:
     >>> decode({"d": {"$dtype": "load"}}, {}.get)
     Traceback (most recent call last):
         ...
-    ValueError: extra.d: $dtype is 'load', expected the name of a torch dtype (torch.load is no dtype)
+    ValueError: extra.d: $dtype is 'load', expected the name of a torch dtype (torch.load is not a dtype)
     """
     if isinstance(value, list):
         return [decode(item, fetch, f"{path}[{number}]") for number, item in enumerate(value)]
@@ -110,24 +108,22 @@ def decode(value: Any, fetch: FetchTensor, path: str = "extra") -> Any:
         return {key: decode(item, fetch, f"{path}.{key}") for key, item in value.items()}
     if set(value) != {tag, *(("dtype",) if tag in ("$scalar", "$array") else ())}:
         raise ValueError(
-            f"{path}: an object has the keys {truncated_repr(list(value))}, expected one key that begins with $"
+            f"{path}: an object has the keys {truncated_repr(list(value))}, expected a single key that begins with $"
         )
     if tag == "$tensor" and isinstance(value[tag], str):
         return fetch(value[tag])
     if tag not in _DECODERS:
-        raise ValueError(f"{path}: {truncated_repr(tag)} is not a mark of this version: it was saved by a newer one")
-    expected, make = _DECODERS[tag]
-    content = value[tag]
+        raise ValueError(f"{path}: the tag {truncated_repr(tag)} is unknown: a newer version of zeroshard wrote it")
+    expected, is_valid, make = _DECODERS[tag]
+    content = decode(value[tag], fetch, path)
+    arguments = (content, value["dtype"]) if "dtype" in value else (content,)
+    details = ""
     try:
-        if tag in ("$scalar", "$array"):
-            return make((decode(content, fetch, path), value["dtype"]))
-        return make(decode(content, fetch, path))
-    except _ContentError as error:
-        raise ValueError(f"{path}: {tag} is {truncated_repr(content)}, expected {expected}{error}") from error
-
-
-class _ContentError(Exception):
-    """The content of an object does not fit its tag; the message holds details."""
+        if is_valid(*arguments):
+            return make(*arguments)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        details = f" ({error})"
+    raise ValueError(f"{path}: {tag} is {truncated_repr(value[tag])}, expected {expected}{details}")
 
 
 def truncated_repr(value: Any, max_chars: int = 60) -> str:
@@ -140,89 +136,71 @@ def truncated_repr(value: Any, max_chars: int = 60) -> str:
     return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 
 
-def _checked_decoder(wanted: Callable[[Any], bool], make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decoder that calls ``make`` if ``wanted`` accepts the content, and raises otherwise."""
-
-    def decoded(content: Any) -> Any:
-        try:
-            if not wanted(content):
-                raise _ContentError
-            return make(content)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise _ContentError(f" ({error})") from error
-
-    return decoded
-
-
 def parse_dtype(name: Any) -> torch.dtype:
     """Return the torch dtype of a name; raise ValueError if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return dtype
 
 
-def _decode_scalar(pair: tuple[Any, Any]) -> torch.Tensor:
-    number, dtype = pair[0], parse_dtype(pair[1])
+def _decode_scalar(number: float, dtype_name: Any) -> torch.Tensor:
+    dtype = parse_dtype(dtype_name)
     if isinstance(number, float) and not dtype.is_floating_point:
-        raise ValueError(f"{number} is no {dtype}")
+        raise ValueError(f"{number} is not a {dtype}")
     return torch.tensor(number, dtype=dtype)
 
 
-def _decode_array(pair: tuple[torch.Tensor, Any]) -> Any:
-    tensor, name = pair
+def _decode_array(tensor: torch.Tensor, dtype_name: str) -> Any:
     import numpy
 
-    dtype = numpy.dtype(name)
+    dtype = numpy.dtype(dtype_name)
     if dtype.kind not in "biufc":
-        raise ValueError(f"arrays of {truncated_repr(name)} are not kept")
+        raise ValueError(f"arrays of {truncated_repr(dtype_name)} are not supported")
     if tensor.is_meta:  # only validation: there are no values
         return tensor
     return tensor.numpy().astype(dtype, copy=False)
+
+
+def _is_instance(kind: type) -> Callable[[Any], bool]:
+    return lambda content: isinstance(content, kind)
 
 
 def _are_pairs(content: Any) -> bool:
     return isinstance(content, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in content)
 
 
-def _is_list(content: Any) -> bool:
-    return isinstance(content, list)
-
-
-def _is_text(content: Any) -> bool:
-    return isinstance(content, str)
-
-
 def _are_sizes(content: Any) -> bool:
     return isinstance(content, list) and all(type(item) is int and item >= 0 for item in content)
 
 
-_DECODERS: dict[str, tuple[str, Callable[[Any], Any]]] = {  # tag → (expected content, decoder)
-    "$tensor": ("the name of a tensor", _checked_decoder(_is_text, str)),
-    "$scalar": (
-        "a number of its dtype",
-        _checked_decoder(lambda pair: isinstance(pair[0], (int, float)), _decode_scalar),
-    ),
+# tag → (expected content, whether content is valid, decoder); all take the content and, if there is one, the dtype
+_DECODERS: dict[str, tuple[str, Callable[..., bool], Callable[..., Any]]] = {
+    "$tensor": ("the name of a tensor", _is_instance(str), str),
+    "$scalar": ("a number of its dtype", lambda number, _: isinstance(number, (int, float)), _decode_scalar),
     "$array": (
-        "a tensor, and a dtype of numbers that NumPy has",
-        _checked_decoder(lambda pair: isinstance(pair[0], torch.Tensor) and isinstance(pair[1], str), _decode_array),
+        "a tensor and a numeric NumPy dtype",
+        lambda tensor, name: isinstance(tensor, torch.Tensor) and isinstance(name, str),
+        _decode_array,
     ),
-    "$float": ("'inf', '-inf' or 'nan'", _checked_decoder(lambda content: content in ("inf", "-inf", "nan"), float)),
-    "$bytes": ("base64", _checked_decoder(_is_text, lambda content: base64.b64decode(content, validate=True))),
-    "$dtype": ("the name of a torch dtype", _checked_decoder(_is_text, parse_dtype)),
-    "$device": ("a device", _checked_decoder(_is_text, torch.device)),
-    "$tuple": ("a list", _checked_decoder(_is_list, tuple)),
-    "$set": ("a list of keys", _checked_decoder(_is_list, set)),
-    "$size": ("a list of sizes", _checked_decoder(_are_sizes, torch.Size)),
-    "$items": ("a list of pairs", _checked_decoder(_are_pairs, dict)),
-    "$counter": ("a list of pairs", _checked_decoder(_are_pairs, lambda pairs: Counter(dict(pairs)))),
+    "$float": ("'inf', '-inf' or 'nan'", lambda text: text in ("inf", "-inf", "nan"), float),
+    "$bytes": ("base64", _is_instance(str), lambda text: base64.b64decode(text, validate=True)),
+    "$dtype": ("the name of a torch dtype", _is_instance(str), parse_dtype),
+    "$device": ("a device", _is_instance(str), torch.device),
+    "$tuple": ("a list", _is_instance(list), tuple),
+    "$set": ("a list of hashable items", _is_instance(list), set),
+    "$size": ("a list of sizes", _are_sizes, torch.Size),
+    "$items": ("a list of pairs with hashable keys", _are_pairs, dict),
+    "$counter": ("a list of pairs with hashable keys", _are_pairs, lambda pairs: Counter(dict(pairs))),
 }
 
 
 def state_dict_of(value: Any) -> Any:
     """Return the state of a stateful object (a scheduler, data loader, generator); return other data unchanged."""
     if isinstance(value, ShardedOptimizer) or "_zeroshard" in getattr(value, "__dict__", {}):
-        raise TypeError(f"a sharded {type(value).__name__} is no extra data: save it by a call of its own")
+        raise TypeError(
+            f"a sharded {type(value).__name__} cannot be saved as extra data: save it in a separate call of save()"
+        )
     if callable(state_dict := getattr(value, "state_dict", None)):
         return state_dict()
     if isinstance(value, torch.Generator):
@@ -241,7 +219,7 @@ def load_into(value: Any, state: Any, path: str = "extra") -> None:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if key not in state:
-                raise KeyError(f"the checkpoint has no {path}[{key!r}], it has {list(state)}")
+                raise KeyError(f"the checkpoint has no {path}[{key!r}], only {list(state)}")
             load_into(item, state[key], f"{path}[{key!r}]")
     elif isinstance(value, list):
         for number, (item, item_state) in enumerate(zip(value, state, strict=True)):

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from zeroshard.checkpoint.async_save import wait_for_pending_save
-from zeroshard.checkpoint.errors import CheckpointError
 from zeroshard.checkpoint.flat_shards import FlatShards
-from zeroshard.checkpoint.group import CheckpointGroup
+from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import load_into
-from zeroshard.checkpoint.mapping import LoadMapping, LoadSource, find_source, map_states
+from zeroshard.checkpoint.load_source import LoadSource, find_source
+from zeroshard.checkpoint.mapping import LoadMapping, map_states
 from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
 from zeroshard.checkpoint.rng_state import check_rng_states, set_rng_states
 from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
@@ -83,7 +83,7 @@ def load(
     []
     """
     if not weights and optimizer is None:
-        raise ValueError("weights=False loads the optimizer's states alone, and no optimizer was given")
+        raise ValueError("weights=False loads only optimizer states, but no optimizer was given: pass the optimizer")
     wait_for_pending_save()
     model = unwrap_compiled(model)
     engine = engine_of(model)
@@ -101,7 +101,7 @@ def load(
 
     def plan() -> LoadMapping:
         if engine is not None and engine.is_running:
-            raise CheckpointError("a forward or backward is under way: load between steps")
+            raise CheckpointError("a forward or backward is in progress: load between steps")
         return map_states(source, model, optimizer, weights, strict)
 
     mapping = checkpoint_group.run_on_all(error_prefix, plan)
@@ -110,7 +110,7 @@ def load(
     )
     loaded_kinds = [*(["weights"] if weights else []), *(["optimizer"] if optimizer is not None else [])]
     if engine is not None:
-        reason = f"the load of {source.path} was not finished: load a whole checkpoint"
+        reason = f"the load of {source.path} failed before its end: load a complete checkpoint"
         engine.state_guard.invalid_states |= dict.fromkeys(loaded_kinds, reason)
     targets = checkpoint_group.run_on_all(error_prefix, mapping.allocate_targets)
     _load_tensors(source, targets, checkpoint_group)
@@ -122,7 +122,7 @@ def load(
     if (optimizer is not None if random is None else random) and extra_data.rng_states is not None:
         set_rng_states(extra_data.rng_states)
     checkpoint_group.run_on_all(
-        "a state of extra was not taken", lambda: load_into(dict(extra or {}), extra_data.extra)
+        "the objects in extra cannot be restored", lambda: load_into(dict(extra or {}), extra_data.extra)
     )
     return Loaded(source.path, extra_data.extra, extra_data.rank_extra, mapping.missing, mapping.unexpected)
 
@@ -138,23 +138,20 @@ class _ExtraData:
     @classmethod
     def read(cls, source: LoadSource, rank: int, wanted: Mapping[str, Any] | None) -> _ExtraData:
         """Read the data; raise if a name in ``wanted`` is missing or an RNG state is invalid."""
-        extra: dict[str, Any] = {}
         extra_data = cls()
         if source.index is not None:
             rank_data = source.index.own
             rng_states = rank_data[rank]["random"] if rank < len(rank_data) else None
-            extra, rank_extra, rng_states = source.decode(
-                [source.index.extra, [data["extra"] for data in rank_data], rng_states]
-            )
-            extra_data = cls(extra, rank_extra, rng_states)
+            extra_data = cls(*source.decode([source.index.extra, [data["extra"] for data in rank_data], rng_states]))
             try:
-                check_rng_states(rng_states or {})
+                check_rng_states(extra_data.rng_states or {})
             except ValueError as error:
                 raise CheckpointError(f"{source.path}: {error}. Load an earlier checkpoint") from error
+        extra = extra_data.extra
         missing = [name for name in wanted or () if name not in extra]
         if missing:
             raise CheckpointError(
-                f"{source.path} has no extra {', '.join(missing)}: it has {', '.join(extra) or 'none'}"
+                f"{source.path} has no extra data {', '.join(missing)}, only: {', '.join(extra) or 'none'}"
             )
         return extra_data
 

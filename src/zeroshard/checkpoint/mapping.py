@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.checkpoint_reader import CheckpointReader
-from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.external_weights import (
-    ExternalWeightsReader,
-    is_external_weights,
-    make_tensor_entries,
-    open_external_weights,
-)
-from zeroshard.checkpoint.flat_shards import FlatShards, ReorderedTensor
-from zeroshard.checkpoint.index import CheckpointIndex, TensorEntry, is_checkpoint
-from zeroshard.checkpoint.json_codec import decode
+from zeroshard.checkpoint.flat_shards import FlatShards, LocalTensor, ReorderedTensor
+from zeroshard.checkpoint.group import CheckpointError
+from zeroshard.checkpoint.index import TensorEntry
+from zeroshard.checkpoint.load_source import LoadSource
 from zeroshard.checkpoint.optimizer_checks import OptimizerProbe, can_load_as, check_options, check_scalars
-from zeroshard.checkpoint.reader import SafetensorsStorageReader, TensorStorageReader
-from zeroshard.checkpoint.retention import find_checkpoint
 from zeroshard.checkpoint.train_state import (
-    LocalTensor,
     NamedParamGroup,
     TrainState,
     get_train_state,
@@ -36,118 +26,78 @@ from zeroshard.optim import ShardedOptimizer, check_shardable_states
 
 
 @dataclass
-class LoadSource:
-    """A checkpoint or external weights, open for reading."""
-
-    path: Path
-    tensors: dict[str, TensorEntry]
-    reader: TensorStorageReader
-    index: CheckpointIndex | None  # None for external weights
-
-    @classmethod
-    def open(cls, path: Path, rename: Callable[[str], str] | None, rank: int = 0, world_size: int = 1) -> LoadSource:
-        """Open a path returned by :func:`find_source`; raise if a file is missing or has the wrong size.
-
-        Also compare the files' headers with the index; each of the ``world_size`` ranks checks some of them.
-        """
-        if not is_checkpoint(path) and is_external_weights(path):
-            external = open_external_weights(path, rename)
-            return cls(path, make_tensor_entries(external), ExternalWeightsReader(external), None)
-        index = CheckpointIndex.read(path)
-        index.check_file_sizes(path, range(len(index.files)))
-        index.check_file_headers(path, range(rank, len(index.files), world_size))
-        return cls(path, index.tensors, SafetensorsStorageReader(path, index), index)
-
-    def decode(self, value: Any) -> Any:
-        """Decode JSON-encoded data of a checkpoint, and read the tensors in it."""
-        with CheckpointReader(self.path, self.index) as reader:
-            return decode(value, lambda name: reader.read_tensor(f"other/{name}"))
-
-
-def find_source(path: Path) -> Path:
-    """Resolve a path to external weights, a checkpoint, or the latest checkpoint in a directory."""
-    return path if not is_checkpoint(path) and is_external_weights(path) else find_checkpoint(path)
-
-
-@dataclass
 class LoadMapping:
     """Which tensors of a source are loaded into which tensors of a model and its optimizer."""
 
     train_state: TrainState
-    targets: dict[str, LocalTensor]  # tensors of the model
-    saved_tensors: dict[str, TensorEntry]
-    param_groups: list[NamedParamGroup] | None
-    optimizer_states: dict[str, dict[str, Any]] | None  # by parameter name; None: not loaded
     optimizer: torch.optim.Optimizer | None
-    loss_scale: list[float] | None
-    missing: list[str]
-    unexpected: list[str]
+    saved_tensors: dict[str, TensorEntry]  # by their names in the model and optimizer
+    targets: dict[str, LocalTensor] = field(default_factory=dict)  # tensors of the model
+    param_groups: list[NamedParamGroup] | None = None
+    optimizer_states: dict[str, dict[str, Any]] | None = None  # by parameter name; None: not loaded
+    loss_scale: list[float] | None = None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
 
     def allocate_targets(self) -> dict[str, FlatShards]:
-        """Allocate optimizer states and return the target of every tensor to load."""
+        """Set the optimizer's options, allocate its states and return the target of every tensor to load."""
         targets = dict(self.targets)
         if self.optimizer_states is not None:
-            self.train_state.allocate_optimizer_states(self.param_groups, self.optimizer_states)
+            if self.param_groups is not None:
+                self.train_state.set_options(self.param_groups)
+            self.train_state.allocate_optimizer_states(self.optimizer_states)
             targets |= {f"optimizer/{name}": local for name, local in self.train_state.optimizer_states().items()}
             if self.loss_scale is not None and isinstance(self.optimizer, ShardedOptimizer):
                 self.optimizer.load_loss_scale(self.loss_scale)
         return {fqn: _load_target(local, self.saved_tensors[fqn]) for fqn, local in targets.items()}
 
 
-def _load_target(local_tensor: LocalTensor, saved: TensorEntry) -> FlatShards:
-    if local_tensor.element_order == saved.element_order:
-        return FlatShards(saved.numel, saved.dtype, local_tensor.shards)
-    return ReorderedTensor.make(
-        saved.shape, saved.dtype, saved.element_order, local_tensor.element_order, local_tensor.shards
-    )
+def _load_target(local: LocalTensor, saved: TensorEntry) -> FlatShards:
+    if local.element_order == saved.element_order:
+        return FlatShards(saved.numel, saved.dtype, local.shards)
+    return ReorderedTensor.make(saved, local)
 
 
 def map_states(
     source: LoadSource, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: bool, strict: bool
 ) -> LoadMapping:
     """Map the source to the model and optimizer; raise an error that lists every mismatch."""
-    train_state = get_train_state(model, optimizer)
-    missing: list[str] = []
-    unexpected: list[str] = []
-    targets: dict[str, LocalTensor] = {}
-    tensors = dict(source.tensors)
+    mapping = LoadMapping(get_train_state(model, optimizer), optimizer, dict(source.tensors))
     if weights:
-        local_tensors = train_state.parameters() | {
-            name: LocalTensor.from_full_tensor(name, b) for name, b in persistent_buffers(model)
-        }
-        ties = tied_names(model)
-        saved_ties = source.index.ties if source.index is not None else {}
-        saved_model = {fqn.removeprefix("model/"): entry for fqn, entry in tensors.items() if fqn.startswith("model/")}
-        for name, local in local_tensors.items():
-            saved_name = _saved_name(name, saved_model, ties, saved_ties)
-            if saved_name is None:
-                # saved with frozen=False
-                is_frozen_and_skipped = source.index is not None and source.index.parameters.get(name) is False
-                missing += [] if is_frozen_and_skipped else [name]
-            else:
-                targets[f"model/{name}"] = local
-                tensors[f"model/{name}"] = source.tensors[f"model/{saved_name}"]
-                if saved_name != name:
-                    source.reader.aliases[f"model/{name}"] = f"model/{saved_name}"
-        known = {*local_tensors, *ties, *(_saved_name(name, saved_model, ties, saved_ties) for name in local_tensors)}
-        unexpected = [name for name in saved_model if name not in known]
-        _check_shapes_and_dtypes(source.path, targets, tensors)
-    mapping = LoadMapping(train_state, targets, tensors, None, None, optimizer, None, missing, unexpected)
+        _map_weights(mapping, source, model)
     if optimizer is not None:
         _map_optimizer_states(mapping, source, optimizer, strict)
-    if strict and (missing or unexpected):
-        problems = [f"not in the file: {', '.join(missing)}"] if missing else []
-        problems += [f"only in the file: {', '.join(unexpected)}"] if unexpected else []
-        raise CheckpointError(f"{source.path} does not fit. {'. '.join(problems)}. strict=False leaves these out")
+    if strict and (mapping.missing or mapping.unexpected):
+        problems = [f"not in the file: {', '.join(mapping.missing)}"] if mapping.missing else []
+        problems += [f"only in the file: {', '.join(mapping.unexpected)}"] if mapping.unexpected else []
+        raise CheckpointError(
+            f"{source.path} does not match the model. {'. '.join(problems)}. Pass strict=False to skip these"
+        )
     return mapping
 
 
-def _saved_name(
-    name: str, found: Mapping[str, Any], ties: Mapping[str, str], saved_ties: Mapping[str, str]
-) -> str | None:
-    """Return the name under which a parameter was saved: its own, or one it is, or was, tied to."""
-    candidates = [name, saved_ties.get(name), *(alias for alias, first in ties.items() if first == name)]
-    return next((candidate for candidate in candidates if candidate in found), None)
+def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> None:
+    local_tensors = mapping.train_state.parameters() | {
+        name: LocalTensor.from_full_tensor(name, buffer) for name, buffer in persistent_buffers(model)
+    }
+    ties = tied_names(model)
+    saved_ties = source.index.ties if source.index is not None else {}
+    saved_names = [fqn.removeprefix("model/") for fqn in source.tensors if fqn.startswith("model/")]
+    known = {*local_tensors, *ties}
+    for name, local in local_tensors.items():
+        # saved under its own name, or under one it is, or was, tied to
+        candidates = [name, saved_ties.get(name), *(alias for alias, first in ties.items() if first == name)]
+        saved_fqn = next((f"model/{other}" for other in candidates if f"model/{other}" in source.tensors), None)
+        if saved_fqn is not None:
+            known.add(saved_fqn.removeprefix("model/"))
+            mapping.targets[f"model/{name}"] = local
+            mapping.saved_tensors[f"model/{name}"] = source.tensors[saved_fqn]
+            if saved_fqn != f"model/{name}":
+                source.reader.aliases[f"model/{name}"] = saved_fqn
+        elif source.index is None or source.index.parameters.get(name) is not False:  # False: saved with frozen=False
+            mapping.missing.append(name)
+    mapping.unexpected += [name for name in saved_names if name not in known]
+    _check_shapes_and_dtypes(source.path, mapping.targets, mapping.saved_tensors)
 
 
 def _check_shapes_and_dtypes(
@@ -158,28 +108,28 @@ def _check_shapes_and_dtypes(
         saved, name = tensors[fqn], fqn.partition("/")[2]
         saved.check_complete(path, fqn)
         if tuple(saved.shape) != tuple(local.shape):
-            mismatches.append(f"{name} is {list(saved.shape)} there and {list(local.shape)} here")
+            mismatches.append(f"{name} has shape {list(saved.shape)}, expected {list(local.shape)}")
         elif not can_load_as(saved.dtype, local.dtype):
-            mismatches.append(f"{name} is {saved.dtype} there and {local.dtype} here")
+            mismatches.append(f"{name} has dtype {saved.dtype}, expected {local.dtype}")
     if mismatches:
-        raise CheckpointError(f"{path} is of another model: {'; '.join(mismatches)}")
+        raise CheckpointError(f"{path} does not match the model: {'; '.join(mismatches)}")
 
 
 def _map_optimizer_states(
     mapping: LoadMapping, source: LoadSource, optimizer: torch.optim.Optimizer, strict: bool
 ) -> None:
     if source.index is None or source.index.optimizer is None:
-        raise CheckpointError(f"{source.path} holds no optimizer states: load(path, model) loads the weights alone")
+        raise CheckpointError(
+            f"{source.path} contains no optimizer states: use load(path, model) to load only the weights"
+        )
     saved, optimizer_class = source.index.optimizer, type(getattr(optimizer, "inner", optimizer)).__name__
     if strict and saved["class"] != optimizer_class:
         raise CheckpointError(
-            f"{source.path} was saved with torch.optim.{saved['class']}, the optimizer is {optimizer_class}: "
-            "load(path, model) loads the weights alone"
+            f"{source.path} was saved with the optimizer {saved['class']}, expected {optimizer_class}: use "
+            "load(path, model) to load only the weights"
         )
-    if saved["class"] != optimizer_class and not {saved["class"], optimizer_class} <= {
-        "Adam",
-        "AdamW",
-    }:  # states with another meaning
+    # only these have states with the same meaning
+    if saved["class"] != optimizer_class and not {saved["class"], optimizer_class} <= {"Adam", "AdamW"}:
         mapping.unexpected += [f"{name} (optimizer)" for group in saved["groups"] for name in group["names"]]
         return
     current_groups = mapping.train_state.param_groups()
@@ -197,32 +147,43 @@ def _map_optimizer_states(
             check_options(f"{source.path}: group {number}", saved_group.options, current_group.options)
     elif strict and set(current_names) == set(saved_names):
         raise CheckpointError(
-            f"{source.path} has its parameters in other groups ({[len(group.names) for group in saved_groups]}) than "
-            f"the optimizer ({[len(group.names) for group in current_groups]}): group them alike, or give "
-            "strict=False to load the states and keep this optimizer's options"
+            f"{source.path} has other param groups ({[len(group.names) for group in saved_groups]} parameters) than "
+            f"the optimizer ({[len(group.names) for group in current_groups]}): use the same groups, or pass "
+            "strict=False to load the states and keep the options of this optimizer"
         )
     mapping.missing += [f"{name} (optimizer)" for name in current_names if name not in set(saved_names)]
     mapping.unexpected += [f"{name} (optimizer)" for name in saved_names if name not in set(current_names)]
-    mapping.optimizer_states = {name: {} for name in current_names}
+    mapping.optimizer_states = _map_param_states(mapping, source, optimizer, current_groups)
+    mapping.loss_scale = saved["loss_scale"]
+
+
+def _map_param_states(
+    mapping: LoadMapping,
+    source: LoadSource,
+    optimizer: torch.optim.Optimizer,
+    current_groups: list[NamedParamGroup],
+) -> dict[str, dict[str, Any]]:
+    """Return the saved states of each parameter: the dtypes of elementwise states, and the scalars."""
+    assert source.index is not None and source.index.optimizer is not None
+    param_states: dict[str, dict[str, Any]] = {name: {} for group in current_groups for name in group.names}
     shapes = {name: local.shape for name, local in mapping.train_state.parameters().items()}
-    states: dict[str, LocalTensor] = {}
+    elementwise: dict[str, LocalTensor] = {}
     for name, state in source.index.tensors_of_kind("optimizer").items():
         parameter, _, key = name.rpartition("/")
-        if parameter in mapping.optimizer_states:
-            mapping.optimizer_states[parameter][key] = state.dtype
-            states[f"optimizer/{name}"] = LocalTensor(shapes[parameter], state.dtype, state.element_order)
-    _check_shapes_and_dtypes(source.path, states, source.tensors)
-    scalars = {name: values for name, values in saved["counters"].items() if name in mapping.optimizer_states}
+        if parameter in param_states:
+            param_states[parameter][key] = state.dtype
+            elementwise[f"optimizer/{name}"] = LocalTensor(shapes[parameter], state.dtype, state.element_order)
+    _check_shapes_and_dtypes(source.path, elementwise, source.tensors)
+    scalars = {name: values for name, values in source.index.optimizer["counters"].items() if name in param_states}
     for parameter, values in source.decode(scalars).items():
-        check_scalars(f"{source.path}: {parameter}", values, mapping.optimizer_states[parameter], shapes[parameter])
-        mapping.optimizer_states[parameter] |= values
+        check_scalars(f"{source.path}: {parameter}", values, param_states[parameter], shapes[parameter])
+        param_states[parameter] |= values
     probe = OptimizerProbe(getattr(optimizer, "inner", optimizer))
-    group_by_name = {name: group for group in mapping.param_groups or current_groups for name in group.names}
-    for parameter, param_state in mapping.optimizer_states.items():
-        if param_state:
-            probe.check_state(
-                f"{source.path}: {parameter}", group_by_name[parameter].options, shapes[parameter], param_state
-            )
+    for group in mapping.param_groups or current_groups:
+        for parameter in group.names:
+            if param_states[parameter]:
+                where = f"{source.path}: {parameter}"
+                probe.check_state(where, group.options, shapes[parameter], param_states[parameter])
     if isinstance(optimizer, ShardedOptimizer):
-        check_shardable_states(mapping.optimizer_states)
-    mapping.loss_scale = saved["loss_scale"]
+        check_shardable_states(param_states)
+    return param_states

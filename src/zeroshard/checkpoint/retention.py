@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zeroshard.checkpoint.errors import CheckpointError
+from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.index import INDEX_FILE, CheckpointIndex, is_checkpoint
 from zeroshard.utils.atomic_file import is_file_name, write_atomic
 
@@ -28,8 +28,10 @@ MAX_NAME_BYTES = 4096  # read from the file `latest`
 IN_USE_SECONDS = 3600.0  # since the last change, if a directory cannot be locked: see [Note: asynchronous save]
 LOCK_TIMEOUT_SECONDS = 5.0  # another process holds the lock briefly while it decides about removal
 RUN_SUBDIRECTORY = "checkpoints"  # in the output directory of `zeroshard train`
-_DATA_FILE_PATTERN = re.compile(r"(model|optimizer|other)-\d{5,}-[0-9a-f]{8}\.safetensors")
-_PARTIAL_FILE_PATTERN = re.compile(rf"\.{re.escape(INDEX_FILE)}\.partial")
+# data files, and an index that is being written
+_SAVE_FILE_PATTERN = re.compile(
+    rf"(model|optimizer|other)-\d{{5,}}-[0-9a-f]{{8}}\.safetensors|\.{re.escape(INDEX_FILE)}\.partial"
+)
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
@@ -78,16 +80,14 @@ def find_checkpoint(path: Path) -> Path:
     if (parent / RUN_SUBDIRECTORY).is_dir():
         parent = parent / RUN_SUBDIRECTORY
     name = _read_latest(parent / LATEST_FILE)
-    if name:
-        latest = parent / name
-        if (latest / INDEX_FILE).is_file():  # even if damaged: the user decides whether to go back to an earlier one
-            return latest
+    if name and (parent / name / INDEX_FILE).is_file():  # even if damaged: the user decides whether to go back
+        return parent / name
     checkpoints = list_checkpoints(parent)
     if checkpoints:
         return checkpoints[-1]
     if not path.exists() and path.name != LATEST_FILE:
-        raise CheckpointError(f"{path} is not there: give a checkpoint, or a directory of checkpoints")
-    raise CheckpointError(f"{path} is no checkpoint, and no directory with a whole one: it has no {INDEX_FILE}")
+        raise CheckpointError(f"{path} does not exist: pass a checkpoint, or a directory of checkpoints")
+    raise CheckpointError(f"{path} is neither a checkpoint nor a directory with a complete one: it has no {INDEX_FILE}")
 
 
 def _read_latest(pointer: Path) -> str:
@@ -99,8 +99,8 @@ def _read_latest(pointer: Path) -> str:
     name = content.decode(errors="replace").strip()
     if name and not is_file_name(name):
         raise CheckpointError(
-            f"{pointer} names {name[:200]!r}, expected the name of a checkpoint in {pointer.parent}: give the path of "
-            f"the checkpoint itself, or remove {pointer} to take the newest by step"
+            f"{pointer} names {name[:200]!r}, expected the name of a checkpoint in {pointer.parent}: pass the path of "
+            f"the checkpoint itself, or remove {pointer} to load the checkpoint of the highest step"
         )
     return name
 
@@ -160,7 +160,6 @@ def try_lock(directory: Path) -> Iterator[bool]:
 
 
 def _seconds_since_change(directory: Path) -> float:
-    """Return the seconds since the last change in a directory."""
     return time.time() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
 
 
@@ -193,8 +192,8 @@ class SaveLock:
                 if time.monotonic() > deadline:
                     os.close(self._descriptor)
                     raise CheckpointError(
-                        f"another process is saving into {directory}: give each run a directory of its own, or wait "
-                        "until that save is over"
+                        f"another process is saving into {directory}: give each run its own directory, or wait until "
+                        "that save is done"
                     ) from None
                 time.sleep(0.05)
             except OSError:
@@ -225,10 +224,7 @@ def _name_without_step(path: Path) -> str:
 def is_interrupted_save(path: Path) -> bool:
     """Return whether a directory is empty or contains only files of an interrupted save."""
     try:
-        return all(
-            _DATA_FILE_PATTERN.fullmatch(child.name) or _PARTIAL_FILE_PATTERN.fullmatch(child.name)
-            for child in path.iterdir()
-        )
+        return all(_SAVE_FILE_PATTERN.fullmatch(child.name) for child in path.iterdir())
     except FileNotFoundError:
         return False  # another process has removed it
 
@@ -236,9 +232,7 @@ def is_interrupted_save(path: Path) -> bool:
 def remove_stale_files(checkpoint: Path, current: set[str]) -> None:
     """Remove files of earlier saves from a checkpoint's directory; warn if a file cannot be removed."""
     for path in checkpoint.iterdir():
-        if (_DATA_FILE_PATTERN.fullmatch(path.name) and path.name not in current) or _PARTIAL_FILE_PATTERN.fullmatch(
-            path.name
-        ):
+        if _SAVE_FILE_PATTERN.fullmatch(path.name) and path.name not in current:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -246,9 +240,8 @@ def remove_stale_files(checkpoint: Path, current: set[str]) -> None:
 
 
 def _warn_not_removed(path: Path, error: OSError) -> None:
-    """Warn that an old file stays; the new checkpoint is complete."""
     warnings.warn(
-        f"{path}, of an earlier save, cannot be removed: {error.strerror or error}. The new checkpoint is whole. "
-        "Remove the old files by hand, and see to the rights on their directory",
+        f"{path} of an earlier save cannot be removed: {error.strerror or error}. The new checkpoint is complete. "
+        "Remove the old files yourself, and check the permissions of their directory",
         stacklevel=3,
     )

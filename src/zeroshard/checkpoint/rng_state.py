@@ -60,7 +60,7 @@ def check_rng_states(states: dict[str, torch.Tensor]) -> None:
     >>> check_rng_states(get_rng_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
     Traceback (most recent call last):
         ...
-    ValueError: the state of torch's random numbers is not one: ...
+    ValueError: the RNG state of torch is invalid: ...
     """
     setters: dict[str, Callable[[torch.Tensor], object]] = {
         "python": lambda state: random.Random().setstate(_python_state(state)),
@@ -76,7 +76,7 @@ def check_rng_states(states: dict[str, torch.Tensor]) -> None:
             try:
                 set_state(states[name])
             except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
-                raise ValueError(f"the state of {name}'s random numbers is not one: {error}") from error
+                raise ValueError(f"the RNG state of {name} is invalid: {error}") from error
 
 
 def _python_state(state: torch.Tensor) -> tuple[int, tuple[int, ...], float | None]:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 
-import zeroshard
-from zeroshard.checkpoint.async_save import Save, pending_saves, wait_for_pending_save
-from zeroshard.checkpoint.block_files import CheckpointWorkers, FileRecord
-from zeroshard.checkpoint.errors import CheckpointError
-from zeroshard.checkpoint.flat_shards import FlatShards
-from zeroshard.checkpoint.group import CheckpointGroup
-from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry, data_file_names
-from zeroshard.checkpoint.payload import RankPayload, collect_payload
-from zeroshard.checkpoint.retention import prune, remove_stale_files, update_latest
-from zeroshard.checkpoint.snapshot import HostStaging, Snapshot
-from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
-from zeroshard.checkpoint.writer import SafetensorsSavePlanner, SafetensorsStorageWriter
+from zeroshard.checkpoint.async_save import HostStaging, Save, Snapshot, pending_saves, wait_for_pending_save
+from zeroshard.checkpoint.block_files import CheckpointWorkers
+from zeroshard.checkpoint.flat_shards import LocalTensor
+from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
+from zeroshard.checkpoint.json_codec import encode, state_dict_of
+from zeroshard.checkpoint.rng_state import get_rng_states
+from zeroshard.checkpoint.train_state import (
+    engine_of,
+    get_train_state,
+    persistent_buffers,
+    tied_names,
+    unwrap_compiled,
+)
+from zeroshard.checkpoint.writer import RankPayload, write_checkpoint
 from zeroshard.engine import Engine
+from zeroshard.optim import ShardedOptimizer
 
 _staging_buffers = HostStaging(), HostStaging()  # for tensors copied immediately, and for deferred copies
 
@@ -72,9 +73,9 @@ def save(
     {'step': 7}
     """
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-        raise ValueError(f"keep is a number of checkpoints from 1 up, or None for all, got {keep!r}")
+        raise ValueError(f"keep is {keep!r}, expected a number of checkpoints of at least 1, or None to keep all")
     if not weights and optimizer is None:
-        raise ValueError("weights=False saves the optimizer's states alone, and no optimizer was given")
+        raise ValueError("weights=False saves only optimizer states, but no optimizer was given: pass the optimizer")
     directory = Path(path).absolute()
     model = unwrap_compiled(model)
     engine = engine_of(model)
@@ -85,7 +86,7 @@ def save(
     def prepare() -> tuple[RankPayload, Snapshot | None]:
         if engine is not None:
             _check_can_save(engine)
-        payload = collect_payload(model, optimizer, extra, rank_extra, weights, frozen, checkpoint_group)
+        payload = _PayloadBuilder(model, optimizer, checkpoint_group).build(extra, rank_extra, weights, frozen)
         if wait:
             return payload, None
         snapshot = Snapshot(payload.tensors, _staging_buffers, workers)
@@ -97,7 +98,7 @@ def save(
         try:
             with workers:
                 before_write = snapshot.finish if snapshot is not None else lambda: None
-                _write_checkpoint(directory, payload, checkpoint_group, workers, before_write, keep)
+                write_checkpoint(directory, payload, checkpoint_group, workers, before_write, keep)
         finally:
             if snapshot is not None:
                 snapshot.release_waiters()
@@ -109,7 +110,7 @@ def save(
         raise
     if snapshot is None:
         write()
-        return Save(directory, done=True)
+        return Save(directory, is_done=True)
     if engine is not None:
         engine.state_guard.pending_reads.append(snapshot.wait_for_copies)
     handle = Save(directory)
@@ -119,123 +120,137 @@ def save(
 
 
 def _check_can_save(engine: Engine) -> None:
-    for why in engine.state_guard.invalid_states.values():
-        raise CheckpointError(why)
+    for reason in engine.state_guard.invalid_states.values():
+        raise CheckpointError(reason)
     if engine.is_running:
-        raise CheckpointError("a forward or backward is under way: save between steps")
+        raise CheckpointError("a forward or backward is in progress: save between steps")
     if engine.backward_count and engine.gradients.has_used_params:
         raise CheckpointError(
-            f"{engine.backward_count} backwards have been summed since the last step, and a checkpoint holds "
-            "no gradients: "
-            "save after optimizer.step(), or drop them with optimizer.zero_grad()"
+            f"there are gradients of {engine.backward_count} backwards since the last step, and a checkpoint contains "
+            "no gradients: save after optimizer.step(), or clear them with optimizer.zero_grad()"
         )
 
 
-def _write_checkpoint(
-    directory: Path,
-    payload: RankPayload,
-    checkpoint_group: CheckpointGroup,
-    workers: CheckpointWorkers,
-    before_write: Callable[[], None],
-    keep: int | None,
-) -> None:
-    """Write this rank's payload, then commit all ranks' files as one checkpoint.
+class _PayloadBuilder:
+    """Collects the tensors and data that this rank writes."""
 
-    ``before_write`` waits until the payload's values are in memory.
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint_group: CheckpointGroup
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._engine = engine_of(model)
+        self._train_state = get_train_state(model, optimizer)
+        self._rank = checkpoint_group.rank
+        self._replica_rank, self._replica_count = checkpoint_group.rank, checkpoint_group.size
+        if self._engine is not None:  # the data-parallel ranks that hold the same shards
+            self._replica_rank, self._replica_count = 0, 1
+            for axis in self._engine.comm.replicate_axes:
+                self._replica_rank = self._replica_rank * axis.size + axis.rank
+                self._replica_count *= axis.size
+        self._extra_tensors: dict[str, torch.Tensor] = {}  # tensors inside encoded data
+
+    def build(self, extra: Mapping[str, Any] | None, rank_extra: Any, weights: bool, frozen: bool) -> RankPayload:
+        """Return the payload; the options are those of :func:`save`."""
+        tensors = self._model_and_optimizer_tensors(weights, frozen)
+        if self._engine is not None:
+            _assign_tp_writers(tensors, self._engine)
+        self._assign_replica_writers(tensors)
+        if weights and self._rank == 0:  # the first rank's buffers are saved, as in training
+            for name, buffer in persistent_buffers(self._model):
+                tensors[f"model/{name}"] = LocalTensor.from_full_tensor(name, buffer)
+        # a rank with elements of a parameter has its scalar states. Their path contains the rank, because several ranks
+        # have the same scalars and each writes its own tensors
+        local_scalars = self._train_state.optimizer_scalars() if self._replica_rank == 0 else {}
+        scalars = {name: self._encode(v, f"rank-{self._rank}.counters.{name}") for name, v in local_scalars.items()}
+        rank_data = {"random": get_rng_states(), "extra": state_dict_of(rank_extra)}
+        encoded_rank_data = self._encode(rank_data, f"rank-{self._rank}")
+        index_fields = self._index_fields(extra) if self._rank == 0 else {}
+        for name, tensor in self._extra_tensors.items():
+            tensors[f"other/{name}"] = LocalTensor.from_full_tensor(name, tensor.contiguous())
+        return RankPayload(tensors, scalars, encoded_rank_data, index_fields)
+
+    def _model_and_optimizer_tensors(self, weights: bool, frozen: bool) -> dict[str, LocalTensor]:
+        tensors: dict[str, LocalTensor] = {}
+        if weights:
+            trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+            parameters = self._train_state.parameters()
+            tensors |= {f"model/{name}": local for name, local in parameters.items() if frozen or name in trained}
+        return tensors | {f"optimizer/{name}": local for name, local in self._train_state.optimizer_states().items()}
+
+    def _assign_replica_writers(self, tensors: dict[str, LocalTensor]) -> None:
+        """Keep only this replica's shards. All replicas compute the same assignment, balanced by bytes."""
+        loads = [0] * self._replica_count
+        for fqn, local in tensors.items():
+            writer = loads.index(min(loads))
+            loads[writer] += sum(tensor.nbytes for _, tensor in local.shards)
+            if writer != self._replica_rank:
+                tensors[fqn] = replace(local, shards=[])
+
+    def _index_fields(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        sharding: dict[str, Any] | None = None
+        if self._engine is not None:
+            tensor_degree = self._engine.comm.tensor_axis.size
+            sharding = {"stage": self._engine.config.stage, "precision": self._engine.config.precision}
+            sharding |= {"tensor": tensor_degree} if tensor_degree > 1 else {}
+        return {
+            "sharding": sharding,
+            "parameters": {name: parameter.requires_grad for name, parameter in self._model.named_parameters()},
+            "ties": tied_names(self._model),
+            "config": _huggingface_config(self._model),
+            "optimizer": self._optimizer_fields(),
+            "extra": self._encode(state_dict_of(dict(extra or {})), "extra"),
+        }
+
+    def _optimizer_fields(self) -> dict[str, Any] | None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return None
+        return {
+            "class": type(getattr(optimizer, "inner", optimizer)).__name__,
+            "groups": [
+                {"names": group.names, "options": self._encode(group.options, f"groups[{number}]")}
+                for number, group in enumerate(self._train_state.param_groups())
+            ],
+            "loss_scale": optimizer.loss_scale_state() if isinstance(optimizer, ShardedOptimizer) else None,
+        }
+
+    def _encode(self, value: Any, path: str) -> Any:
+        return encode(value, self._extra_tensors, path)
+
+
+def _assign_tp_writers(tensors: dict[str, LocalTensor], engine: Engine) -> None:
+    """Keep only the shards that this rank writes, for parameters that are replicated over the tensor axis.
+
+    Such a parameter and its states are written by the data-parallel ranks of one tensor rank. If TP shards differ in
+    size, layouts differ too, and two tensor ranks may own different ranges of the parameter. All ranks of the mesh
+    compute the same assignment, balanced by bytes; frozen parameters have no states and are balanced separately.
     """
-    flat_shards = {
-        fqn: FlatShards(torch.Size(local.shape).numel(), local.dtype, local.shards)
-        for fqn, local in payload.tensors.items()
-    }
-    row_major_shapes = {fqn: local.shape for fqn, local in payload.tensors.items() if local.element_order.is_row_major}
-    described = {  # by ranks with a local shard; the first rank also describes empty parameters
-        fqn: (local.shape, local.dtype, local.element_order)
-        for fqn, local in payload.tensors.items()
-        if local.shards or checkpoint_group.rank == 0
-    }
-    planner = SafetensorsSavePlanner((described, payload.optimizer_scalars, payload.rank_data), row_major_shapes)
-
-    def commit(files: list[FileRecord], stretches: dict[str, list[ShardEntry]], own: list[Any]) -> None:
-        _commit(directory, payload, files, stretches, own)
-        if keep is not None:
-            prune(directory.parent, keep, directory)
-
-    writer = SafetensorsStorageWriter(directory, planner, workers, before_write, commit)
-    try:
-        save_chunks(
-            flat_shards,
-            storage_writer=writer,
-            planner=planner,
-            process_group=checkpoint_group.process_group,
-            no_dist=checkpoint_group.process_group is None,
-        )
-    except CheckpointException as error:
-        _remove_written_files(writer.written_paths)
-        for failure, _ in error.failures.values():
-            if isinstance(failure, KeyboardInterrupt):
-                raise failure from error
-        failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        failure_text = CheckpointError.from_rank_failures(failures, checkpoint_group.size)
-        raise CheckpointError(f"the save of {directory} failed: {failure_text}") from error
-    except RuntimeError as error:
-        raise CheckpointError(f"the save of {directory} failed, as another rank is gone: {error}") from error
-    finally:
-        writer.release_lock()
-        for flat in flat_shards.values():
-            flat.release()
+    axis = engine.comm.tensor_axis
+    loads = {True: [0] * axis.size, False: [0] * axis.size}
+    written_elsewhere: set[str] = set()  # parameters that another tensor rank writes
+    members = [(flat, index) for unit in engine.units for flat in unit.flats for index in range(len(flat.names))]
+    members.sort(key=lambda member: member[0].tp_shards[member[1]] is None)  # tensor-parallel ones first
+    for flat, index in members:
+        load, tp_shard = loads[flat.is_trainable], flat.tp_shards[index]
+        if tp_shard is not None:
+            for rank in range(axis.size):
+                load[rank] += tp_shard.shape_on_rank(rank).numel() * flat.dtype.itemsize
+            continue
+        writer = load.index(min(load))
+        load[writer] += flat.layout.numels[index] * flat.dtype.itemsize
+        if writer != axis.rank:
+            written_elsewhere.add(flat.names[index])
+    for fqn, local in tensors.items():
+        kind, _, name = fqn.partition("/")
+        if (name.rpartition("/")[0] if kind == "optimizer" else name) in written_elsewhere:
+            tensors[fqn] = replace(local, shards=[])
 
 
-def _remove_written_files(written_paths: list[Path]) -> None:
-    """Delete this rank's files after all ranks know that the save failed.
-
-    A rank that only lost its connection must not call this: its files may belong to a complete checkpoint.
-    """
-    for path in written_paths:
-        if path.name not in data_file_names(path.parent):  # the first rank failed after it had committed them
-            path.unlink(missing_ok=True)
-
-
-def _commit(
-    directory: Path,
-    payload: RankPayload,
-    files: list[FileRecord],
-    shards: dict[str, list[ShardEntry]],
-    all_planner_data: list[Any],
-) -> None:
-    """Write the index on the first rank after all ranks have written: see [Note: atomic commit of a checkpoint]."""
-    for record in files:
-        path = directory / record.name
-        if not path.is_file() or path.stat().st_size != record.nbytes:
-            raise CheckpointError(
-                f"{path} was written by another rank and is not seen whole from the first: a checkpoint's directory "
-                "has to be on storage that all ranks share"
-            )
-    tensors: dict[str, TensorEntry] = {}
-    scalars: dict[str, Any] = {}
-    for described, rank_scalars, _ in all_planner_data:
-        for name, value in rank_scalars.items():
-            if scalars.setdefault(name, value) != value and "$tensor" not in str(value):
-                raise CheckpointError(
-                    f"the optimizer's numbers for {name!r} differ from rank to rank ({scalars[name]} and {value}): a "
-                    "checkpoint holds one of each, so these cannot be saved"
-                )
-        for fqn, (shape, dtype, element_order) in described.items():
-            if fqn not in tensors:
-                tensors[fqn] = TensorEntry(
-                    shape, dtype, element_order, sorted(shards.get(fqn, []), key=lambda shard: shard.start)
-                )
-    for fqn, entry in tensors.items():
-        entry.check_complete(directory, fqn)
-    optimizer = payload.index_fields["optimizer"]
-    index = CheckpointIndex(
-        files=files,
-        tensors=tensors,
-        ranks=len(all_planner_data),
-        written=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={"zeroshard": zeroshard.__version__, "torch": torch.__version__},
-        own=[data for _, _, data in all_planner_data],
-        **{**payload.index_fields, "optimizer": optimizer and {**optimizer, "counters": scalars}},
-    )
-    index.write(directory)
-    update_latest(directory)
-    remove_stale_files(directory, {record.name for record in files})
+def _huggingface_config(model: nn.Module) -> dict[str, Any] | None:
+    """Return the config of a Hugging Face model, so that an export can be loaded; None for other models."""
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    if not callable(to_json):
+        return None
+    config: dict[str, Any] = json.loads(to_json())
+    config.setdefault("architectures", [type(model).__name__])
+    return config

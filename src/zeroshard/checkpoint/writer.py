@@ -1,69 +1,135 @@
-"""DCP storage writer for safetensors files (DCP's own file storage pickles its metadata).
+"""Write a rank's part of a checkpoint, and commit the checkpoint when all ranks have written theirs.
 
-[Note: a checkpoint's files]
-Rank 3 writes ``model-00003-TOKEN.safetensors`` (parameters and buffers), ``optimizer-00003-…`` and ``other-00003-…``
-(RNG states, the user's tensors). A full tensor written by one rank has its own shape and name. A shard is named
-``NAME[start:end]``, in elements of the flattened tensor. Any tool that reads safetensors can open the files. Tensors in
-a file are sorted by element size, so that no element crosses a block boundary.
+DCP plans which rank writes what. Its own file storage pickles metadata, so this one replaces it: see [Note: a
+checkpoint's files].
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as save_chunks
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zeroshard.checkpoint.block_files import BlockWriter, CheckpointWorkers, FileRecord
-from zeroshard.checkpoint.index import ShardEntry
-from zeroshard.checkpoint.retention import SaveLock
-from zeroshard.checkpoint.safetensors_files import TensorInfo, build_header
+from zeroshard.checkpoint.flat_shards import FlatShards, LocalTensor, TensorSpec
+from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
+from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry
+from zeroshard.checkpoint.retention import SaveLock, prune, remove_stale_files, update_latest
+from zeroshard.utils.safetensors_files import TensorInfo, build_header
+from zeroshard.utils.version import __version__
 
-CommitCallback = Callable[[list[FileRecord], dict[str, list[ShardEntry]], list[Any]], None]
+
+@dataclass
+class RankPayload:
+    """The tensors and data that one rank adds to a checkpoint."""
+
+    tensors: dict[str, LocalTensor]
+    optimizer_scalars: dict[str, Any]  # encoded
+    rank_data: Any  # encoded
+    index_fields: dict[str, Any]  # on the first rank
+
+
+@dataclass
+class RankDescription:
+    """What the coordinator learns from each rank to write the index."""
+
+    tensors: dict[str, TensorSpec]
+    optimizer_scalars: dict[str, Any]
+    rank_data: Any
+
+
+def write_checkpoint(
+    directory: Path,
+    payload: RankPayload,
+    checkpoint_group: CheckpointGroup,
+    workers: CheckpointWorkers,
+    before_write: Callable[[], None],
+    keep: int | None,
+) -> None:
+    """Write this rank's payload, then commit all ranks' files as one checkpoint.
+
+    ``before_write`` waits until the payload's values are in memory.
+    """
+    flat_shards = {fqn: FlatShards(local.numel, local.dtype, local.shards) for fqn, local in payload.tensors.items()}
+    planner = SafetensorsSavePlanner(payload, checkpoint_group.rank)
+    writer = SafetensorsStorageWriter(directory, planner, workers, before_write, keep)
+    try:
+        save_chunks(
+            flat_shards,
+            storage_writer=writer,
+            planner=planner,
+            process_group=checkpoint_group.process_group,
+            no_dist=checkpoint_group.process_group is None,
+        )
+    except CheckpointException as error:
+        writer.remove_written_files()
+        for failure, _ in error.failures.values():
+            if isinstance(failure, KeyboardInterrupt):
+                raise failure from error
+        failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
+        failure_text = CheckpointError.from_rank_failures(failures, checkpoint_group.size)
+        raise CheckpointError(f"the save of {directory} failed: {failure_text}") from error
+    except RuntimeError as error:
+        raise CheckpointError(f"the save of {directory} failed because another rank is gone: {error}") from error
+    finally:
+        writer.release_lock()
+        for flat in flat_shards.values():
+            flat.release()
 
 
 class SafetensorsSavePlanner(DefaultSavePlanner):
-    """Plans a save and gathers each rank's ``planner_data`` on the coordinator."""
+    """Plans a save and gathers each rank's :class:`RankDescription` on the coordinator."""
 
-    def __init__(self, planner_data: Any, row_major_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, payload: RankPayload, rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._planner_data = planner_data
-        self._row_major_shapes = row_major_shapes  # of tensors whose element order is row-major
-        self.all_planner_data: list[Any] = []  # on the coordinator, after planning
+        self.payload, self._rank = payload, rank
+        self.descriptions: list[RankDescription] = []  # of all ranks; on the coordinator, after planning
 
     def create_local_plan(self) -> SavePlan:
-        """Return the items that this rank can write."""
+        """Return the items that this rank can write, and its description."""
+        tensors = {  # described by ranks with a local shard; the first rank also describes empty parameters
+            fqn: TensorSpec(local.shape, local.dtype, local.element_order)
+            for fqn, local in self.payload.tensors.items()
+            if local.shards or self._rank == 0
+        }
+        description = RankDescription(tensors, self.payload.optimizer_scalars, self.payload.rank_data)
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        self.plan = replace(plan, planner_data=self._planner_data)
+        self.plan = replace(plan, planner_data=description)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plan of every rank, and DCP's metadata."""
-        self.all_planner_data = [plan.planner_data for plan in all_plans]
+        self.descriptions = [plan.planner_data for plan in all_plans]
         return super().create_global_plan([replace(plan, planner_data=None) for plan in all_plans])
 
     def tensor_info(self, item: WriteItem) -> TensorInfo:
-        """Return a shard's name and shape in the file: see [Note: a checkpoint's files]."""
-        data, name = item.tensor_data, item.index.fqn.partition("/")[2]
-        if data is None:
-            raise TypeError(f"{item.index.fqn!r} is no tensor")
-        start, numel = data.chunk.offsets[0], data.chunk.sizes[0]
-        if numel == data.size[0] and item.index.fqn in self._row_major_shapes:
-            return TensorInfo(name, data.properties.dtype, self._row_major_shapes[item.index.fqn])
-        return TensorInfo(f"{name}[{start}:{start + numel}]", data.properties.dtype, (numel,))
+        """Return a shard's name and shape in the file."""
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        return self.payload.tensors[item.index.fqn].shard_info(item.index.fqn, chunk.offsets[0], chunk.sizes[0])
+
+    def resolve_tensor(self, item: WriteItem) -> torch.Tensor:
+        """Return a shard's values."""
+        tensor = self.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
 
 class SafetensorsStorageWriter(StorageWriter):
-    """Writes this rank's files; the coordinator then calls ``commit`` with the files of all ranks."""
+    """Writes this rank's files; the coordinator then commits the files of all ranks. A writer serves one save."""
 
     def __init__(
         self,
@@ -71,16 +137,13 @@ class SafetensorsStorageWriter(StorageWriter):
         planner: SafetensorsSavePlanner,
         workers: CheckpointWorkers,
         before_write: Callable[[], None],
-        commit: CommitCallback,
+        keep: int | None,
     ) -> None:
         super().__init__()
         self._directory, self._planner, self._workers = directory, planner, workers
-        self._before_write, self._commit = before_write, commit
-        self.written_paths: list[Path] = []
+        self._before_write, self._keep = before_write, keep
+        self._written_paths: list[Path] = []
         self._lock: SaveLock | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Wait for the values, lock the directory (coordinator) and create it. DCP raises its errors on all ranks."""
@@ -93,10 +156,6 @@ class SafetensorsStorageWriter(StorageWriter):
         """Unlock the directory, whether the save succeeded or failed."""
         if self._lock is not None:
             self._lock.release()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Send each rank the suffix of its file names, which is unique to this save."""
@@ -119,48 +178,102 @@ class SafetensorsStorageWriter(StorageWriter):
         planner = self._planner
         pairs = sorted(((planner.tensor_info(item), item) for item in items), key=lambda pair: -pair[0].dtype.itemsize)
         path = self._directory / name
-        self.written_paths.append(path)
+        self._written_paths.append(path)
         header = build_header([info for info, _ in pairs], {"format": "pt"})
         results, offset = [], len(header)
-        on_gpu = any(_resolve_tensor(planner, item).is_cuda for item in items)
+        on_gpu = any(planner.resolve_tensor(item).is_cuda for item in items)
         try:
             with BlockWriter(path, self._workers, pinned=on_gpu) as file:
                 file.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
                 for info, item in pairs:
-                    file.write(_resolve_tensor(planner, item).view(torch.uint8))
+                    file.write(planner.resolve_tensor(item).view(torch.uint8))
                     results.append(WriteResult(item.index, info.nbytes, (name, offset)))
                     offset += info.nbytes
         except OSError as error:
             raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
         return [*results, WriteResult(MetadataIndex(name), offset, file.record)]
 
+    def remove_written_files(self) -> None:
+        """Delete this rank's files after all ranks know that the save failed.
+
+        A rank that only lost its connection must not call this: its files may belong to a complete checkpoint.
+        """
+        try:  # the first rank may have failed after it had committed them
+            committed = {record.name for record in CheckpointIndex.read(self._directory).files}
+        except CheckpointError:
+            committed = set()
+        for path in self._written_paths:
+            if path.name not in committed:
+                path.unlink(missing_ok=True)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the checkpoint after all ranks have written."""
+        """Write the index after all ranks have written: see [Note: atomic commit of a checkpoint]."""
         all_results = [result for rank_results in results for result in rank_results]
         files = [result.storage_data for result in all_results if isinstance(result.storage_data, FileRecord)]
+        self._check_files(files)
         file_numbers = {record.name: number for number, record in enumerate(files)}
-        shards: dict[str, list[ShardEntry]] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for description in self._planner.descriptions:
+            for fqn, spec in description.tensors.items():
+                tensors.setdefault(fqn, TensorEntry(spec.shape, spec.dtype, spec.element_order))
         for result in all_results:
             if not isinstance(result.storage_data, FileRecord):
-                (name, offset), fqn = result.storage_data, result.index.fqn
-                properties = metadata.state_dict_metadata[fqn].properties  # type: ignore[union-attr]
+                (name, offset), entry = result.storage_data, tensors[result.index.fqn]
                 start = result.index.offset[0] if result.index.offset is not None else 0
-                numel = result.size_in_bytes // properties.dtype.itemsize
-                shards.setdefault(fqn, []).append(ShardEntry(start, numel, file_numbers[name], offset))
-        self._commit(files, shards, self._planner.all_planner_data)
+                numel = result.size_in_bytes // entry.dtype.itemsize
+                entry.shards.append(ShardEntry(start, numel, file_numbers[name], offset))
+        for fqn, entry in tensors.items():
+            entry.shards.sort(key=lambda shard: shard.start)
+            entry.check_complete(self._directory, fqn)
+        index_fields = dict(self._planner.payload.index_fields)
+        if index_fields["optimizer"] is not None:
+            index_fields["optimizer"] = {**index_fields["optimizer"], "counters": self._merge_scalars()}
+        index = CheckpointIndex(
+            files=files,
+            tensors=tensors,
+            ranks=len(self._planner.descriptions),
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={"zeroshard": __version__, "torch": torch.__version__},
+            own=[description.rank_data for description in self._planner.descriptions],
+            **index_fields,
+        )
+        index.write(self._directory)
+        update_latest(self._directory)
+        remove_stale_files(self._directory, set(file_numbers))
+        if self._keep is not None:
+            prune(self._directory.parent, self._keep, self._directory)
+
+    def _check_files(self, files: list[FileRecord]) -> None:
+        for record in files:
+            path = self._directory / record.name
+            if not path.is_file() or path.stat().st_size != record.nbytes:
+                raise CheckpointError(
+                    f"{path} was written by another rank, but the first rank does not see all of it: save into a "
+                    "directory on storage that all ranks share"
+                )
+
+    def _merge_scalars(self) -> dict[str, Any]:
+        """Return the optimizer's scalar states of all ranks; raise if ranks differ."""
+        scalars: dict[str, Any] = {}
+        for description in self._planner.descriptions:
+            for name, value in description.optimizer_scalars.items():
+                if scalars.setdefault(name, value) != value and "$tensor" not in str(value):
+                    raise CheckpointError(
+                        f"the optimizer's scalar states of {name!r} differ between ranks ({scalars[name]} and "
+                        f"{value}): a checkpoint has one value for all ranks, so they cannot be saved"
+                    )
+        return scalars
+
+    # DCP also requires these:
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: any path is valid."""
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return None: planners need no storage metadata."""
         return None
-
-
-def _resolve_tensor(planner: SafetensorsSavePlanner, item: WriteItem) -> torch.Tensor:
-    tensor = planner.resolve_data(item)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{item.index.fqn!r} is no tensor")
-    return tensor

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CONFIG_FILE = "config.json"
 _UNIT_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -18,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     import torch
 
-    from zeroshard.checkpoint import CONFIG_FILE, CheckpointError, export
+    from zeroshard.checkpoint import CheckpointError, export
     from zeroshard.utils.format import format_bytes
 
     dtype_name = DTYPES[options.dtype]

@@ -94,7 +94,7 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
 
 def _describe_tensors(index: CheckpointIndex) -> Iterator[dict[str, Any]]:
     """Yield parameters in the model's order, then buffers. Without weights, optimizer states give their shapes."""
-    from zeroshard.checkpoint import DTYPE_NAMES
+    from zeroshard.utils.safetensors_files import DTYPE_NAMES
 
     model = index.tensors_of_kind("model")
     states: dict[str, dict[str, Any]] = {}

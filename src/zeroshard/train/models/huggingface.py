@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint import (
+from zeroshard.train.models.weights import WeightConversion, WeightInitializer, save_conversions
+from zeroshard.utils.safetensors_files import (
     SAFETENSORS_FILE,
     SAFETENSORS_INDEX_FILE,
     SafetensorsWeights,
     TensorInfo,
     write_safetensors_directory,
 )
-from zeroshard.train.models.weights import WeightConversion, WeightInitializer, save_conversions
 
 if TYPE_CHECKING:
     from zeroshard.train.models.lora import LoRA

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint import SafetensorsWeights, TensorInfo, write_safetensors_directory
 from zeroshard.models import GPT, Block, GPTConfig
 from zeroshard.presets import PRESETS
 from zeroshard.train.options import DataOptions, ModelOptions
 from zeroshard.utils.atomic_file import read_json, write_json
+from zeroshard.utils.safetensors_files import SafetensorsWeights, TensorInfo, write_safetensors_directory
 
 GPT_MODEL_TYPE = "zeroshard-gpt"  # "model_type" in config.json, as in Hugging Face's models
 

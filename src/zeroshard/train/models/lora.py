@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint import TensorInfo, write_safetensors
+from zeroshard.utils.safetensors_files import TensorInfo, write_safetensors
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _ADAPTER_NAME = "default"  # PEFT's default name

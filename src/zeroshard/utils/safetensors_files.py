@@ -50,6 +50,14 @@ class TensorInfo:
         """Size in the file in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def header_entry(self, offset: int) -> dict[str, Any]:
+        """Return the tensor's entry in a file's header; ``offset`` is its first byte after the header."""
+        return {
+            "dtype": DTYPE_NAMES[self.dtype],
+            "shape": list(self.shape),
+            "data_offsets": [offset, offset + self.nbytes],
+        }
+
 
 FetchTensor = Callable[[str], torch.Tensor]
 
@@ -81,7 +89,7 @@ def write_safetensors(
         for entry in entries:
             tensor = fetch(entry.name).detach().to(device="cpu", dtype=entry.dtype).contiguous()
             if tuple(tensor.shape) != entry.shape:
-                raise ValueError(f"{entry.name!r} has shape {tuple(tensor.shape)}, announced as {entry.shape}")
+                raise ValueError(f"tensor {entry.name!r} has shape {tuple(tensor.shape)}, expected {entry.shape}")
             file.write(as_memoryview(tensor))
             del tensor  # free it before the next fetch
         file.flush()
@@ -108,13 +116,12 @@ def write_safetensors_directory(
     if len(files) == 1:
         write_safetensors(directory and directory / SAFETENSORS_FILE, entries, fetch, metadata)
         return
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for name, file_entries in zip(names, files, strict=True):
+    weight_map: dict[str, str] = {}
+    for number, file_entries in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_safetensors(directory and directory / name, file_entries, fetch, metadata)
+        weight_map |= {entry.name: name for entry in file_entries}
     if directory is not None:
-        weight_map = {
-            entry.name: name for name, file_entries in zip(names, files, strict=True) for entry in file_entries
-        }
         index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
         (directory / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2))
 
@@ -125,15 +132,12 @@ def build_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> 
     offset = 0
     for entry in entries:
         if entry.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{entry.name!r} is {entry.dtype}, which safetensors files cannot hold: cast it")
+            raise ValueError(
+                f"tensor {entry.name!r} has dtype {entry.dtype}, which safetensors files do not support: cast it"
+            )
         if entry.name in table:
-            raise ValueError(f"{entry.name!r} is written twice: give each tensor a name of its own")
-        data_offsets = [offset, offset + entry.nbytes]
-        table[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": data_offsets,
-        }
+            raise ValueError(f"two tensors are named {entry.name!r}: give each tensor its own name")
+        table[entry.name] = entry.header_entry(offset)
         offset += entry.nbytes
     text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
@@ -158,11 +162,9 @@ class SafetensorsWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, path: Path) -> None:
         self._files: dict[Path, Any] = {}
-        self._file_by_tensor: dict[str, Path] = {}
-        if path.is_dir() and (path / SAFETENSORS_INDEX_FILE).is_file():
-            self._file_by_tensor = {
-                name: path / file for name, file in _weight_map(path / SAFETENSORS_INDEX_FILE).items()
-            }
+        index_path = path / SAFETENSORS_INDEX_FILE
+        if index_path.is_file():
+            self._file_by_tensor = {name: path / file for name, file in _weight_map(index_path).items()}
         else:
             file = path / SAFETENSORS_FILE if path.is_dir() else path
             self._file_by_tensor = dict.fromkeys(self._open_file(file).keys(), file)
@@ -172,13 +174,19 @@ class SafetensorsWeights(Mapping[str, torch.Tensor]):
             try:
                 from safetensors import SafetensorError, safe_open
             except ImportError as error:
-                raise ImportError("reading weights needs safetensors: pip install safetensors") from error
+                raise ImportError(
+                    "reading weights requires the safetensors package: pip install safetensors"
+                ) from error
             try:
                 self._files[path] = safe_open(path, framework="pt")
             except FileNotFoundError as error:
-                raise FileNotFoundError(f"{path} is missing: give a safetensors file or directory") from error
+                raise FileNotFoundError(
+                    f"{path} is missing: pass a safetensors file, or a directory with one"
+                ) from error
             except SafetensorError as error:
-                raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or write it anew") from error
+                raise ValueError(
+                    f"{path} is not a complete safetensors file ({error}): download or write it again"
+                ) from error
         return self._files[path]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -187,7 +195,7 @@ class SafetensorsWeights(Mapping[str, torch.Tensor]):
         try:
             tensor: torch.Tensor = file.get_tensor(name)
         except Exception as error:  # SafetensorError, or torch's error for an unsupported dtype
-            raise ValueError(f"{path} has no tensor {name!r} that torch can read ({error}): fetch it again") from error
+            raise ValueError(f"cannot read {name!r} from {path} ({error}): download or write the file again") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -207,11 +215,11 @@ def _weight_map(path: Path) -> dict[str, str]:
     """Return the file name of each tensor in an index; raise if a file is outside the index's directory."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{path} has no table 'weight_map' of tensors and files: fetch or write it again")
+        raise ValueError(f"{path} has no 'weight_map' from tensors to files: download or write it again")
     for name, file in weight_map.items():
         if not is_file_name(file):
             raise ValueError(
-                f"{path} has {name!r} in {file!r}, expected the name of a file in {path.parent}: put the file there "
-                "and write its name alone"
+                f"{path} maps {name!r} to {file!r}, expected the name of a file in {path.parent}: move the file there "
+                "and write its name without a path"
             )
     return weight_map
