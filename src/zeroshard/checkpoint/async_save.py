@@ -41,7 +41,7 @@ class Save:
     def __init__(self, path: Path, is_done: bool = False) -> None:
         self.path = path
         self.has_been_awaited = False  # whether a caller has received the result
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._done = threading.Event()
         if is_done:
             self._done.set()
@@ -55,8 +55,8 @@ class Save:
         """Wait for the save and return its path; raise :class:`CheckpointError` if it failed."""
         self._done.wait()
         self.has_been_awaited = True
-        if self._error is not None:
-            raise CheckpointError(str(self._error)) from self._error
+        if self.error is not None:
+            raise CheckpointError(str(self.error)) from self.error
         return self.path
 
     def run(self, write: Callable[[], None]) -> None:
@@ -64,13 +64,8 @@ class Save:
         try:
             write()
         except BaseException as error:
-            self._error = error
+            self.error = error
         self._done.set()
-
-    def print_unseen_error(self) -> None:
-        """Print the error if no caller has received it."""
-        if self._error is not None and not self.has_been_awaited:
-            print(f"zeroshard: {self._error}", file=sys.stderr)
 
 
 pending_saves: list[Save] = []  # the last asynchronous save of this process
@@ -87,7 +82,8 @@ def wait_for_pending_save() -> None:
 @atexit.register
 def _print_unseen_errors() -> None:
     for handle in pending_saves:
-        handle.print_unseen_error()
+        if handle.error is not None and not handle.has_been_awaited:
+            print(f"zeroshard: {handle.error}", file=sys.stderr)
 
 
 class HostStaging:

@@ -101,7 +101,7 @@ class BlockWriter:
         self._free_buffers = [
             torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(BLOCKS_IN_FLIGHT)
         ]
-        self._in_flight: deque[tuple[torch.Tensor, Future[int], Future[None]]] = deque()  # buffer, checksum, write
+        self._in_flight: deque[tuple[torch.Tensor, Future[int]]] = deque()  # buffer, and the write of it
         self._buffer = self._free_buffers.pop()
         self._filled_bytes = 0
         self._checksums: list[int] = []
@@ -121,26 +121,27 @@ class BlockWriter:
     def _start_block_write(self) -> None:
         """Submit the filled block for checksum and write, and continue with a free buffer."""
         view = as_memoryview(self._buffer)[: self._filled_bytes]
-        checksum = self._workers.submit(partial(zlib.crc32, view))
-        previous_write = self._in_flight[-1][2] if self._in_flight else None
+        previous_write = self._in_flight[-1][1] if self._in_flight else None
         write = self._workers.submit(partial(self._write_block, view, previous_write))
-        self._in_flight.append((self._buffer, checksum, write))
+        self._in_flight.append((self._buffer, write))
         self._nbytes += self._filled_bytes
         self._filled_bytes = 0
         if not self._free_buffers:
             self._wait_oldest_write()
         self._buffer = self._free_buffers.pop()
 
-    def _write_block(self, view: memoryview, previous_write: Future[None] | None) -> None:
+    def _write_block(self, view: memoryview, previous_write: Future[int] | None) -> int:
+        """Write a block after the previous one; return its checksum."""
+        checksum = zlib.crc32(view)
         if previous_write is not None:
-            previous_write.result()  # blocks are written in order
+            previous_write.result()
         while view:
             view = view[self._file.write(view) :]
+        return checksum
 
     def _wait_oldest_write(self) -> None:
-        buffer, checksum, write = self._in_flight.popleft()
-        self._checksums.append(checksum.result())
-        write.result()
+        buffer, write = self._in_flight.popleft()
+        self._checksums.append(write.result())
         self._free_buffers.append(buffer)
 
     def __enter__(self) -> BlockWriter:
@@ -155,7 +156,7 @@ class BlockWriter:
                     self._wait_oldest_write()
                 os.fsync(self._file.fileno())
         finally:
-            for _buffer, _checksum, write in self._in_flight:
+            for _buffer, write in self._in_flight:
                 write.exception()  # wait; the error that matters was raised before
             self._file.close()
         self.record = FileRecord(self._path.name, self._nbytes, tuple(self._checksums))

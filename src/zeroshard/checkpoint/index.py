@@ -55,19 +55,6 @@ class TensorEntry(TensorSpec):
 
     shards: list[ShardEntry] = field(default_factory=list)
 
-    def check_complete(self, path: Path, fqn: str) -> None:
-        """Raise if no rank has written some of the elements."""
-        end = 0
-        for shard in sorted(self.shards, key=lambda shard: shard.start):
-            if shard.start > end:
-                break
-            end = max(end, shard.start + shard.numel)
-        if end != self.numel:
-            raise CheckpointError(
-                f"{path}: {fqn} has no values from element {end} of {self.numel} on: no rank has written them. "
-                "Use an earlier checkpoint"
-            )
-
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the JSON file."""
         entry: dict[str, Any] = {"shape": list(self.shape), "dtype": DTYPE_NAMES[self.dtype]}
@@ -92,25 +79,25 @@ class TensorEntry(TensorSpec):
 class CheckpointIndex:
     """All data of a checkpoint except the values of its tensors."""
 
-    files: list[FileRecord]
-    tensors: dict[str, TensorEntry]
+    files: list[FileRecord] = field(default_factory=list)
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Named ``model/NAME``, ``optimizer/NAME/STATE`` and ``other/…``."""
-    ranks: int
-    written: str
-    versions: dict[str, str]
-    sharding: dict[str, Any] | None
+    ranks: int = 0
+    written: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    sharding: dict[str, Any] | None = None
     """Stage, precision and, if above 1, tensor-parallel degree; None for an unsharded model."""
-    parameters: dict[str, bool]
+    parameters: dict[str, bool] = field(default_factory=dict)
     """Parameter name → whether the parameter is trained."""
-    ties: dict[str, str]
+    ties: dict[str, str] = field(default_factory=dict)
     """Further names of a tied parameter → the name it is saved under."""
-    config: dict[str, Any] | None
+    config: dict[str, Any] | None = None
     """The config of a Hugging Face model."""
-    optimizer: dict[str, Any] | None
+    optimizer: dict[str, Any] | None = None
     """Class, param groups (options and names), scalar states and fp16 loss scale; None if only weights were saved."""
-    extra: Any
+    extra: Any = field(default_factory=dict)
     """The user's data, encoded: see [Note: JSON encoding]."""
-    own: list[Any]
+    own: list[Any] = field(default_factory=list)
     """Per-rank data: RNG states and the user's ``rank_extra``."""
 
     def tensors_of_kind(self, kind: str) -> dict[str, TensorEntry]:

@@ -20,7 +20,7 @@ from zeroshard.checkpoint.json_codec import load_into
 from zeroshard.checkpoint.load_source import LoadSource, find_source
 from zeroshard.checkpoint.mapping import LoadMapping, map_states
 from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
-from zeroshard.checkpoint.rng_state import check_rng_states, set_rng_states
+from zeroshard.checkpoint.rng_state import set_rng_states
 from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 
 
@@ -131,29 +131,28 @@ def load(
 class _ExtraData:
     """Data of a checkpoint other than the tensors of the model and optimizer."""
 
-    extra: dict[str, Any] = field(default_factory=dict)
-    rank_extra: list[Any] = field(default_factory=list)
-    rng_states: dict[str, torch.Tensor] | None = None
+    extra: dict[str, Any]
+    rank_extra: list[Any]
+    rng_states: dict[str, torch.Tensor] | None
 
     @classmethod
     def read(cls, source: LoadSource, rank: int, wanted: Mapping[str, Any] | None) -> _ExtraData:
         """Read the data; raise if a name in ``wanted`` is missing or an RNG state is invalid."""
-        extra_data = cls()
-        if source.index is not None:
-            rank_data = source.index.own
-            rng_states = rank_data[rank]["random"] if rank < len(rank_data) else None
-            extra_data = cls(*source.decode([source.index.extra, [data["extra"] for data in rank_data], rng_states]))
-            try:
-                check_rng_states(extra_data.rng_states or {})
-            except ValueError as error:
-                raise CheckpointError(f"{source.path}: {error}. Load an earlier checkpoint") from error
-        extra = extra_data.extra
+        rank_data = source.index.own
+        encoded_rng_states = rank_data[rank]["random"] if rank < len(rank_data) else None
+        extra, rank_extra, rng_states = source.decode(
+            [source.index.extra, [data["extra"] for data in rank_data], encoded_rng_states]
+        )
+        try:
+            set_rng_states(rng_states or {}, is_trial=True)
+        except ValueError as error:
+            raise CheckpointError(f"{source.path}: {error}. Load an earlier checkpoint") from error
         missing = [name for name in wanted or () if name not in extra]
         if missing:
             raise CheckpointError(
                 f"{source.path} has no extra data {', '.join(missing)}, only: {', '.join(extra) or 'none'}"
             )
-        return extra_data
+        return cls(extra, rank_extra, rng_states)
 
 
 def _load_tensors(source: LoadSource, targets: dict[str, FlatShards], checkpoint_group: CheckpointGroup) -> None:

@@ -31,9 +31,8 @@ class LoadSource:
     """A checkpoint or external weights, open for reading."""
 
     path: Path
-    tensors: Mapping[str, TensorEntry]
+    index: CheckpointIndex  # of external weights: only tensors
     reader: TensorStorageReader
-    index: CheckpointIndex | None  # None for external weights
 
     @classmethod
     def open(cls, path: Path, rename: Callable[[str], str] | None, rank: int = 0, world_size: int = 1) -> LoadSource:
@@ -43,11 +42,11 @@ class LoadSource:
         """
         if _is_external_weights(path):
             reader = ExternalWeightsReader(_open_external_weights(path, rename))
-            return cls(path, reader.tensors, reader, None)
+            return cls(path, CheckpointIndex(tensors=reader.tensors), reader)
         index = CheckpointIndex.read(path)
         index.check_file_sizes(path, range(len(index.files)))
         index.check_file_headers(path, range(rank, len(index.files), world_size))
-        return cls(path, index.tensors, SafetensorsStorageReader(path, index), index)
+        return cls(path, index, SafetensorsStorageReader(path, index))
 
     def decode(self, value: Any) -> Any:
         """Decode JSON-encoded data of a checkpoint, and read the tensors in it."""

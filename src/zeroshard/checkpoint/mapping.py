@@ -62,7 +62,7 @@ def map_states(
     source: LoadSource, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: bool, strict: bool
 ) -> LoadMapping:
     """Map the source to the model and optimizer; raise an error that lists every mismatch."""
-    mapping = LoadMapping(get_train_state(model, optimizer), optimizer, dict(source.tensors))
+    mapping = LoadMapping(get_train_state(model, optimizer), optimizer, dict(source.index.tensors))
     if weights:
         _map_weights(mapping, source, model)
     if optimizer is not None:
@@ -81,20 +81,19 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
         name: LocalTensor.from_full_tensor(name, buffer) for name, buffer in persistent_buffers(model)
     }
     ties = tied_names(model)
-    saved_ties = source.index.ties if source.index is not None else {}
-    saved_names = [fqn.removeprefix("model/") for fqn in source.tensors if fqn.startswith("model/")]
+    saved_names = [fqn.removeprefix("model/") for fqn in source.index.tensors if fqn.startswith("model/")]
     known = {*local_tensors, *ties}
     for name, local in local_tensors.items():
         # saved under its own name, or under one it is, or was, tied to
-        candidates = [name, saved_ties.get(name), *(alias for alias, first in ties.items() if first == name)]
-        saved_fqn = next((f"model/{other}" for other in candidates if f"model/{other}" in source.tensors), None)
+        candidates = [name, source.index.ties.get(name), *(alias for alias, first in ties.items() if first == name)]
+        saved_fqn = next((f"model/{other}" for other in candidates if f"model/{other}" in source.index.tensors), None)
         if saved_fqn is not None:
             known.add(saved_fqn.removeprefix("model/"))
             mapping.targets[f"model/{name}"] = local
-            mapping.saved_tensors[f"model/{name}"] = source.tensors[saved_fqn]
+            mapping.saved_tensors[f"model/{name}"] = source.index.tensors[saved_fqn]
             if saved_fqn != f"model/{name}":
                 source.reader.aliases[f"model/{name}"] = saved_fqn
-        elif source.index is None or source.index.parameters.get(name) is not False:  # False: saved with frozen=False
+        elif source.index.parameters.get(name) is not False:  # False: saved with frozen=False
             mapping.missing.append(name)
     mapping.unexpected += [name for name in saved_names if name not in known]
     _check_shapes_and_dtypes(source.path, mapping.targets, mapping.saved_tensors)
@@ -106,7 +105,6 @@ def _check_shapes_and_dtypes(
     mismatches = []
     for fqn, local in targets.items():
         saved, name = tensors[fqn], fqn.partition("/")[2]
-        saved.check_complete(path, fqn)
         if tuple(saved.shape) != tuple(local.shape):
             mismatches.append(f"{name} has shape {list(saved.shape)}, expected {list(local.shape)}")
         elif not can_load_as(saved.dtype, local.dtype):
@@ -118,7 +116,7 @@ def _check_shapes_and_dtypes(
 def _map_optimizer_states(
     mapping: LoadMapping, source: LoadSource, optimizer: torch.optim.Optimizer, strict: bool
 ) -> None:
-    if source.index is None or source.index.optimizer is None:
+    if source.index.optimizer is None:
         raise CheckpointError(
             f"{source.path} contains no optimizer states: use load(path, model) to load only the weights"
         )
@@ -164,7 +162,7 @@ def _map_param_states(
     current_groups: list[NamedParamGroup],
 ) -> dict[str, dict[str, Any]]:
     """Return the saved states of each parameter: the dtypes of elementwise states, and the scalars."""
-    assert source.index is not None and source.index.optimizer is not None
+    assert source.index.optimizer is not None
     param_states: dict[str, dict[str, Any]] = {name: {} for group in current_groups for name in group.names}
     shapes = {name: local.shape for name, local in mapping.train_state.parameters().items()}
     elementwise: dict[str, LocalTensor] = {}
@@ -173,7 +171,7 @@ def _map_param_states(
         if parameter in param_states:
             param_states[parameter][key] = state.dtype
             elementwise[f"optimizer/{name}"] = LocalTensor(shapes[parameter], state.dtype, state.element_order)
-    _check_shapes_and_dtypes(source.path, elementwise, source.tensors)
+    _check_shapes_and_dtypes(source.path, elementwise, source.index.tensors)
     scalars = {name: values for name, values in source.index.optimizer["counters"].items() if name in param_states}
     for parameter, values in source.decode(scalars).items():
         check_scalars(f"{source.path}: {parameter}", values, param_states[parameter], shapes[parameter])

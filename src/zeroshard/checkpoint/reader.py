@@ -56,18 +56,13 @@ class FileRange:
 
 def read_ranges(file: BlockReader, ranges: Iterable[FileRange], workers: CheckpointWorkers) -> None:
     """Read byte ranges of a file; read each block once."""
-    pending = sorted(ranges, key=lambda file_range: file_range.start)
-    block_numbers = sorted({n for r in pending for n in range(r.start // BLOCK_BYTES, -(-r.end // BLOCK_BYTES))})
-    done = 0
-    for start, block in file.iter_blocks(block_numbers, workers):
-        end = start + block.numel()
-        position = done
-        while position < len(pending) and pending[position].start < end:
-            if pending[position].end > start:
-                pending[position].copy_from_block(start, block)
-            position += 1
-        while done < len(pending) and pending[done].end <= end:
-            done += 1
+    ranges_by_block: dict[int, list[FileRange]] = {}
+    for file_range in ranges:
+        for number in range(file_range.start // BLOCK_BYTES, -(-file_range.end // BLOCK_BYTES)):
+            ranges_by_block.setdefault(number, []).append(file_range)
+    for block_start, block in file.iter_blocks(sorted(ranges_by_block), workers):
+        for file_range in ranges_by_block[block_start // BLOCK_BYTES]:
+            file_range.copy_from_block(block_start, block)
 
 
 class SafetensorsLoadPlanner(DefaultLoadPlanner):

@@ -141,26 +141,34 @@ def _remove_checkpoint(path: Path) -> None:
 @contextmanager
 def try_lock(directory: Path) -> Iterator[bool]:
     """Try to lock a directory and yield whether it is free: see [Note: asynchronous save]."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = _open_directory(directory)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
-        except BlockingIOError:
-            free = False
-        except OSError:  # the file system cannot lock directories
-            free = (
-                is_checkpoint(directory)
-                or not is_interrupted_save(directory)
-                or _seconds_since_change(directory) > IN_USE_SECONDS
-            )
+        free = _try_flock(descriptor)
+        if free is None:
+            free = is_checkpoint(directory) or not is_interrupted_save(directory) or _is_unchanged(directory)
         yield free
     finally:
         os.close(descriptor)
 
 
-def _seconds_since_change(directory: Path) -> float:
-    return time.time() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+def _is_unchanged(directory: Path) -> bool:
+    last_change = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    return time.time() - last_change > IN_USE_SECONDS
+
+
+def _open_directory(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _try_flock(descriptor: int) -> bool | None:
+    """Try to lock an open directory; return whether it is locked now, or None if the file system cannot do so."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
 
 
 class SaveLock:
@@ -181,24 +189,20 @@ class SaveLock:
         while True:
             directory.mkdir(parents=True, exist_ok=True)
             try:
-                self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._descriptor = _open_directory(directory)
             except FileNotFoundError:  # another process removed it as an interrupted save
                 continue
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_same_directory(directory, self._descriptor):
-                    return
-            except BlockingIOError:
+            is_locked = _try_flock(self._descriptor)
+            if is_locked is None or (is_locked and _is_same_directory(directory, self._descriptor)):
+                return
+            os.close(self._descriptor)
+            if not is_locked:
                 if time.monotonic() > deadline:
-                    os.close(self._descriptor)
                     raise CheckpointError(
                         f"another process is saving into {directory}: give each run its own directory, or wait until "
                         "that save is done"
-                    ) from None
+                    )
                 time.sleep(0.05)
-            except OSError:
-                return  # the file system cannot lock directories
-            os.close(self._descriptor)
 
     def release(self) -> None:
         """Unlock the directory."""

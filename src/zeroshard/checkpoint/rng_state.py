@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,72 +29,58 @@ def get_rng_states() -> dict[str, torch.Tensor]:
     True
     """
     _, words, gauss = random.getstate()
-    states = {
-        "python": torch.tensor([*words, *_encode_optional_float(gauss)], dtype=torch.int64),
-        "torch": torch.get_rng_state(),
-    }
+    states = {"python": _to_tensor(words, gauss), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        _, words, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-        numbers = [*map(int, words), int(position), *_encode_optional_float(float(cached) if has_gauss else None)]
-        states["numpy"] = torch.tensor(numbers, dtype=torch.int64)
+        _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+        states["numpy"] = _to_tensor([*keys, position], gauss if has_gauss else None)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def set_rng_states(states: dict[str, torch.Tensor]) -> None:
-    """Restore the RNG states."""
-    random.setstate(_python_state(states["python"]))
-    torch.set_rng_state(states["torch"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        numpy.random.set_state(_numpy_state(states["numpy"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def set_rng_states(states: dict[str, torch.Tensor], is_trial: bool = False) -> None:
+    """Restore the RNG states; raise ValueError if one is invalid. A trial sets only temporary generators.
 
-
-def check_rng_states(states: dict[str, torch.Tensor]) -> None:
-    """Raise if a state is invalid; test it on temporary generators, not on those in use.
-
-    >>> check_rng_states(get_rng_states() | {"torch": torch.zeros(3, dtype=torch.uint8)})
+    >>> set_rng_states({"torch": torch.zeros(3, dtype=torch.uint8)}, is_trial=True)
     Traceback (most recent call last):
         ...
     ValueError: the RNG state of torch is invalid: ...
     """
+    numpy: Any = sys.modules.get("numpy")
+
+    def set_python(state: torch.Tensor) -> None:
+        words, gauss = _from_tensor(state)
+        (random.Random() if is_trial else random).setstate((3, tuple(words), gauss))
+
+    def set_numpy(state: torch.Tensor) -> None:
+        words, gauss = _from_tensor(state)
+        keys = numpy.array(words[:-1], dtype="uint32")
+        generator = numpy.random.RandomState() if is_trial else numpy.random
+        generator.set_state(("MT19937", keys, words[-1], int(gauss is not None), gauss or 0.0))
+
     setters: dict[str, Callable[[torch.Tensor], object]] = {
-        "python": lambda state: random.Random().setstate(_python_state(state)),
-        "torch": lambda state: torch.Generator().set_state(state),
+        "python": set_python,
+        "torch": torch.Generator().set_state if is_trial else torch.set_rng_state,
     }
-    numpy = sys.modules.get("numpy")
     if numpy is not None:
-        setters["numpy"] = lambda state: numpy.random.RandomState().set_state(_numpy_state(state))
+        setters["numpy"] = set_numpy
     if torch.cuda.is_available():
-        setters["cuda"] = lambda state: torch.Generator("cuda").set_state(state)
+        setters["cuda"] = torch.Generator("cuda").set_state if is_trial else torch.cuda.set_rng_state
     for name, set_state in setters.items():
-        if name in states:
-            try:
+        try:
+            if name in states:
                 set_state(states[name])
-            except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
-                raise ValueError(f"the RNG state of {name} is invalid: {error}") from error
+        except (ValueError, TypeError, RuntimeError, OverflowError, struct.error) as error:
+            raise ValueError(f"the RNG state of {name} is invalid: {error}") from error
 
 
-def _python_state(state: torch.Tensor) -> tuple[int, tuple[int, ...], float | None]:
-    words = state.tolist()
-    return 3, tuple(words[:625]), _decode_optional_float(words[625:])
+def _to_tensor(words: Iterable[int], gauss: float | None) -> torch.Tensor:
+    """Return a state of the Mersenne twister: its words, whether it has a cached normal number, and that one's bits."""
+    bits = 0 if gauss is None else struct.unpack("<q", struct.pack("<d", gauss))[0]
+    return torch.tensor([*map(int, words), int(gauss is not None), bits], dtype=torch.int64)
 
 
-def _numpy_state(state: torch.Tensor) -> tuple[Any, ...]:
-    words = state.tolist()
-    gauss = _decode_optional_float(words[625:])
-    keys = sys.modules["numpy"].array(words[:624], dtype="uint32")
-    return "MT19937", keys, words[624], int(gauss is not None), gauss or 0.0
-
-
-def _encode_optional_float(number: Any) -> tuple[int, int]:
-    """Return a float or None as two integers: whether there is a value, and its bits."""
-    return (0, 0) if number is None else (1, struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _decode_optional_float(pair: list[int]) -> float | None:
-    return struct.unpack("<d", struct.pack("<q", pair[1]))[0] if pair[0] else None
+def _from_tensor(state: torch.Tensor) -> tuple[list[int], float | None]:
+    *words, has_gauss, bits = state.tolist()
+    return words, struct.unpack("<d", struct.pack("<q", bits))[0] if has_gauss else None

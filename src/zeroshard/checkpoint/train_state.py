@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zeroshard.checkpoint.flat_shards import ElementOrder, LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
-from zeroshard.engine import Engine, FlatParam, param_info
+from zeroshard.engine import Engine, param_info
 from zeroshard.optim import ShardedOptimizer, allocate_state, is_elementwise
 
 # param group options that select an implementation and do not change the result: a load keeps the current ones
@@ -78,25 +78,6 @@ class TrainState(ABC):
                 group[key] = value
 
 
-@dataclass(frozen=True)
-class _FlattenedParam:
-    """The flattened form of a sharded parameter, and the offset of this rank's TP shard in it."""
-
-    full_shape: tuple[int, ...]  # of the parameter before TP sharding
-    element_order: ElementOrder
-    tp_start: int
-
-    @classmethod
-    def from_flat_param(cls, flat_param: FlatParam, index: int) -> _FlattenedParam:
-        """Describe the parameter at ``index`` of a FlatParam."""
-        local = torch.empty_strided(flat_param.shapes[index], flat_param.strides[index], device="meta")
-        tp_shard = flat_param.tp_shards[index]
-        element_order = ElementOrder.from_tensor(local, tp_shard)
-        if tp_shard is None:
-            return cls(tuple(local.shape), element_order, 0)
-        return cls(tuple(tp_shard.full_shape), element_order, tp_shard.offset_of_rank(tp_shard.rank))
-
-
 class ShardedTrainState(TrainState):
     """The training states of a sharded model."""
 
@@ -104,11 +85,16 @@ class ShardedTrainState(TrainState):
         super().__init__(optimizer)
         self._engine, self._optimizer = engine, optimizer
         self._flat_params = [flat for unit in engine.units for flat in unit.flats]
-        self._flattened = {
-            name: _FlattenedParam.from_flat_param(flat, index)
-            for flat in self._flat_params
-            for index, name in enumerate(flat.names)
-        }
+        self._specs: dict[str, tuple[tuple[int, ...], ElementOrder]] = {}  # full shape and element order
+        self._tp_starts: dict[str, int] = {}  # first element of this rank's TP shard in the flattened parameter
+        for flat in self._flat_params:
+            for name, shape, stride, tp_shard in zip(
+                flat.names, flat.shapes, flat.strides, flat.tp_shards, strict=True
+            ):
+                local = torch.empty_strided(shape, stride, device="meta")
+                full_shape = local.shape if tp_shard is None else tp_shard.full_shape
+                self._specs[name] = tuple(full_shape), ElementOrder.from_tensor(local, tp_shard)
+                self._tp_starts[name] = 0 if tp_shard is None else tp_shard.offset_of_rank(tp_shard.rank)
 
     def parameters(self) -> dict[str, LocalTensor]:
         self._engine.state_guard.check_no_pending_edits()
@@ -121,7 +107,7 @@ class ShardedTrainState(TrainState):
                 tensors[name] = self._local_tensor(name, dtype, is_stable)
             for index, element_range, values in flat.owned_slices():
                 name = flat.names[index]
-                tensors[name].shards.append((element_range.shift(self._flattened[name].tp_start), values))
+                tensors[name].shards.append((element_range.shift(self._tp_starts[name]), values))
         return tensors
 
     def optimizer_states(self) -> dict[str, LocalTensor]:
@@ -130,12 +116,12 @@ class ShardedTrainState(TrainState):
         for name, key, element_range, values in self._optimizer.local_states() if self._optimizer is not None else ():
             local = tensors.setdefault(f"{name}/{key}", self._local_tensor(name, values.dtype, is_stable=True))
             if element_range.numel:
-                local.shards.append((element_range.shift(self._flattened[name].tp_start), values))
+                local.shards.append((element_range.shift(self._tp_starts[name]), values))
         return tensors
 
     def _local_tensor(self, name: str, dtype: torch.dtype, is_stable: bool) -> LocalTensor:
-        flattened = self._flattened[name]
-        return LocalTensor(flattened.full_shape, dtype, flattened.element_order, is_stable_until_step=is_stable)
+        shape, element_order = self._specs[name]
+        return LocalTensor(shape, dtype, element_order, is_stable_until_step=is_stable)
 
     def optimizer_scalars(self) -> dict[str, dict[str, Any]]:
         return {} if self._optimizer is None else self._optimizer.local_scalars()

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zeroshard.checkpoint.block_files import BlockWriter, CheckpointWorkers, FileRecord
-from zeroshard.checkpoint.flat_shards import FlatShards, LocalTensor, TensorSpec
+from zeroshard.checkpoint.flat_shards import FlatShards, LocalTensor
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.index import CheckpointIndex, ShardEntry, TensorEntry
 from zeroshard.checkpoint.retention import SaveLock, prune, remove_stale_files, update_latest
@@ -40,15 +40,6 @@ class RankPayload:
     optimizer_scalars: dict[str, Any]  # encoded
     rank_data: Any  # encoded
     index_fields: dict[str, Any]  # on the first rank
-
-
-@dataclass
-class RankDescription:
-    """What the coordinator learns from each rank to write the index."""
-
-    tensors: dict[str, TensorSpec]
-    optimizer_scalars: dict[str, Any]
-    rank_data: Any
 
 
 def write_checkpoint(
@@ -91,28 +82,27 @@ def write_checkpoint(
 
 
 class SafetensorsSavePlanner(DefaultSavePlanner):
-    """Plans a save and gathers each rank's :class:`RankDescription` on the coordinator."""
+    """Plans a save and gathers each rank's payload, without the values of tensors, on the coordinator."""
 
     def __init__(self, payload: RankPayload, rank: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.payload, self._rank = payload, rank
-        self.descriptions: list[RankDescription] = []  # of all ranks; on the coordinator, after planning
+        self.all_payloads: list[RankPayload] = []  # without values; on the coordinator, after planning
 
     def create_local_plan(self) -> SavePlan:
-        """Return the items that this rank can write, and its description."""
+        """Return the items that this rank can write, and its payload without values."""
         tensors = {  # described by ranks with a local shard; the first rank also describes empty parameters
-            fqn: TensorSpec(local.shape, local.dtype, local.element_order)
+            fqn: replace(local, shards=[])
             for fqn, local in self.payload.tensors.items()
             if local.shards or self._rank == 0
         }
-        description = RankDescription(tensors, self.payload.optimizer_scalars, self.payload.rank_data)
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        self.plan = replace(plan, planner_data=description)
+        self.plan = replace(plan, planner_data=replace(self.payload, tensors=tensors, index_fields={}))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plan of every rank, and DCP's metadata."""
-        self.descriptions = [plan.planner_data for plan in all_plans]
+        self.all_payloads = [plan.planner_data for plan in all_plans]
         return super().create_global_plan([replace(plan, planner_data=None) for plan in all_plans])
 
     def tensor_info(self, item: WriteItem) -> TensorInfo:
@@ -213,9 +203,9 @@ class SafetensorsStorageWriter(StorageWriter):
         self._check_files(files)
         file_numbers = {record.name: number for number, record in enumerate(files)}
         tensors: dict[str, TensorEntry] = {}
-        for description in self._planner.descriptions:
-            for fqn, spec in description.tensors.items():
-                tensors.setdefault(fqn, TensorEntry(spec.shape, spec.dtype, spec.element_order))
+        for payload in self._planner.all_payloads:
+            for fqn, local in payload.tensors.items():
+                tensors.setdefault(fqn, TensorEntry(local.shape, local.dtype, local.element_order))
         for result in all_results:
             if not isinstance(result.storage_data, FileRecord):
                 (name, offset), entry = result.storage_data, tensors[result.index.fqn]
@@ -224,17 +214,22 @@ class SafetensorsStorageWriter(StorageWriter):
                 entry.shards.append(ShardEntry(start, numel, file_numbers[name], offset))
         for fqn, entry in tensors.items():
             entry.shards.sort(key=lambda shard: shard.start)
-            entry.check_complete(self._directory, fqn)
+            end = 0
+            for shard in entry.shards:
+                if shard.start <= end:
+                    end = max(end, shard.start + shard.numel)
+            if end != entry.numel:
+                raise CheckpointError(f"no rank has written {fqn} from element {end} of {entry.numel} on")
         index_fields = dict(self._planner.payload.index_fields)
         if index_fields["optimizer"] is not None:
             index_fields["optimizer"] = {**index_fields["optimizer"], "counters": self._merge_scalars()}
         index = CheckpointIndex(
             files=files,
             tensors=tensors,
-            ranks=len(self._planner.descriptions),
+            ranks=len(self._planner.all_payloads),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={"zeroshard": __version__, "torch": torch.__version__},
-            own=[description.rank_data for description in self._planner.descriptions],
+            own=[payload.rank_data for payload in self._planner.all_payloads],
             **index_fields,
         )
         index.write(self._directory)
@@ -255,8 +250,8 @@ class SafetensorsStorageWriter(StorageWriter):
     def _merge_scalars(self) -> dict[str, Any]:
         """Return the optimizer's scalar states of all ranks; raise if ranks differ."""
         scalars: dict[str, Any] = {}
-        for description in self._planner.descriptions:
-            for name, value in description.optimizer_scalars.items():
+        for payload in self._planner.all_payloads:
+            for name, value in payload.optimizer_scalars.items():
                 if scalars.setdefault(name, value) != value and "$tensor" not in str(value):
                     raise CheckpointError(
                         f"the optimizer's scalar states of {name!r} differ between ranks ({scalars[name]} and "
