@@ -14,12 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.checkpoint.flat_shards import FlatShards
 from zeroshard.engine.sharded_gradient import ShardedGradient
 
 PROBE = 12_347  # bytes; no other allocation has this size
 # wrappers around other tensors, which are counted themselves
-WITHOUT_MEMORY = (FlatShards, DTensor, AsyncCollectiveTensor, ShardedGradient)
+WITHOUT_MEMORY = (DTensor, AsyncCollectiveTensor, ShardedGradient)
 
 
 def live_storages() -> dict[int, int]:

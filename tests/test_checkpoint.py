@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BLOCKS_IN_FLIGHT
+from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.json_codec import decode, encode
-from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
 
 Everything = dict[str, torch.Tensor]
 PLAIN = None
@@ -736,12 +736,13 @@ def imported(rank: int, path: Path) -> tuple[int, int]:
     before = resident("RssFile"), resident("RssAnon")
     most = list(before)
 
-    class Watched(SafetensorsLoadPlanner):
-        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-            super().commit_tensor(read_item, tensor)
-            most[:] = max(most[0], resident("RssFile")), max(most[1], resident("RssAnon"))
+    copy_from = LocalTensor.copy_from
 
-    with unittest.mock.patch("zeroshard.checkpoint.load.SafetensorsLoadPlanner", Watched):
+    def watched(self: LocalTensor, full_tensor: torch.Tensor) -> None:
+        copy_from(self, full_tensor)
+        most[:] = max(most[0], resident("RssFile")), max(most[1], resident("RssAnon"))
+
+    with unittest.mock.patch.object(LocalTensor, "copy_from", watched):
         zeroshard.load(path, model)
     return most[0] - before[0], most[1] - before[1]
 
@@ -824,9 +825,7 @@ def copied_late(rank: int, path: Path) -> tuple[bool, Everything, Everything]:
 def test_a_step_does_not_wait_for_a_save_that_failed_before_the_copy(tmp_path: Path) -> None:
     model, optimizer = made(3)
     steps(model, optimizer, 0, 1, range(1))
-    with unittest.mock.patch(
-        "zeroshard.checkpoint.writer.SafetensorsSavePlanner.set_up_planner", side_effect=OSError("early")
-    ):
+    with unittest.mock.patch("zeroshard.checkpoint.writer._RankWriter", side_effect=OSError("early")):
         handle = zeroshard.save(tmp_path, model, optimizer, wait=False)
         steps(model, optimizer, 0, 1, range(1))
         with pytest.raises(zeroshard.CheckpointError, match="early"):

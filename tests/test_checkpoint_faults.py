@@ -278,7 +278,7 @@ EARLY: dict[str, tuple[str, Callable[[Path], object], str]] = {  # the file, wha
     "optimizer emptied": ("optimizer", lambda path: os.truncate(path, 0), "truncated"),
     "model missing": ("model", Path.unlink, "missing"),
     "other missing": ("other", Path.unlink, "missing"),
-    "index missing": ("index", Path.unlink, "not a checkpoint"),
+    "index missing": ("index", Path.unlink, "neither a checkpoint"),
     "index empty": ("index", lambda path: path.write_text(""), INDEX),
     "index cut": ("index", lambda path: os.truncate(path, 200), "damaged"),
     "index of others": ("index", lambda path: path.write_text('{"metadata": {}, "weight_map": {}}'), INDEX),

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import zeroshard
-from zeroshard.checkpoint import CheckpointError, CheckpointIndex, export
-from zeroshard.checkpoint.flat_shards import ElementOrder, ReorderedTensor
+from zeroshard.checkpoint import CheckpointError, CheckpointIndex, CheckpointReader, export
+from zeroshard.checkpoint.flat_shards import ElementOrder, LocalTensor
+from zeroshard.checkpoint.reader import LoadTarget
 from zeroshard.checkpoint.train_state import ShardedTrainState, persistent_buffers
 from zeroshard.cli.main import main
 from zeroshard.models import GPT, GPTConfig
@@ -94,13 +95,10 @@ def test_a_tensor_is_turned_from_any_order_into_any_other(
     cut = data.draw(st.integers(0, part.numel()))  # what the rank holds is two stretches of its part
     ends = [(0, cut), (cut, part.numel())]
     parts = [(Range(start + a, start + b), torch.zeros(b - a)) for a, b in ends if a < b]
-    turned = ReorderedTensor.make(
-        tuple(whole.shape), whole.dtype, saved, ElementOrder.from_tensor(share.slice(whole), share), parts
-    )
-    assert len(turned.__create_chunk_list__()) == (1 if parts else 0)  # else nothing is read
+    order = ElementOrder.from_tensor(share.slice(whole), share)
+    target = LocalTensor(tuple(whole.shape), whole.dtype, order, parts)
+    target.copy_from(saved.unflatten(saved.flatten(whole), whole.shape))
     if parts:
-        turned.__get_tensor_shard__(None).copy_(saved.flatten(whole))  # type: ignore[arg-type]
-        turned.on_elements_read(whole.numel())
         assert torch.cat([values for _, values in parts]).tolist() == part.tolist()
 
 
@@ -274,11 +272,26 @@ def test_a_checkpoint_loads_exactly_at_any_tensor_degree_and_training_goes_on(pl
 def test_the_same_tensor_degree_loads_stretch_by_stretch(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the data-parallel ranks: nothing is read whole and turned."""
     path, saved, _ = written[(2, 2), 1]
-    monkeypatch.setattr(ReorderedTensor, "make", None)
+    monkeypatch.setattr(CheckpointReader, "_load_reordered", None)
     for loaded in run_threads(2, loaded_parameters, ((1, 2), 3), path):
         assert_same(loaded, {name: value for name, value in saved.items() if "/" not in name})
     with pytest.raises(RuntimeError, match="'NoneType' object is not callable"):
         run_threads(1, loaded_parameters, ((1, 1), 3), path)
+
+
+def test_a_rank_without_elements_of_a_tensor_reads_nothing_of_it(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeroshard.checkpoint.reader.read_ranges", None)
+    with CheckpointReader(written[(1, 2), 0][0]) as reader:
+        name = "model/blocks.0.mlp.down.weight"
+        saved = reader.index.tensors[name]
+        assert not saved.element_order.is_row_major
+        for order in (saved.element_order, ElementOrder((0, 1))):
+            reader.load([LoadTarget(name, LocalTensor(saved.shape, saved.dtype, order))])
+        elements = [(Range(0, 1), torch.zeros(1))]
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            reader.load([LoadTarget(name, LocalTensor(saved.shape, saved.dtype, ElementOrder((0, 1)), elements))])
 
 
 def loaded_parameters(rank: int, place: Place, path: Path, **options: Any) -> Everything:

@@ -41,7 +41,7 @@ class Save:
     def __init__(self, path: Path, is_done: bool = False) -> None:
         self.path = path
         self.has_been_awaited = False  # whether a caller has received the result
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self._done = threading.Event()
         if is_done:
             self._done.set()
@@ -55,8 +55,8 @@ class Save:
         """Wait for the save and return its path; raise :class:`CheckpointError` if it failed."""
         self._done.wait()
         self.has_been_awaited = True
-        if self.error is not None:
-            raise CheckpointError(str(self.error)) from self.error
+        if self._error is not None:
+            raise CheckpointError(str(self._error)) from self._error
         return self.path
 
     def run(self, write: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ class Save:
         try:
             write()
         except BaseException as error:
-            self.error = error
+            self._error = error
         self._done.set()
 
 
@@ -82,8 +82,8 @@ def wait_for_pending_save() -> None:
 @atexit.register
 def _print_unseen_errors() -> None:
     for handle in pending_saves:
-        if handle.error is not None and not handle.has_been_awaited:
-            print(f"zeroshard: {handle.error}", file=sys.stderr)
+        if handle._error is not None and not handle.has_been_awaited:
+            print(f"zeroshard: {handle._error}", file=sys.stderr)
 
 
 class HostStaging:
@@ -146,10 +146,10 @@ class Snapshot:
         self._staging, self._workers = staging[1], workers
         self._copies_enqueued = threading.Event()  # all copies are done, or are enqueued before ``_copy_done``
         self._copy_done: torch.cuda.Event | None = None
-        immediate_spans, self._deferred_spans = (
-            _make_copy_spans([local for local in tensors.values() if local.is_stable_until_step == is_deferred], buffer)
-            for is_deferred, buffer in enumerate(staging)
-        )
+        deferred = [local for local in tensors.values() if local.is_stable_until_step]
+        immediate = [local for local in tensors.values() if not local.is_stable_until_step]
+        immediate_spans = _make_copy_spans(immediate, staging[0])
+        self._deferred_spans = _make_copy_spans(deferred, staging[1])
         if any(span.source.is_cuda for span in immediate_spans) and not staging[0].is_pinned:
             staging[0].pin(workers)
         for span in immediate_spans:  # on a GPU, in stream order: later changes come after the copy

@@ -1,15 +1,16 @@
-"""Tensors as flattened sequences of elements, with this rank's shards, for ``torch.distributed.checkpoint`` (DCP).
+"""Tensors as flattened sequences of elements, with this rank's shards.
 
 [Note: flat shards]
 A shard starts and ends anywhere in a parameter, so the local part of a parameter is not a rectangle. Every tensor is
-therefore saved as it is in memory: flattened, with each rank writing some 1-D shards. DCP asks a tensor for its chunks
-with a protocol of three methods (``torch/distributed/_checkpointable.py``). It finds the overlaps of saved and
-requested shards, so ranks, stages and buckets may differ between save and load.
+therefore saved as it is in memory: flattened, with each rank writing some 1-D shards. A load intersects the saved
+ranges with those it needs, so ranks, stages and buckets may differ between save and load.
+``torch.distributed.checkpoint`` is not used: its planners would find the same intersections, at the price of a tensor
+subclass, two planners and two storage classes around a few lines of range arithmetic.
 
 The elements of a tensor are stored in the order of its strides. A channels-last convolution has another order of
 dimensions than a contiguous one, and a tensor-parallel parameter is stored TP shard by TP shard (the next note). The
-index records this element order. A tensor requested in another element order is read in full and reordered
-(:class:`ReorderedTensor`), one tensor at a time, by the ranks that own elements of it.
+index records this element order. A tensor requested in another element order is read in full and reordered, one tensor
+at a time, by the ranks that own elements of it.
 
 [Note: element order of tensor-parallel tensors]
 If a tensor is sharded over the tensor-parallel dim (see [Note: tensor-parallel shards]), data-parallel shards are
@@ -32,8 +33,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.sharding import Range
@@ -231,94 +230,10 @@ class LocalTensor(TensorSpec):
         shards = [(Range(0, flat.numel()), flat)] if flat.numel() else []
         return cls(tuple(tensor.shape), tensor.dtype, element_order, shards)
 
-
-class FlatShards(torch.Tensor):
-    """A flattened tensor of ``numel`` elements, with this rank's ``shards``. It has no storage of its own.
-
-    >>> chunks = FlatShards(6, torch.float32, [(Range(2, 4), torch.ones(2))])
-    >>> [(list(c.offsets), list(c.sizes)) for c in chunks.__create_chunk_list__()]
-    [([2], [2])]
-    """
-
-    shards_by_start: dict[int, torch.Tensor]
-    """The shards by their first element."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, numel: int, dtype: torch.dtype, shards: Sequence[Shard]) -> FlatShards:
-        """Create the wrapper; DCP only reads its size, dtype and chunks."""
-        wrapper: FlatShards = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=dtype)
-        wrapper.shards_by_start = {element_range.start: tensor for element_range, tensor in shards}
-        return wrapper
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise NotImplementedError(f"{func} is not supported: {cls.__name__} is only saved and loaded")
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size([start]), torch.Size([tensor.numel()]))
-            for start, tensor in self.shards_by_start.items()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.shards_by_start[index.offset[0] if index.offset is not None else 0]
-
-    def on_elements_read(self, numel: int) -> None:
-        """Called after ``numel`` elements have been read."""
-
-    def release(self) -> None:
-        """Drop the references to the values: DCP's plans may keep the wrapper alive until garbage collection."""
-        self.shards_by_start = {}
-
-
-class ReorderedTensor(FlatShards):
-    """A tensor that was saved in another element order: read in full, then reordered into the target shards."""
-
-    saved: TensorSpec
-    target_order: ElementOrder
-    target_shards: Sequence[Shard]  # in ``target_order``
-    remaining_numel: int  # elements not read yet
-
-    @classmethod
-    def make(cls, saved: TensorSpec, target: LocalTensor) -> ReorderedTensor:
-        """Create the wrapper of a saved tensor that is loaded into the shards of ``target``."""
-        tensor: ReorderedTensor = FlatShards.__new__(cls, saved.numel, saved.dtype, [])  # type: ignore[assignment]
-        tensor.saved, tensor.remaining_numel = saved, saved.numel
-        tensor.target_order, tensor.target_shards = target.element_order, target.shards
-        return tensor
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([0]), self.size())] if self.target_shards else []
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if 0 not in self.shards_by_start:
-            self.shards_by_start[0] = torch.empty(self.numel(), dtype=self.dtype)
-        return self.shards_by_start[0]
-
-    def on_elements_read(self, numel: int) -> None:
-        """When all elements are read, copy them into the target shards in the new order, and free the buffer."""
-        self.remaining_numel -= numel
-        if self.remaining_numel == 0:
-            full_tensor = self.saved.element_order.unflatten(self.shards_by_start.pop(0), self.saved.shape)
-            start, end = min(r.start for r, _ in self.target_shards), max(r.end for r, _ in self.target_shards)
-            flat = self.target_order.flatten(full_tensor, Range(start, end))  # only the local part
-            for element_range, tensor in self.target_shards:
+    def copy_from(self, full_tensor: torch.Tensor) -> None:
+        """Copy this rank's elements from the full tensor; cast dtype and device."""
+        if self.shards:
+            start, end = min(r.start for r, _ in self.shards), max(r.end for r, _ in self.shards)
+            flat = self.element_order.flatten(full_tensor, Range(start, end))  # only the local part
+            for element_range, tensor in self.shards:
                 tensor.copy_(flat[element_range.start - start : element_range.end - start])
-
-    def release(self) -> None:
-        super().release()
-        self.target_shards = []

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,6 @@ from zeroshard.engine import Engine
 from zeroshard.memory import DiskError
 
 T = TypeVar("T")
-# DCP warns if there is only one rank; a filter around each call would affect all threads
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 _GROUP_DESC = "zeroshard checkpoints"
 
 
@@ -91,17 +88,19 @@ class CheckpointGroup:
     def run_on_all(self, error_prefix: str, fn: Callable[[], T]) -> T:
         """Call ``fn`` on every rank; if it fails on any rank, raise an error that names the ranks on all of them."""
         value: T | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         error_text: str | None = None
         try:
             value = fn()
-        except Exception as raised:
+        except BaseException as raised:  # also if this rank is interrupted: the others must not wait for it
             error, error_text = raised, str(raised)
             if not isinstance(error, CheckpointError):
                 kind = "" if isinstance(error, (OSError, DiskError)) else f"{type(error).__name__}: "
-                error_text = f"{error_prefix}: {kind}{error}"
+                error_text = f"{error_prefix}{kind}{error}"
         failures = {rank: text for rank, text in enumerate(self.all_gather(error_text)) if text is not None}
         if self.size == 1 and isinstance(error, CheckpointError):
+            raise error
+        if error is not None and not isinstance(error, Exception):
             raise error
         if failures:
             error_class = CheckpointDiskError if isinstance(error, DiskError) else CheckpointError
@@ -112,12 +111,24 @@ class CheckpointGroup:
         """Return the values of all ranks, in order of rank; for small values."""
         return all_gather_object(value, self.process_group, "save or load a checkpoint", self._consistency_checker)
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks on the first rank, and nothing on the others."""
+        if self.process_group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.process_group, group_dst=0)
+        return values or []
+
     def broadcast(self, value: T) -> T:
         """Return the first rank's value."""
         received: T = broadcast_object(
             value, self.process_group, "save or load a checkpoint", self._consistency_checker
         )
         return received
+
+    def without_timeout(self) -> CheckpointGroup:
+        """Return the same ranks without the model's timeout: for calls that wait for disks, and for other threads."""
+        return CheckpointGroup(self.process_group)
 
 
 def _get_or_create_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from zeroshard.checkpoint.async_save import wait_for_pending_save
-from zeroshard.checkpoint.flat_shards import FlatShards
 from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import load_into
-from zeroshard.checkpoint.load_source import LoadSource, find_source
 from zeroshard.checkpoint.mapping import LoadMapping, map_states
-from zeroshard.checkpoint.reader import SafetensorsLoadPlanner
+from zeroshard.checkpoint.reader import LoadSource, find_source
 from zeroshard.checkpoint.rng_state import set_rng_states
 from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
 
@@ -92,7 +88,7 @@ def load(
     checkpoint_group = CheckpointGroup.open(engine, "load")
     if engine is not None:
         engine.state_guard.wait_readers()
-    error_prefix = f"{path} cannot be loaded"
+    error_prefix = f"{path} cannot be loaded: "
     # broadcast: `latest` may change between ranks
     source_path = checkpoint_group.broadcast(checkpoint_group.run_on_all(error_prefix, lambda: find_source(Path(path))))
     source = checkpoint_group.run_on_all(
@@ -113,7 +109,7 @@ def load(
         reason = f"the load of {source.path} failed before its end: load a complete checkpoint"
         engine.state_guard.invalid_states |= dict.fromkeys(loaded_kinds, reason)
     targets = checkpoint_group.run_on_all(error_prefix, mapping.allocate_targets)
-    _load_tensors(source, targets, checkpoint_group)
+    checkpoint_group.without_timeout().run_on_all(error_prefix, lambda: source.load(targets))
     if weights:
         mapping.train_state.sync_loaded_parameters()
     if engine is not None:
@@ -122,7 +118,7 @@ def load(
     if (optimizer is not None if random is None else random) and extra_data.rng_states is not None:
         set_rng_states(extra_data.rng_states)
     checkpoint_group.run_on_all(
-        "the objects in extra cannot be restored", lambda: load_into(dict(extra or {}), extra_data.extra)
+        "the objects in extra cannot be restored: ", lambda: load_into(dict(extra or {}), extra_data.extra)
     )
     return Loaded(source.path, extra_data.extra, extra_data.rank_extra, mapping.missing, mapping.unexpected)
 
@@ -153,21 +149,3 @@ class _ExtraData:
                 f"{source.path} has no extra data {', '.join(missing)}, only: {', '.join(extra) or 'none'}"
             )
         return cls(extra, rank_extra, rng_states)
-
-
-def _load_tensors(source: LoadSource, targets: dict[str, FlatShards], checkpoint_group: CheckpointGroup) -> None:
-    """Read the values of all targets; a collective call."""
-    try:
-        load_chunks(
-            targets,
-            storage_reader=source.reader,
-            planner=SafetensorsLoadPlanner(),
-            process_group=checkpoint_group.process_group,
-            no_dist=checkpoint_group.process_group is None,
-        )
-    except CheckpointException as error:
-        failures = {rank: str(failure) for rank, (failure, _) in error.failures.items()}
-        raise CheckpointError.from_rank_failures(failures, checkpoint_group.size) from error
-    finally:
-        for target in targets.values():
-            target.release()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroshard.checkpoint.flat_shards import FlatShards, LocalTensor, ReorderedTensor
+from zeroshard.checkpoint.flat_shards import LocalTensor
 from zeroshard.checkpoint.group import CheckpointError
 from zeroshard.checkpoint.index import TensorEntry
-from zeroshard.checkpoint.load_source import LoadSource
 from zeroshard.checkpoint.optimizer_checks import OptimizerProbe, can_load_as, check_options, check_scalars
+from zeroshard.checkpoint.reader import LoadSource, LoadTarget
 from zeroshard.checkpoint.train_state import (
     NamedParamGroup,
     TrainState,
@@ -31,38 +30,31 @@ class LoadMapping:
 
     train_state: TrainState
     optimizer: torch.optim.Optimizer | None
-    saved_tensors: dict[str, TensorEntry]  # by their names in the model and optimizer
-    targets: dict[str, LocalTensor] = field(default_factory=dict)  # tensors of the model
+    weights: list[LoadTarget] = field(default_factory=list)
     param_groups: list[NamedParamGroup] | None = None
     optimizer_states: dict[str, dict[str, Any]] | None = None  # by parameter name; None: not loaded
     loss_scale: list[float] | None = None
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
-    def allocate_targets(self) -> dict[str, FlatShards]:
+    def allocate_targets(self) -> list[LoadTarget]:
         """Set the optimizer's options, allocate its states and return the target of every tensor to load."""
-        targets = dict(self.targets)
-        if self.optimizer_states is not None:
-            if self.param_groups is not None:
-                self.train_state.set_options(self.param_groups)
-            self.train_state.allocate_optimizer_states(self.optimizer_states)
-            targets |= {f"optimizer/{name}": local for name, local in self.train_state.optimizer_states().items()}
-            if self.loss_scale is not None and isinstance(self.optimizer, ShardedOptimizer):
-                self.optimizer.load_loss_scale(self.loss_scale)
-        return {fqn: _load_target(local, self.saved_tensors[fqn]) for fqn, local in targets.items()}
-
-
-def _load_target(local: LocalTensor, saved: TensorEntry) -> FlatShards:
-    if local.element_order == saved.element_order:
-        return FlatShards(saved.numel, saved.dtype, local.shards)
-    return ReorderedTensor.make(saved, local)
+        if self.optimizer_states is None:
+            return self.weights
+        if self.param_groups is not None:
+            self.train_state.set_options(self.param_groups)
+        self.train_state.allocate_optimizer_states(self.optimizer_states)
+        if self.loss_scale is not None and isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.load_loss_scale(self.loss_scale)
+        states = self.train_state.optimizer_states()
+        return [*self.weights, *(LoadTarget(f"optimizer/{name}", local) for name, local in states.items())]
 
 
 def map_states(
     source: LoadSource, model: nn.Module, optimizer: torch.optim.Optimizer | None, weights: bool, strict: bool
 ) -> LoadMapping:
     """Map the source to the model and optimizer; raise an error that lists every mismatch."""
-    mapping = LoadMapping(get_train_state(model, optimizer), optimizer, dict(source.index.tensors))
+    mapping = LoadMapping(get_train_state(model, optimizer), optimizer)
     if weights:
         _map_weights(mapping, source, model)
     if optimizer is not None:
@@ -81,36 +73,35 @@ def _map_weights(mapping: LoadMapping, source: LoadSource, model: nn.Module) -> 
         name: LocalTensor.from_full_tensor(name, buffer) for name, buffer in persistent_buffers(model)
     }
     ties = tied_names(model)
-    saved_names = [fqn.removeprefix("model/") for fqn in source.index.tensors if fqn.startswith("model/")]
+    saved = source.index.tensors_of_kind("model")
     known = {*local_tensors, *ties}
+    problems = []
     for name, local in local_tensors.items():
         # saved under its own name, or under one it is, or was, tied to
         candidates = [name, source.index.ties.get(name), *(alias for alias, first in ties.items() if first == name)]
-        saved_fqn = next((f"model/{other}" for other in candidates if f"model/{other}" in source.index.tensors), None)
-        if saved_fqn is not None:
-            known.add(saved_fqn.removeprefix("model/"))
-            mapping.targets[f"model/{name}"] = local
-            mapping.saved_tensors[f"model/{name}"] = source.index.tensors[saved_fqn]
-            if saved_fqn != f"model/{name}":
-                source.reader.aliases[f"model/{name}"] = saved_fqn
+        saved_name = next((candidate for candidate in candidates if candidate in saved), None)
+        if saved_name is not None:
+            known.add(saved_name)
+            problems += _mismatches(name, saved[saved_name], local.shape, local.dtype)
+            mapping.weights.append(LoadTarget(f"model/{saved_name}", local))
         elif source.index.parameters.get(name) is not False:  # False: saved with frozen=False
             mapping.missing.append(name)
-    mapping.unexpected += [name for name in saved_names if name not in known]
-    _check_shapes_and_dtypes(source.path, mapping.targets, mapping.saved_tensors)
+    mapping.unexpected += [name for name in saved if name not in known]
+    _raise_mismatches(source, problems)
 
 
-def _check_shapes_and_dtypes(
-    path: Path, targets: Mapping[str, LocalTensor], tensors: Mapping[str, TensorEntry]
-) -> None:
-    mismatches = []
-    for fqn, local in targets.items():
-        saved, name = tensors[fqn], fqn.partition("/")[2]
-        if tuple(saved.shape) != tuple(local.shape):
-            mismatches.append(f"{name} has shape {list(saved.shape)}, expected {list(local.shape)}")
-        elif not can_load_as(saved.dtype, local.dtype):
-            mismatches.append(f"{name} has dtype {saved.dtype}, expected {local.dtype}")
-    if mismatches:
-        raise CheckpointError(f"{path} does not match the model: {'; '.join(mismatches)}")
+def _mismatches(name: str, saved: TensorEntry, shape: Sequence[int], dtype: torch.dtype) -> list[str]:
+    """Return why a saved tensor cannot be loaded into a tensor of this shape and dtype, if it cannot."""
+    if tuple(saved.shape) != tuple(shape):
+        return [f"{name} has shape {list(saved.shape)}, expected {list(shape)}"]
+    if not can_load_as(saved.dtype, dtype):
+        return [f"{name} has dtype {saved.dtype}, expected {dtype}"]
+    return []
+
+
+def _raise_mismatches(source: LoadSource, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(f"{source.path} does not match the model: {'; '.join(problems)}")
 
 
 def _map_optimizer_states(
@@ -165,13 +156,13 @@ def _map_param_states(
     assert source.index.optimizer is not None
     param_states: dict[str, dict[str, Any]] = {name: {} for group in current_groups for name in group.names}
     shapes = {name: local.shape for name, local in mapping.train_state.parameters().items()}
-    elementwise: dict[str, LocalTensor] = {}
+    problems = []
     for name, state in source.index.tensors_of_kind("optimizer").items():
         parameter, _, key = name.rpartition("/")
         if parameter in param_states:
             param_states[parameter][key] = state.dtype
-            elementwise[f"optimizer/{name}"] = LocalTensor(shapes[parameter], state.dtype, state.element_order)
-    _check_shapes_and_dtypes(source.path, elementwise, source.index.tensors)
+            problems += _mismatches(name, state, shapes[parameter], state.dtype)
+    _raise_mismatches(source, problems)
     scalars = {name: values for name, values in source.index.optimizer["counters"].items() if name in param_states}
     for parameter, values in source.decode(scalars).items():
         check_scalars(f"{source.path}: {parameter}", values, param_states[parameter], shapes[parameter])

@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint: this rank's shards through DCP, or full tensors in a single process.
+"""Read tensors of a checkpoint or of external weights (Hugging Face safetensors, ``torch.save`` files).
 
 [Note: reading tensor after tensor]
 A tensor written by 64 ranks has a shard in each of 64 files. The next tensor's shards follow directly, mostly in the
@@ -9,32 +9,25 @@ open, with 256 MiB of blocks.
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from zeroshard.checkpoint.block_files import BLOCK_BYTES, BlockReader, CheckpointWorkers
-from zeroshard.checkpoint.flat_shards import FlatShards, ReorderedTensor
+from zeroshard.checkpoint.flat_shards import ElementOrder, LocalTensor, Shard
 from zeroshard.checkpoint.group import CheckpointError
-from zeroshard.checkpoint.index import CheckpointIndex, TensorEntry
+from zeroshard.checkpoint.index import CheckpointIndex, TensorEntry, is_checkpoint
+from zeroshard.checkpoint.json_codec import decode
 from zeroshard.checkpoint.retention import find_checkpoint
+from zeroshard.sharding import Range
+from zeroshard.utils.safetensors_files import SAFETENSORS_FILE, SAFETENSORS_INDEX_FILE, SafetensorsWeights
 
 MAX_OPEN_FILES = 64
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass
@@ -65,118 +58,34 @@ def read_ranges(file: BlockReader, ranges: Iterable[FileRange], workers: Checkpo
             file_range.copy_from_block(block_start, block)
 
 
-class SafetensorsLoadPlanner(DefaultLoadPlanner):
-    """Plans a load and notifies each target tensor when its elements have been read."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def dest_tensor(self, item: ReadItem) -> FlatShards:
-        """Return the target tensor of an item."""
-        chunks: FlatShards = self.state_dict[item.dest_index.fqn]
-        return chunks
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.dest_tensor(read_item).on_elements_read(read_item.lengths[0])
-
-
-class TensorStorageReader(StorageReader):
-    """Base of the storage readers, independent of the file format. A reader serves one load."""
-
-    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
-        super().__init__()
-        self.tensors = tensors
-        self.aliases: dict[str, str] = {}  # requested name → saved name, where they differ
-
-    def read_items(self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner) -> None:
-        """Read the items into their target tensors."""
-        raise NotImplementedError
-
-    def saved_name(self, item: ReadItem) -> str:
-        """Return the name under which an item's tensor was saved."""
-        return self.aliases.get(item.storage_index.fqn, item.storage_index.fqn)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the sizes, dtypes and saved shards that DCP plans with."""
-        tensors = {**self.tensors, **{fqn: self.tensors[saved] for fqn, saved in self.aliases.items()}}
-        return Metadata(
-            {
-                fqn: TensorStorageMetadata(
-                    TensorProperties(dtype=saved.dtype),
-                    torch.Size([saved.numel]),
-                    [ChunkStorageMetadata(torch.Size([s.start]), torch.Size([s.numel])) for s in saved.shards],
-                )
-                for fqn, saved in tensors.items()
-            }
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of this rank's plan."""
-        assert isinstance(planner, SafetensorsLoadPlanner)
-        self.read_items(plan.items, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    # DCP also requires these:
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+def _ranges_by_file(
+    tensors: Iterable[tuple[TensorEntry, Sequence[Shard]]],
+) -> list[tuple[int, list[FileRange]]]:
+    """Return the numbers of the files that hold elements of the shards, and what to read from each."""
+    ranges_by_file: dict[int, list[FileRange]] = {}
+    for saved, shards in tensors:
+        itemsize = saved.dtype.itemsize
+        for wanted, tensor in shards:
+            for shard in saved.shards:
+                common = wanted.intersect(Range(shard.start, shard.start + shard.numel))
+                if common is not None:
+                    start = shard.byte_offset + (common.start - shard.start) * itemsize
+                    target = tensor[common.start - wanted.start : common.end - wanted.start]
+                    file_range = FileRange(start, start + common.numel * itemsize, saved.dtype, target)
+                    ranges_by_file.setdefault(shard.file_number, []).append(file_range)
+    return sorted(ranges_by_file.items())
 
 
-class SafetensorsStorageReader(TensorStorageReader):
-    """Reads the shards of a checkpoint."""
+@dataclass
+class LoadTarget:
+    """This rank's shards of a tensor, and the name of the saved tensor that is loaded into them."""
 
-    def __init__(self, directory: Path, index: CheckpointIndex) -> None:
-        super().__init__(index.tensors)
-        self._directory, self._files = directory, index.files
-        self._shard_entries = {
-            (fqn, shard.start): shard for fqn, entry in index.tensors.items() for shard in entry.shards
-        }
-
-    def read_items(self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner) -> None:
-        """Read tensors that must be reordered one by one, to limit memory; then read all others file by file."""
-        reordered: dict[str, list[ReadItem]] = {}
-        others: list[ReadItem] = []
-        for item in items:
-            needs_reorder = isinstance(planner.dest_tensor(item), ReorderedTensor)
-            (reordered.setdefault(item.dest_index.fqn, []) if needs_reorder else others).append(item)
-        with CheckpointWorkers(2) as workers:
-            for batch in (*reordered.values(), others):
-                self._read_batch(batch, planner, workers)
-
-    def _read_batch(
-        self, items: Sequence[ReadItem], planner: SafetensorsLoadPlanner, workers: CheckpointWorkers
-    ) -> None:
-        ranges_by_file: dict[int, list[FileRange]] = {}
-        for item in items:
-            name, offset = self.saved_name(item), item.storage_index.offset
-            shard, dtype = self._shard_entries[name, 0 if offset is None else offset[0]], self.tensors[name].dtype
-            start = shard.byte_offset + item.storage_offsets[0] * dtype.itemsize
-            end = start + item.lengths[0] * dtype.itemsize
-            file_range = FileRange(start, end, dtype, planner.resolve_tensor(item))
-            ranges_by_file.setdefault(shard.file_number, []).append(file_range)
-        for number, ranges in sorted(ranges_by_file.items()):
-            record = self._files[number]
-            with BlockReader(self._directory / record.name, record) as file:
-                read_ranges(file, ranges, workers)
-        for item in items:
-            planner.commit_tensor(item, planner.resolve_tensor(item))
+    saved_fqn: str
+    local: LocalTensor
 
 
 class CheckpointReader:
-    """Reads full tensors from a checkpoint in one process, without a model or ranks.
+    """Reads tensors from a checkpoint. It needs no model and no other ranks.
 
     ``path`` is a checkpoint, a directory of checkpoints (the latest is read) or the output directory of
     `zeroshard train`.
@@ -209,15 +118,34 @@ class CheckpointReader:
             self.index.check_file_sizes(self.path, {shard.file_number for shard in saved.shards})
             buffer = torch.empty(saved.numel * dtype.itemsize, dtype=torch.uint8)
         flat = buffer[: saved.numel * dtype.itemsize].view(dtype)
-        ranges_by_file: dict[int, list[FileRange]] = {}
-        for shard in saved.shards:
-            end = shard.byte_offset + shard.numel * saved.dtype.itemsize
-            target = flat[shard.start : shard.start + shard.numel]
-            file_range = FileRange(shard.byte_offset, end, saved.dtype, target)
-            ranges_by_file.setdefault(shard.file_number, []).append(file_range)
-        for number, ranges in sorted(ranges_by_file.items()):
+        for number, ranges in _ranges_by_file([(saved, [(Range(0, saved.numel), flat)])]):
             read_ranges(self._open_file(number), ranges, self._workers)
         return saved.element_order.unflatten(flat, saved.shape).contiguous()
+
+    def load(self, targets: Iterable[LoadTarget]) -> None:
+        """Read saved values into local shards, whatever shards they were saved as.
+
+        Tensors that must be reordered are read one by one, to limit memory; then all others, file by file.
+        """
+        in_order: list[tuple[TensorEntry, Sequence[Shard]]] = []
+        for target in targets:
+            saved = self.index.tensors[target.saved_fqn]
+            if saved.element_order == target.local.element_order:
+                in_order.append((saved, target.local.shards))
+            elif target.local.shards:
+                self._load_reordered(saved, target.local)
+        self._read_shards(in_order)
+
+    def _load_reordered(self, saved: TensorEntry, local: LocalTensor) -> None:
+        flat = torch.empty(saved.numel, dtype=saved.dtype)
+        self._read_shards([(saved, [(Range(0, saved.numel), flat)])])
+        local.copy_from(saved.element_order.unflatten(flat, saved.shape))
+
+    def _read_shards(self, tensors: Iterable[tuple[TensorEntry, Sequence[Shard]]]) -> None:
+        for number, ranges in _ranges_by_file(tensors):
+            record = self.index.files[number]
+            with BlockReader(self.path / record.name, record) as file:
+                read_ranges(file, ranges, self._workers)
 
     def _open_file(self, number: int) -> BlockReader:
         """Return the open file, or open it: see [Note: reading tensor after tensor]."""
@@ -248,3 +176,93 @@ class CheckpointReader:
         self._workers.close()
         while self._open_files:
             self._open_files.popitem()[1].__exit__()
+
+
+@dataclass
+class LoadSource:
+    """A checkpoint or external weights, open for reading."""
+
+    path: Path
+    index: CheckpointIndex  # of external weights: only tensors
+    weights: Mapping[str, torch.Tensor] | None = None  # external weights
+
+    @classmethod
+    def open(cls, path: Path, rename: Callable[[str], str] | None, rank: int, world_size: int) -> LoadSource:
+        """Open a path returned by :func:`find_source`; raise if a file is missing or has the wrong size.
+
+        Also compare the files' headers with the index; each of the ``world_size`` ranks checks some of them.
+        """
+        if _is_external_weights(path):
+            weights = _open_external_weights(path, rename)
+            tensors = {}
+            for name, tensor in weights.items():
+                row_major = ElementOrder(tuple(range(tensor.dim())))
+                tensors[f"model/{name}"] = TensorEntry(tuple(tensor.shape), tensor.dtype, row_major)
+            return cls(path, CheckpointIndex(tensors=tensors), weights)
+        index = CheckpointIndex.read(path)
+        index.check_file_sizes(path, range(len(index.files)))
+        index.check_file_headers(path, range(rank, len(index.files), world_size))
+        return cls(path, index)
+
+    def decode(self, value: Any) -> Any:
+        """Decode JSON-encoded data of a checkpoint, and read the tensors in it."""
+        with CheckpointReader(self.path, self.index) as reader:
+            return decode(value, lambda name: reader.read_tensor(f"other/{name}"))
+
+    def load(self, targets: Iterable[LoadTarget]) -> None:
+        """Read the values of the targets. Each rank accesses only its local elements."""
+        if self.weights is None:
+            with CheckpointReader(self.path, self.index) as reader:
+                reader.load(targets)
+            return
+        for target in targets:
+            target.local.copy_from(self.weights[target.saved_fqn.removeprefix("model/")])
+
+
+def find_source(path: Path) -> Path:
+    """Resolve a path to external weights, a checkpoint, or the latest checkpoint in a directory."""
+    return path if _is_external_weights(path) else find_checkpoint(path)
+
+
+def _is_external_weights(path: Path) -> bool:
+    if is_checkpoint(path):
+        return False
+    if path.is_dir():
+        return (path / SAFETENSORS_INDEX_FILE).is_file() or (path / SAFETENSORS_FILE).is_file()
+    return path.suffix in (".safetensors", *PICKLE_SUFFIXES)
+
+
+def _open_external_weights(path: Path, rename: Callable[[str], str] | None) -> dict[str, torch.Tensor]:
+    """Return the weights by name. Tensors are memory-mapped: pages are read on access."""
+    try:
+        is_pickled = path.suffix in PICKLE_SUFFIXES and path.is_file()
+        tensors = dict((_open_pickled(path) if is_pickled else SafetensorsWeights(path)).items())
+    except (ValueError, FileNotFoundError) as error:
+        raise CheckpointError(str(error)) from error
+    if rename is None:
+        return tensors
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    if len(renamed) != len(tensors):
+        raise CheckpointError(f"rename maps several tensors of {path} to the same name: return a unique name for each")
+    return renamed
+
+
+def _open_pickled(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{path} cannot be read, expected a file by torch.save that contains only tensors: {first_line}"
+        ) from error
+    if not isinstance(loaded, Mapping) or not loaded or not all(isinstance(v, torch.Tensor) for v in loaded.values()):
+        kind = f"a dict of {sorted(map(str, loaded))[:8]}" if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise CheckpointError(
+            f"{path} contains {kind}, expected a state dict of tensors by name: save only the state dict, "
+            "torch.save(model.state_dict(), path)"
+        )
+    for name, tensor in loaded.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+            raise CheckpointError(f"{path}: {name} is {kind}, expected a dense tensor with values: save it as one")
+    return loaded

@@ -104,7 +104,7 @@ def save(
                 snapshot.release_waiters()
 
     try:
-        payload, snapshot = checkpoint_group.run_on_all(f"{directory} cannot be saved", prepare)
+        payload, snapshot = checkpoint_group.run_on_all(f"{directory} cannot be saved: ", prepare)
     except BaseException:
         workers.close()
         raise
