@@ -77,7 +77,14 @@ class TensorEntry(TensorSpec):
 
 @dataclass
 class CheckpointIndex:
-    """All data of a checkpoint except the values of its tensors."""
+    """All data of a checkpoint except the values of its tensors.
+
+    >>> import tempfile, torch, zeroshard
+    >>> path = zeroshard.save(tempfile.mkdtemp() + "/step-7", torch.nn.Linear(2, 1), extra={"step": 7}).path
+    >>> index = CheckpointIndex.read(path)
+    >>> list(index.tensors_of_kind("model")), index.extra
+    (['weight', 'bias'], {'step': 7})
+    """
 
     files: list[FileRecord] = field(default_factory=list)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
@@ -203,7 +210,11 @@ def _read_header(path: Path, nbytes: int) -> tuple[dict[str, Any], int]:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Return whether a directory holds a complete checkpoint: see [Note: atomic commit of a checkpoint]."""
+    """Return whether a directory holds a complete checkpoint: see [Note: atomic commit of a checkpoint].
+
+    >>> is_checkpoint(Path("nowhere"))
+    False
+    """
     try:
         if not (directory / INDEX_FILE).is_file():
             return False

@@ -61,12 +61,19 @@ def _read_step(path: Path) -> int:
 
 
 def update_latest(checkpoint: Path) -> None:
-    """Write the checkpoint's name into the file ``latest`` next to it."""
+    """Write the checkpoint's name into the file ``latest`` next to it.
+
+    >>> import tempfile
+    >>> parent = Path(tempfile.mkdtemp())
+    >>> update_latest(parent / "step-7")
+    >>> (parent / "latest").read_text()
+    'step-7\\n'
+    """
     pointer = checkpoint.with_name(LATEST_FILE)
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
-        with try_lock(pointer.parent) as free:  # two jobs may update it at the same time
-            if free or time.monotonic() > deadline:
+        with try_lock(pointer.parent) as is_free:  # two jobs may update it at the same time
+            if is_free or time.monotonic() > deadline:
                 write_atomic(pointer, f"{checkpoint.name}\n".encode(), writer=_name_without_step(checkpoint))
                 return
         time.sleep(0.01)
@@ -128,8 +135,8 @@ def prune(parent: Path, keep: int, newest: Path) -> None:
 def _remove_checkpoint(path: Path) -> None:
     """Remove a complete or partial checkpoint, unless another process is writing it."""
     try:
-        with try_lock(path) as free:
-            if free:
+        with try_lock(path) as is_free:
+            if is_free:
                 (path / INDEX_FILE).unlink(missing_ok=True)  # first: without an index it is not a checkpoint
                 shutil.rmtree(path)
     except FileNotFoundError:
@@ -143,10 +150,10 @@ def try_lock(directory: Path) -> Iterator[bool]:
     """Try to lock a directory and yield whether it is free: see [Note: asynchronous save]."""
     descriptor = _open_directory(directory)
     try:
-        free = _try_flock(descriptor)
-        if free is None:
-            free = is_checkpoint(directory) or not is_interrupted_save(directory) or _is_unchanged(directory)
-        yield free
+        is_free = _try_flock(descriptor)
+        if is_free is None:
+            is_free = is_checkpoint(directory) or not is_interrupted_save(directory) or _is_unchanged(directory)
+        yield is_free
     finally:
         os.close(descriptor)
 
@@ -177,8 +184,8 @@ class SaveLock:
     >>> import tempfile
     >>> directory = Path(tempfile.mkdtemp()) / "step-1"
     >>> lock = SaveLock(directory)
-    >>> with try_lock(directory) as free:
-    ...     free
+    >>> with try_lock(directory) as is_free:
+    ...     is_free
     False
     >>> lock.release()
     """
