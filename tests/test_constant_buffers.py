@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zeroshard
-from zeroshard.engine.grad_memory import MAX_SEGMENTS
+from zeroshard.engine.flat_grad import MAX_SEGMENTS
 from zeroshard.engine.module_buffers import MAX_PACKED_ELEMENTS, BufferBroadcaster
 from zeroshard.optim import step as optimizer_step
 from zeroshard.optim.slices import OptimizerSlice, max_slice_numel

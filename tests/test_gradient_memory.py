@@ -16,7 +16,7 @@ from ranks import run_processes, run_threads
 from torch import nn
 
 import zeroshard
-from zeroshard.engine.grad_memory import assign_segments
+from zeroshard.engine.flat_grad import assign_segments
 
 NET = make_net()  # here: threads would draw from one generator
 MODES = [(0, 1), (3, 1), *((stage, world) for world in (2, 3) for stage in (0, 1, 2, 3))]

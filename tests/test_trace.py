@@ -96,13 +96,13 @@ def test_units_come_and_go_as_the_engine_has_it() -> None:
     units = ["tokens+positions", "blocks.0", "blocks.1", "blocks.2", "norm+head"]
     found = trace_model(gpt(), micro_batch=1)
     assert list(found.unit_names) == units
-    assert moments(found, "bring") == [*units, *units[::-1]]
-    assert moments(found, "finish") == units[::-1]
+    assert moments(found, "unshard") == [*units, *units[::-1]]
+    assert moments(found, "reduce") == units[::-1]
 
 
 def test_a_tied_weight_is_finished_last() -> None:
     found = trace_model(gpt(tied=True), micro_batch=1)
-    finished = moments(found, "finish")
+    finished = moments(found, "reduce")
     assert len(finished) == len(set(finished))
     assert finished[-1] == next(name for name in found.unit_names if "tokens" in name)
 
@@ -123,7 +123,7 @@ class Branches(nn.Module):
 def test_unused_branches_and_loose_parameters() -> None:
     found = trace_model(Branches(), torch.empty(1, 8), micro_batch=4)
     finished = {
-        found.unit_names[e.unit]: e.nbytes for e in found.events if isinstance(e, EngineEvent) and e.kind == "finish"
+        found.unit_names[e.unit]: e.nbytes for e in found.events if isinstance(e, EngineEvent) and e.kind == "reduce"
     }
     assert set(finished) == set(found.unit_names)  # all ranks come to all units, whatever their branches
     assert [name for name, nbytes in finished.items() if not nbytes] == ["blocks.1"]

@@ -38,6 +38,7 @@ from zeroshard.engine import (
     check_model,
     engine_of,
     full_tensors,
+    gather_tp_shards,
     install_hooks,
     local_data,
     make_plain,
@@ -432,7 +433,7 @@ def _restore_original_params(engine: Engine, tp_state: TensorParallelState) -> N
             for index, (name, parameter) in enumerate(flat.named_parameters):
                 if name in tp_state.original_params:
                     part = local_data(parameter)
-                    tp_state.original_params[name].data = full_tensors.gather_tp_shards(engine.comm, part, flat, index)
+                    tp_state.original_params[name].data = gather_tp_shards(engine.comm, part, flat, index)
     tp_state.restore()
 
 

@@ -3,10 +3,9 @@
 from zeroshard.engine.build import UnitBuilder, check_model, plan_model
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.engine import Engine, engine_of
-from zeroshard.engine.flat_grad import FlatGrad, compute_norms
+from zeroshard.engine.flat_grad import FlatGrad, assign_segments, compute_norms
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.full_tensors import assemble_full_tensor, find_parameter
-from zeroshard.engine.grad_memory import assign_segments
+from zeroshard.engine.full_tensors import find_parameter
 from zeroshard.engine.grad_scale import GradScale, on_scaled_loss
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install_hooks
@@ -22,7 +21,7 @@ from zeroshard.engine.rank_checks import (
 )
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
 from zeroshard.engine.unit import Unit, unit_of
-from zeroshard.engine.unit_values import make_plain
+from zeroshard.engine.unit_values import assemble_full_tensor, gather_tp_shards, make_plain
 from zeroshard.engine.unsupported_calls import raise_on_join
 
 __all__ = [
@@ -47,6 +46,7 @@ __all__ = [
     "compute_norms",
     "engine_of",
     "find_parameter",
+    "gather_tp_shards",
     "install_hooks",
     "local_data",
     "make_plain",

@@ -8,14 +8,19 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroshard.comm import Communicator
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.flat_grad import FlatGrad
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.parameter import get_autograd_grad
+from zeroshard.engine.sharded_gradient import assemble_full_grad
 from zeroshard.engine.unit import Unit
-from zeroshard.engine.unit_values import check_param_data, drop_copy, gather_copy, write_back
+from zeroshard.engine.unit_values import (
+    assemble_full_tensor,
+    check_param_data,
+    drop_copy,
+    gather_copy,
+    gather_tp_shards,
+    write_back,
+)
 
 
 def find_parameter(units: list[Unit], name: str) -> tuple[FlatParam, int]:
@@ -27,24 +32,6 @@ def find_parameter(units: list[Unit], name: str) -> tuple[FlatParam, int]:
     known = [name for unit in units for flat in unit.flats for name in flat.names]
     close = difflib.get_close_matches(name, known, n=1)
     raise KeyError(f"no parameter {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
-
-
-def assemble_full_tensor(comm: Communicator, flat_values: torch.Tensor, flat: FlatParam, index: int) -> torch.Tensor:
-    """Return a parameter-shaped full tensor, by summing flattened tensors that are zero outside each rank's shard."""
-    if comm.shard_axis.size > 1:
-        comm.all_reduce(flat_values, comm.shard_axis, f"assemble {flat.names[index]!r}").wait()
-    return gather_tp_shards(comm, flat_values.as_strided(flat.shapes[index], flat.strides[index]), flat, index)
-
-
-def gather_tp_shards(comm: Communicator, tp_shard: torch.Tensor, flat: FlatParam, index: int) -> torch.Tensor:
-    """Return a full tensor from the TP shards of all ranks of the tensor axis."""
-    spec = flat.tp_shards[index]
-    if spec is None:
-        return tp_shard
-    full = torch.zeros(spec.full_shape, dtype=tp_shard.dtype, device=tp_shard.device)
-    spec.write(tp_shard, spec.rank, full)
-    comm.all_reduce(full, comm.tensor_axis, f"assemble {flat.names[index]!r}").wait()
-    return full
 
 
 def full_parameter(engine: Engine, name: str) -> torch.Tensor:
@@ -87,20 +74,6 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
         return None
     full = assemble_full_grad(engine.comm, engine.gradients, gradient, index)
     return full if engine.state_guard.loss_scale is None else full.float()
-
-
-def assemble_full_grad(comm: Communicator, gradients: Gradients, gradient: FlatGrad, index: int) -> torch.Tensor:
-    """Return the full reduced gradient of one parameter, clipped, and without a loss scale."""
-    flat = gradient.flat
-    gradient.wait_copy()
-    flat_values = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
-    for elements, values in gradient.param_shards(index):
-        flat_values[elements.slice] = values
-    if gradients.scaling.scale.inv_scale is not None:
-        flat_values = flat_values.float()
-    for factor in gradients.scaling.scale.factors:
-        flat_values *= factor
-    return assemble_full_tensor(comm, flat_values, flat, index)
 
 
 @contextmanager

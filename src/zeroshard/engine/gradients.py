@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_grad import FlatGrad
-from zeroshard.engine.grad_memory import GradMemory
+from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.parameter import has_autograd_grads, zero_autograd_grads

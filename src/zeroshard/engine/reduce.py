@@ -13,9 +13,8 @@ import torch
 
 from zeroshard.comm import CollectiveWork, Communicator
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_grad import FlatGrad, compute_norms
+from zeroshard.engine.flat_grad import FlatGrad, GradMemory, compute_norms
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.grad_memory import GradMemory
 from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
 

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from zeroshard.comm import CollectiveOrder, Communicator
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.unit_values import assemble_full_tensor
 
 # They change each element on its own: a rank needs only its own elements of the operands.
 ELEMENTWISE_OPS = set(
@@ -97,8 +98,6 @@ class ParamGradHandle:
 
     def full(self) -> torch.Tensor:
         """Return the assembled full gradient."""
-        from zeroshard.engine.full_tensors import assemble_full_grad  # here: it imports the engine, a cycle
-
         self.finish_reduction("read a gradient")
         self.order.check(f"read the gradient of {self.name!r}")
         return assemble_full_grad(self.comm, self.gradients, self.flat_grad, self.index).to(self.dtype)
@@ -270,3 +269,17 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
             model.scaling.clip(factor.clone())
         else:
             model.scaling.multiply(shards, factor)
+
+
+def assemble_full_grad(comm: Communicator, gradients: Gradients, gradient: FlatGrad, index: int) -> torch.Tensor:
+    """Return the full reduced gradient of one parameter, clipped, and without a loss scale."""
+    flat = gradient.flat
+    gradient.wait_copy()
+    flat_values = torch.zeros(flat.layout.numels[index], dtype=gradient.dtype, device=flat.device)
+    for elements, values in gradient.param_shards(index):
+        flat_values[elements.slice] = values
+    if gradients.scaling.scale.inv_scale is not None:
+        flat_values = flat_values.float()
+    for factor in gradients.scaling.scale.factors:
+        flat_values *= factor
+    return assemble_full_tensor(comm, flat_values, flat, index)

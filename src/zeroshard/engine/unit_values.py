@@ -1,4 +1,4 @@
-"""Full values of a unit between steps: copy them for ``gathered()``, write them back, make the parameters plain.
+"""Full values between steps: copy a unit for ``gathered()``, write it back, make it plain, assemble one tensor.
 
 All ranks call these functions together.
 """
@@ -177,3 +177,21 @@ def _all_gather_bucket(comm: Communicator, output: torch.Tensor, shard: torch.Te
         comm.all_gather(output, shard, what).wait()
     else:
         output.copy_(shard)
+
+
+def assemble_full_tensor(comm: Communicator, flat_values: torch.Tensor, flat: FlatParam, index: int) -> torch.Tensor:
+    """Return a parameter-shaped full tensor, by summing flattened tensors that are zero outside each rank's shard."""
+    if comm.shard_axis.size > 1:
+        comm.all_reduce(flat_values, comm.shard_axis, f"assemble {flat.names[index]!r}").wait()
+    return gather_tp_shards(comm, flat_values.as_strided(flat.shapes[index], flat.strides[index]), flat, index)
+
+
+def gather_tp_shards(comm: Communicator, tp_shard: torch.Tensor, flat: FlatParam, index: int) -> torch.Tensor:
+    """Return a full tensor from the TP shards of all ranks of the tensor axis."""
+    spec = flat.tp_shards[index]
+    if spec is None:
+        return tp_shard
+    full = torch.zeros(spec.full_shape, dtype=tp_shard.dtype, device=tp_shard.device)
+    spec.write(tp_shard, spec.rank, full)
+    comm.all_reduce(full, comm.tensor_axis, f"assemble {flat.names[index]!r}").wait()
+    return full

@@ -182,7 +182,7 @@ def _insert_blocks(
 
 def _middle_block_range(events: Sequence[Op | EngineEvent], middle: _MiddleBlock) -> tuple[int, int]:
     """Return the event range from the unshard of the middle block to the unshard of another block."""
-    unshards = [(i, e.unit) for i, e in enumerate(events) if isinstance(e, EngineEvent) and e.kind == "bring"]
+    unshards = [(i, e.unit) for i, e in enumerate(events) if isinstance(e, EngineEvent) and e.kind == "unshard"]
     begin = next((i for i, unit in unshards if unit in middle.units), None)
     if begin is None:
         raise NonUniformBlocksError("the middle block is never unsharded: trace the full model")

@@ -216,11 +216,11 @@ class _MemoryReplay:
         event, placement = span.event, self._sizes.placement
         if event is None:
             return 0.0
-        if event.kind == "bring" and placement.parameters:
+        if event.kind == "unshard" and placement.parameters:
             self._unshard(event.unit, self._unshard_orders[span.is_backward])
-        elif event.kind == "release":
+        elif event.kind == "reshard":
             self._unsharded.discard(event.unit)
-        elif event.kind == "finish":
+        elif event.kind == "reduce":
             if not (placement.gradients or self._allocated_segments) and self._conditions.on_gpu:
                 self._allocate_all_segments(
                     self._forward_end_bytes - span.start_bytes - self._unsharded_bytes - event.nbytes
@@ -285,7 +285,7 @@ def unshard_orders(spans: Sequence[TraceSpan]) -> tuple[list[int], list[int]]:
     """Return the order in which forward unshards the units, and the same for backward."""
     orders: tuple[list[int], list[int]] = ([], [])
     for span in spans:
-        if span.event is not None and span.event.kind == "bring":
+        if span.event is not None and span.event.kind == "unshard":
             orders[span.is_backward].append(span.event.unit)
     return orders
 

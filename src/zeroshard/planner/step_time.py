@@ -219,11 +219,11 @@ class _StepSimulator:
         for index, span in enumerate(self._cost.spans):
             event = span.event
             kind = "" if event is None else event.kind
-            if event is not None and kind == "bring":
+            if event is not None and kind == "unshard":
                 self._unshard(event.unit, span.is_backward)
-            elif event is not None and kind == "release":
+            elif event is not None and kind == "reshard":
                 self._all_gather_done_at.pop(event.unit, None)
-            elif event is not None and kind == "finish":
+            elif event is not None and kind == "reduce":
                 self._post_backward(event.unit)
             elif kind == "end forward":
                 self._next_unshard = 0

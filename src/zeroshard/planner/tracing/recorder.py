@@ -134,14 +134,14 @@ class RecordingExecutor:
         self.unsharded_this_pass.add(unit)
         if unit not in self.unsharded:
             self.unsharded.append(unit)
-            self._recorder.record_engine_event("bring", unit)
+            self._recorder.record_engine_event("unshard", unit)
 
     def reshard(self, unit: int) -> None:
         """Record that a unit's full parameters are freed."""
         self.unsharded_this_pass.discard(unit)
         if unit in self.unsharded:
             self.unsharded.remove(unit)
-            self._recorder.record_engine_event("release", unit)
+            self._recorder.record_engine_event("reshard", unit)
 
     def guard(self, unit: int) -> None:
         """Do nothing: the traced model's parameters are plain."""
@@ -159,7 +159,7 @@ class RecordingExecutor:
                 nbytes += parameter.grad.untyped_storage().nbytes()
                 parameter.grad = None
         self._recorder.flush_frees()
-        self._recorder.record_engine_event("finish", unit, nbytes)
+        self._recorder.record_engine_event("reduce", unit, nbytes)
 
     def finish_remaining_grads(self) -> None:
         """Take the gradients that arrived after their unit was done."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 OpKind = Literal["matmul", "attention", "convolution", "plain", "nothing"]
-EngineEventKind = Literal["bring", "release", "finish", "end forward", "end backward"]
+EngineEventKind = Literal["unshard", "reshard", "reduce", "end forward", "end backward"]
 _SCALING_FIELDS = ("flops", "moved_bytes", "freed_bytes", "allocated_bytes", "scratch_bytes")  # linear in the batch
 
 
@@ -44,7 +44,7 @@ class EngineEvent:
 
     kind: EngineEventKind
     unit: int = -1  # its index
-    nbytes: float = 0  # for "finish": bytes of the unit's gradients from autograd
+    nbytes: float = 0  # for "reduce": bytes of the unit's gradients from autograd
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def split_spans(trace: Trace) -> list[TraceSpan]:
     """Split a trace at its engine events.
 
     >>> add = Op("add", "plain", "fp32", flops=0, moved_bytes=12, freed_bytes=0, allocated_bytes=4, scratch_bytes=0)
-    >>> events = (EngineEvent("bring", 0), add, add, EngineEvent("end forward"))
+    >>> events = (EngineEvent("unshard", 0), add, add, EngineEvent("end forward"))
     >>> trace = Trace(events, ("a",), micro_batch=1, input_bytes=0, buffer_bytes=0)
     >>> [span.peak_bytes for span in split_spans(trace)]
     [0.0, 8.0, 8.0]
