@@ -135,17 +135,11 @@ def phase_markers(starts: Sequence[Sequence[Any]], axis_end_ms: float) -> JsonOb
         milliseconds = seconds * 1000
         row = 1 - row if milliseconds - previous < 0.3 * axis_end_ms else 0
         previous = milliseconds
-        line_position = {"xref": "x", "yref": "paper", "x0": milliseconds, "x1": milliseconds, "y0": 0, "y1": 1}
-        shapes.append({"type": "line", **line_position, "line": {"color": "var(--muted)", "width": 1, "dash": "dot"}})
-        text_position = {
-            "x": milliseconds,
-            "y": 1,
-            "xref": "x",
-            "yref": "paper",
-            "xanchor": "left",
-            "yanchor": "bottom",
-        }
-        annotations.append({**text_position, "text": escape(str(name)), "showarrow": False, "yshift": 14 * row})
+        axes = {"xref": "x", "yref": "paper"}
+        line = {"type": "line", "line": {"color": "var(--muted)", "width": 1, "dash": "dot"}}
+        shapes.append({**axes, **line, "x0": milliseconds, "x1": milliseconds, "y0": 0, "y1": 1})
+        text = {"text": escape(str(name)), "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
+        annotations.append({**axes, **text, "x": milliseconds, "y": 1, "yshift": 14 * row})
     if previous > 0.85 * axis_end_ms:
         annotations[-1] |= {"xanchor": "right"} if row else {"xanchor": "center"}
     return {"shapes": shapes, "annotations": annotations}
