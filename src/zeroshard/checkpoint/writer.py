@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,32 +53,31 @@ def write_checkpoint(
     """
     group = checkpoint_group.without_timeout()
     writer = _RankWriter(directory, workers)
-    locks: list[SaveLock] = []  # the lock of the first rank
+    with ExitStack() as cleanup:
 
-    def prepare() -> None:
-        before_write()
-        if group.rank == 0:
-            locks.append(SaveLock(directory))
-        directory.mkdir(parents=True, exist_ok=True)
+        def prepare() -> None:
+            before_write()
+            if group.rank == 0:
+                cleanup.callback(SaveLock(directory).release)
+            directory.mkdir(parents=True, exist_ok=True)
 
-    try:
-        group.run_on_all("", prepare)
-        token = group.broadcast(secrets.token_hex(4))  # makes the file names unique to this save
-        written = group.run_on_all("", lambda: writer.write(payload.tensors, f"{group.rank:05d}-{token}"))
-        # ranks with a shard describe a tensor; the first rank also describes empty parameters
-        described = {
-            fqn: replace(local, shards=[]) for fqn, local in payload.tensors.items() if local.shards or group.rank == 0
-        }
-        all_parts = group.gather((replace(payload, tensors=described), written))
-        group.run_on_all("", lambda: _commit(directory, all_parts, keep) if group.rank == 0 else None)
-    except CheckpointError as error:
-        writer.remove_files()
-        raise CheckpointError(f"the save of {directory} failed: {error}") from error
-    except RuntimeError as error:
-        raise CheckpointError(f"the save of {directory} failed because another rank is gone: {error}") from error
-    finally:
-        for lock in locks:
-            lock.release()
+        try:
+            group.run_on_all("", prepare)
+            token = group.broadcast(secrets.token_hex(4))  # makes the file names unique to this save
+            written = group.run_on_all("", lambda: writer.write(payload.tensors, f"{group.rank:05d}-{token}"))
+            # ranks with a shard describe a tensor; the first rank also describes empty parameters
+            described = {
+                fqn: replace(local, shards=[])
+                for fqn, local in payload.tensors.items()
+                if local.shards or group.rank == 0
+            }
+            all_parts = group.gather((replace(payload, tensors=described), written))
+            group.run_on_all("", lambda: _commit(directory, all_parts, keep) if group.rank == 0 else None)
+        except CheckpointError as error:
+            writer.remove_files()
+            raise CheckpointError(f"the save of {directory} failed: {error}") from error
+        except RuntimeError as error:
+            raise CheckpointError(f"the save of {directory} failed because another rank is gone: {error}") from error
 
 
 class _RankWriter:
