@@ -14,25 +14,26 @@ COMMANDS = {
     "activations": "recomputed and offloaded activations: a step, and the largest batch",
     "buckets": "a step by the size of buckets",
     "checkpoint": "saving and loading, beside a raw write and FSDP2",
-    "docs": "make the pages' tables and pictures from the records, or check them",
+    "docs": "rebuild the pages' tables and charts from the records, or check them",
     "host_adam": "Adam on the host: nanoseconds a parameter",
     "memory": "reserved beside allocated memory, and training in memory that is nearly full",
     "offload": "states on the host and on disk: a step, and the largest model",
     "paper": "Figures 6 and 7 of the paper",
     "peers": "zeroshard beside DDP, FSDP2, DeepSpeed and the floor, in many rows",
     "planner": "what the planner foretells beside what is measured",
-    "plots": "draw the pages' pictures, of a record of your own too",
     "scaling": "cost by ranks, by depth and by the number of parameters, beside FSDP2",
     "stages": "what each stage holds and sends",
     "update": "the optimizer's step alone, beside a copy of memory",
 }
+
+MODULES = {"docs": "report"}  # where the file has another name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one benchmark, or say which there are."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in COMMANDS:
-        import_module(f"benchmarks.{name}").main(rest)
+        import_module(f"benchmarks.{MODULES.get(name, name)}").main(rest)
         return
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items())

@@ -49,7 +49,19 @@ class Record:
     def _write(self) -> None:
         if self._out is not None:
             whole = {**self._head, "tables": self._tables, "results": self.results}
-            self._out.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+            self._out.write_text(encode(whole) + "\n")
+
+
+def encode(value: Any, newline: str = "\n") -> str:
+    """Return JSON with a line for each row of a table and for each result."""
+    inner, pairs = newline + " ", value.items() if isinstance(value, dict) else ()
+    if any(isinstance(item, (dict, list)) for _, item in pairs):
+        items = [f"{json.dumps(key, ensure_ascii=False)}: {encode(item, inner)}" for key, item in pairs]
+        return f"{{{inner}{f',{inner}'.join(items)}{newline}}}"
+    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        items = [json.dumps(item, ensure_ascii=False) for item in value]
+        return f"[{inner}{f',{inner}'.join(items)}{newline}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def machine(device: str) -> Result:
