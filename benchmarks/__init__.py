@@ -1,1 +1,1 @@
-"""What zeroshard costs, measured beside its peers and beside what cannot be undercut: `python -m benchmarks`."""
+"""What zeroshard costs, compared with its peers and with the least that is possible: `python -m benchmarks`."""

@@ -1,7 +1,7 @@
-"""The one entry to all benchmarks.
+"""The entry to all benchmarks.
 
-python -m benchmarks                        # what there is
-python -m benchmarks stages --repeats 3     # one of them; --help says what it takes
+python -m benchmarks                        # list them
+python -m benchmarks stages --batch 4       # run one; --help lists its options
 """
 
 from __future__ import annotations
@@ -10,38 +10,36 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = {
-    "activations": "recomputed and offloaded activations: a step, and the largest batch",
-    "buckets": "a step by the size of buckets",
-    "checkpoint": "saving and loading, beside a raw write and FSDP2",
-    "docs": "rebuild the pages' tables and charts from the records, or check them",
-    "host_adam": "Adam on the host: nanoseconds a parameter",
-    "memory": "reserved beside allocated memory, and training in memory that is nearly full",
-    "offload": "states on the host and on disk: a step, and the largest model",
-    "paper": "Figures 6 and 7 of the paper",
-    "peers": "zeroshard beside DDP, FSDP2, DeepSpeed and the floor, in many rows",
-    "planner": "what the planner foretells beside what is measured",
-    "scaling": "cost by ranks, by depth and by the number of parameters, beside FSDP2",
-    "stages": "what each stage holds and sends",
-    "update": "the optimizer's step alone, beside a copy of memory",
+COMMANDS = {  # name → where its function is, and what it measures
+    "activations": ("suites.memory:activations", "recomputed and offloaded activations: a step, and the largest batch"),
+    "buckets": ("suites.stages:buckets", "a step by the size of buckets"),
+    "checkpoint": ("suites.checkpoint:main", "saving and loading, compared with a raw write and FSDP2"),
+    "docs": ("report:main", "rebuild the tables and charts of the pages from the records, or check them"),
+    "host_adam": ("suites.optimizer:host_adam", "Adam on the host: nanoseconds a parameter"),
+    "memory": ("suites.memory:main", "reserved and allocated memory, and training in memory that is nearly full"),
+    "offload": ("suites.offload:main", "states on the host and on disk: a step, and the largest model"),
+    "paper": ("suites.paper:main", "Figures 6 and 7 of the paper"),
+    "peers": ("suites.peers:main", "zeroshard, DDP, FSDP2, DeepSpeed and the floor, on many workloads"),
+    "planner": ("suites.planner:main", "predicted and measured memory and time"),
+    "scaling": ("suites.scaling:main", "cost by ranks, by depth and by the number of parameters, with FSDP2"),
+    "stages": ("suites.stages:main", "what each stage holds and sends"),
+    "update": ("suites.optimizer:update", "the optimizer's step alone, compared with a copy of memory"),
 }
-
-MODULES = {"docs": "report"}  # where the file has another name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one benchmark, or say which there are."""
+    """Run one benchmark, or list all."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if name in COMMANDS:
-        import_module(f"benchmarks.{MODULES.get(name, name)}").main(rest)
+        module, _, function = COMMANDS[name][0].partition(":")
+        getattr(import_module(f"benchmarks.{module}"), function)(rest)
         return
-    width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {command:<{width}}  {what}" for command, what in COMMANDS.items())
-    told = f"usage: python -m benchmarks NAME [options]\n\n{listed}\n\nNAME --help says more of each."
+    listed = "\n".join(f"  {command:<12}  {what}" for command, (_, what) in COMMANDS.items())
+    usage = f"usage: python -m benchmarks NAME [options]\n\n{listed}\n\nNAME --help lists the options of one."
     if name in ("-h", "--help"):
-        print(told)
+        print(usage)
         return
-    raise SystemExit(f"there is no benchmark {name!r}\n\n{told}")
+    raise SystemExit(f"no benchmark {name!r}\n\n{usage}")
 
 
 if __name__ == "__main__":

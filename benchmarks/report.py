@@ -1,11 +1,11 @@
 """Build the tables and charts of the pages from the records in benchmarks/results.
 
-    python -m benchmarks docs                          # rewrite README.md, docs/benchmarks.md and their charts
+    python -m benchmarks docs                          # rewrite README.md and docs/benchmarks.md
     python -m benchmarks docs --check                  # change nothing; fail where a page differs from its records
     python -m benchmarks docs --add FILE peers/large   # first make FILE, written with --out, the record of this run
 
 A results file has the runs of one suite by name. On a page, what stands between `<!-- peers/large -->` and
-`<!-- end -->` is built: the command of the run, the machine, and the tables and chart that SECTIONS names. All other
+`<!-- end -->` is built: the command of the run, the machine, and its tables, or those that SECTIONS selects. All other
 text on a page is written by hand.
 """
 
@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.charts import Bar, draw_bars
-from benchmarks.record import ROOT, encode
-from benchmarks.table import cell, markdown
+from benchmarks.harness.record import ROOT, cell, encode, markdown
 
 PAGES = ("README.md", "docs/benchmarks.md")
 BLOCK = re.compile(r"^<!-- (?P<name>[\w .]+/[\w .]+) -->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 Row = dict[str | int, Any]  # a table's row: cells by the head of their column and by its index
+BAR_LENGTH, NAME_LENGTH = 40, 30  # characters
 Column = str | tuple[str | int, str]
 
 
@@ -35,13 +34,12 @@ class Table:
 
     Several tables are joined; "table" is then a column with their names. A column is named by its head, or by its
     index; a pair gives it another head. Without ``columns`` all are shown. ``rows`` are the first cells of the rows to
-    show. ``grouped``: in the first column, a value that repeats the one above is left out. ``words`` adds columns.
+    show. ``words`` adds columns. In the first column, a value that repeats the one above is left out.
     """
 
     names: Sequence[str]
     columns: Sequence[Column] = ()
     rows: Sequence[str] = ()
-    grouped: bool = False
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def read(self, tables: Mapping[str, Any]) -> list[Row]:
@@ -53,9 +51,8 @@ class Table:
                 if not self.rows or cell(row[0]) in self.rows:
                     by_head = dict(reversed(list(zip(heads, row, strict=True))))  # of columns with one head, the first
                     found.append({**by_head, **dict(enumerate(row)), "table": name})
-        for head, texts in self.words.items():
-            for values, text in zip(found, texts, strict=True):
-                values[head] = text
+        for index, row in enumerate(found):
+            row.update({head: texts[index] for head, texts in self.words.items()})
         return found
 
     def build(self, tables: Mapping[str, Any]) -> str:
@@ -63,35 +60,33 @@ class Table:
         columns = self.columns or tuple(enumerate(tables[self.names[0]]["heads"]))
         pairs = [column if isinstance(column, tuple) else (column, column) for column in columns]
         rows = [[row[key] for key, _ in pairs] for row in self.read(tables)]
-        if self.grouped:
-            firsts = [row[0] for row in rows]
-            for row, above in zip(rows[1:], firsts, strict=False):
-                row[0] = None if row[0] == above else row[0]
+        for row, above in zip(rows[:0:-1], rows[-2::-1], strict=True):
+            row[0] = None if row[0] == above[0] else row[0]
         return markdown([head for _, head in pairs], rows)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars by table and variant; ``label`` is filled in with the cells of a row, by the heads of their columns."""
+    """Bars of text, by table and variant, as long as ``value``; ``label`` is filled in with the cells of a row."""
 
-    file: str
-    title: str
     table: Table
-    values: Mapping[str, str]  # the head of a column → its name in the legend
+    value: str
     label: str
-    mark: str = ""
 
     def build(self, tables: Mapping[str, Any]) -> str:
-        """Return the chart as SVG."""
-        bars = []
-        for row in self.table.read(tables):
+        """Return the chart as a block of text."""
+        lines, rows, group = ["```"], self.table.read(tables), ""
+        scale = BAR_LENGTH / max(row[self.value] for row in rows)
+        for row in rows:
+            lines += [row["table"]] if row["table"] != group else []
+            group = row["table"]
             label = self.label.format_map({str(head): cell(value) for head, value in row.items()})
-            bars.append(Bar(row["table"], row["variant"], [row[head] for head in self.values], label))
-        return draw_bars(self.title, bars, list(self.values.values()) if len(self.values) > 1 else (), self.mark)
+            lines.append(f"  {row['variant']:<{NAME_LENGTH}} {'█' * round(scale * row[self.value])} {label}")
+        return "\n".join([*lines, "```"])
 
 
 BOTH, LARGE = ("FSDP2", "zeroshard 3"), ("1.4B, batch 16", "7.6B, batch 4")
-SMALL = ("1.4B, batch 2", "0.2B (48×512), batch 2")
+OWN, SMALL = "zeroshard 3, own recomputation", ("1.4B, batch 2", "0.2B (48×512), batch 2")
 OTHER = ("1.4B, sequence 4096, batch 4", "experts (12×1024, 8 each), batch 8", "LoRA on 1.4B, batch 8")
 TIMES = ("variant", "ms a step", "of the floor", ("of the best peer", "of FSDP2"))
 OF_PEERS = ("variant", "ms a step", "of the floor", "of the best peer")
@@ -101,7 +96,7 @@ GROWTH = [f"{name}, {what}" for what in ("host ms", "step ms") for name in ("flo
 MEGABYTES = [*(f"{name}, collectives" for name in BOTH), *(f"{name}, MB" for name in ("floor", *BOTH))]
 MEGABYTES += [f"{name}, reserved MB" for name in BOTH]
 DURING = ("a step ms", ("a step beside it ms", "a step during the write ms"))
-OFFLOAD = ("ms a step", "allocated GB", "reserved GB")
+PEAKS = ("allocated GB", "reserved GB")
 AT_BATCH_2 = (("allocated at peak GB", "allocated at peak, batch 2, GB"), "traffic a step")
 OF_FLOOR = ("ms a step", ("of the floor", "of forward and backward alone"), "allocated GB")
 PLANNED_STATES = ((2, "states GB"), (3, "measured GB"))
@@ -109,38 +104,20 @@ PLANNED_PEAK = ((5, "peak GB"), (6, "measured GB"), (7, "predicted / measured"))
 PLANNED_TIME = ((9, "step ms"), (10, "measured ms"), (11, "predicted / measured"))
 BUCKETS = (("bucket_size", "`bucket_size`"), "ms a step", "host ms", ("collectives", "collectives a step"))
 
-SECTIONS: dict[str, list[Table | Chart]] = {
-    "stages/1.4b": [Table(["stages"])],
-    "train/gpu": [Table(["training"])],
+SECTIONS: dict[str, list[Table | Chart]] = {  # of other runs, all tables are shown whole
     "checkpoint/gpu": [
         Table(["saving"]),
         Table(["beside"], ("", "pause ms", "of a host copy", "first pause ms", *DURING)),
     ],
-    "checkpoint/cpu": [Table(["saving"]), Table(["beside"])],
     "peers/large": [
-        Table(LARGE, (("table", "GPT, batch"), *TIMES, "TFLOPS", "MFU", "host ms", *MEMORY, "sent Ψ"), grouped=True),
-        Chart(
-            "docs/peers-memory.svg",
-            "Memory at the peak of a step as one rank of 64",
-            Table(LARGE, rows=BOTH),
-            {"allocated GB": "allocated", "reserved GB": "reserved"},
-            "{allocated GB} · {reserved GB} GB",
-        ),
+        Table(LARGE, (("table", "GPT, batch"), *TIMES, "TFLOPS", "MFU", "host ms", *MEMORY, "sent Ψ")),
+        Chart(Table(LARGE, rows=BOTH), "reserved GB", "{reserved GB} GB reserved, {allocated GB} allocated"),
     ],
     "peers/host": [
-        Table(SMALL, (("table", "GPT, batch"), *TIMES, "host ms", *MEMORY, "sent Ψ", "collectives"), grouped=True),
-        Chart(
-            "docs/peers-host.svg",
-            "A step limited by the host, relative to forward and backward alone",
-            Table(SMALL, rows=(*BOTH, "zeroshard 3, own recomputation")),
-            {"of the floor": ""},
-            "{of the floor} · {ms a step} ms",
-            mark="floor",
-        ),
+        Table(SMALL, (("table", "GPT, batch"), *TIMES, "host ms", *MEMORY, "sent Ψ", "collectives")),
+        Chart(Table(SMALL, rows=(*BOTH, OWN)), "ms a step", "{ms a step} ms, {of the floor} of the floor"),
     ],
-    "peers/other": [
-        Table(OTHER, (("table", "row"), *TIMES, "host ms", *MEMORY, "sent Ψ", "collectives"), grouped=True)
-    ],
+    "peers/other": [Table(OTHER, (("table", "row"), *TIMES, "host ms", *MEMORY, "sent Ψ", "collectives"))],
     "peers/accumulated": [
         Table(["1.4B, batch 2, accumulated 8 times"], (*OF_PEERS, "host ms", *PEERS_MEMORY, "sent Ψ", "collectives"))
     ],
@@ -148,7 +125,6 @@ SECTIONS: dict[str, list[Table | Chart]] = {
         Table(
             ["1.4B, batch 16, alone", "convolutions (100×64), batch 32"],
             (("table", "row"), *OF_PEERS, "TFLOPS", "host ms", *PEERS_MEMORY),
-            grouped=True,
         )
     ],
     "peers/cpu": [
@@ -165,31 +141,25 @@ SECTIONS: dict[str, list[Table | Chart]] = {
     ],
     "scaling/ranks": [Table(["ranks"], ("ranks", *GROWTH)), Table(["ranks, memory"], ("ranks", *MEGABYTES))],
     "scaling/parameters": [Table(["parameters"], ("parameters", *GROWTH))],
-    "update/clipped": [Table(["update"])],
     "host_adam/14 threads": [
         Table(["adam"], ("AdamW", "ns a parameter", "GB/s", ("times torch fused, bf16", "of torch's speed")))
     ],
-    "memory/steady": [Table(["steady"], grouped=True)],
     "memory/stress": [
         Table(["stress"], ("", "limit GB", "steps", "ended by", "reserved GB", ("retries", "allocator retries")))
     ],
-    "activations/steps": [Table(["steps"], grouped=True)],
     "activations/batches": [
         Table(["batches"], ("recomputed by", "fits", "does not", ("of zeroshard's", "of recomputation alone")))
     ],
     "offload/step": [
         Table(
             ["step"],
-            ("", *OFFLOAD, "spread", "of the floor", "of the better peer", ("gone GB", "host memory GB")),
+            ("", "ms a step", "spread", "of the floor", "of the better peer", *PEAKS, ("gone GB", "host memory GB")),
             rows=("device floor", "host floor", "zeroshard", "FSDP2, CPUOffloadPolicy"),
         )
     ],
-    "offload/fractions": [Table(["fractions"], ("on the host", "of none there", *OFFLOAD, "host GB"))],
-    "offload/largest": [Table(["largest"])],
+    "offload/fractions": [Table(["fractions"], ((0, "optimizer states on the host"), "ms a step", *PEAKS, "host GB"))],
     "buckets/1.4b": [Table(["buckets"], (*BUCKETS, "buckets GB"))],
     "buckets/7.6b": [Table(["buckets"], (*BUCKETS, "buckets GB", ("allocated GB", "allocated at peak GB")))],
-    "paper/figure 6": [Table(["figure 6"])],
-    "paper/figure 7": [Table(["figure 7"], grouped=True)],
     "planner/memory": [Table(["beside"], ("case", "ranks", *PLANNED_STATES, *PLANNED_PEAK, (8, "reserved GB")))],
     "planner/times": [Table(["beside"], ("case", *PLANNED_TIME, *PLANNED_PEAK))],
 }
@@ -212,16 +182,21 @@ README: dict[str, tuple[str, Table]] = {  # blocks without a command → the run
     ),
     "readme/peers": (
         "peers/large",
-        Table(LARGE, (("table", "GPT, batch"), ("variant", "by"), *OF_FLOOR, "reserved GB"), rows=BOTH, grouped=True),
+        Table(LARGE, (("table", "GPT, batch"), ("variant", "by"), *OF_FLOOR, "reserved GB"), rows=BOTH),
     ),
 }
+
+
+def read_runs(root: Path, suite: str) -> tuple[Path, dict[str, Any]]:
+    """Return the results file of a suite and its runs."""
+    path = root / "benchmarks/results" / f"{suite}.json"
+    return path, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_record(root: Path, run: str) -> dict[str, Any]:
     """Return the record of a run, SUITE/RUN."""
     suite, _, name = run.partition("/")
-    path = root / "benchmarks/results" / f"{suite}.json"
-    runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path, runs = read_runs(root, suite)
     if name not in runs:
         raise SystemExit(f"{path} has no run {name!r}: expected one of {list(runs)}. Add it with docs --add FILE {run}")
     return dict(runs[name])
@@ -238,47 +213,33 @@ def describe_run(record: Mapping[str, Any]) -> str:
     return f"```\n{record['command']}\n```\n\n{', '.join(words)}; {record['date']}{commit}."
 
 
-def build_block(name: str, root: Path) -> tuple[str, dict[str, str]]:
-    """Return the text of a block, and its charts by path."""
-    if name not in SECTIONS and name not in README:
-        raise SystemExit(f"no section {name!r} in benchmarks/report.py: expected one of {', '.join(SECTIONS)}")
-    run, *parts = README.get(name) or (name, *SECTIONS[name])
+def build_block(name: str, root: Path) -> str:
+    """Return the text of a block."""
+    run, *parts = README.get(name) or (name, *SECTIONS.get(name, ()))
     record = read_record(root, run)
-    texts, charts = [] if name in README else [describe_run(record)], {}
     try:
-        for part in parts:
-            if isinstance(part, Chart):
-                charts[part.file] = part.build(record["tables"])
-                texts.append(f"![{part.title}]({Path(part.file).name})")
-            else:
-                texts.append(part.build(record["tables"]))
+        texts = [part.build(record["tables"]) for part in parts or [Table([table]) for table in record["tables"]]]
     except KeyError as error:
         raise SystemExit(f"the record of {run} has no table or column {error}, which {name} shows") from None
-    return "\n\n".join(texts), charts
+    return "\n\n".join(texts if name in README else [describe_run(record), *texts])
 
 
 def build(root: Path) -> dict[str, str]:
-    """Return all pages and charts by path, as the records say."""
+    """Return all pages by path, as the records say."""
     files: dict[str, str] = {}
     for page in PAGES:
-
-        def replace(block: re.Match[str]) -> str:
-            body, charts = build_block(block["name"], root)
-            files.update(charts)
-            return f"<!-- {block['name']} -->\n\n{body}\n\n<!-- end -->"
-
         text = (root / page).read_text(encoding="utf-8")
-        files[page] = BLOCK.sub(replace, text)
         if text.count("<!-- end -->") != len(BLOCK.findall(text)):
             raise SystemExit(f"{page}: each block begins with <!-- SUITE/RUN --> and ends with <!-- end -->")
+        block = "<!-- {0} -->\n\n{1}\n\n<!-- end -->"
+        files[page] = BLOCK.sub(lambda found: block.format(found["name"], build_block(found["name"], root)), text)  # noqa: B023
     return files
 
 
 def add_record(root: Path, source: Path, run: str) -> None:
     """Make the record in a file the one of a run, SUITE/RUN."""
     suite, _, name = run.partition("/")
-    path = root / "benchmarks/results" / f"{suite}.json"
-    runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path, runs = read_runs(root, suite)
     runs[name] = json.loads(source.read_text(encoding="utf-8"))
     path.write_text(encode(runs) + "\n", encoding="utf-8")
 
@@ -292,9 +253,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> None:
     if chosen.add:
         add_record(root, Path(chosen.add[0]), chosen.add[1])
     files = build(root)
-    paths = [root / path for path in files]
-    before = [path.read_text(encoding="utf-8") if path.exists() else "" for path in paths]
-    stale = [name for name, old in zip(files, before, strict=True) if files[name] != old]
+    stale = [name for name, text in files.items() if (root / name).read_text(encoding="utf-8") != text]
     if chosen.check and stale:
         raise SystemExit(f"{', '.join(stale)}: not what the records say. Run: python -m benchmarks docs")
     for name in stale:

@@ -6,12 +6,13 @@ Scripts run in this process, their trials too; one runs as a user runs it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,26 +20,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import activations, filling, memory, offload, paper, rank, search, stages, table, trial
-from benchmarks.record import ROOT
+from benchmarks.harness import search, training, trials, workloads
+from benchmarks.harness.record import ROOT, Record, median, ratio, spread
+from benchmarks.suites import checkpoint, memory, offload, optimizer, paper, peers, planner, scaling, stages
 from zeroshard.models import GPT, GPTConfig
-from zeroshard.presets import PRESETS
+from zeroshard.optim import step
 
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have trials run in this process."""
 
-    def measured(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
-        result = trial.guarded(import_module(module).measure, **arguments)
+    def measured(measure: trials.Measure, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        result = trials.catch_out_of_memory(measure, **arguments)
         return dict(json.loads(json.dumps(result)))
 
-    monkeypatch.setattr(trial, "_measured", measured)
+    monkeypatch.setattr(trials, "run_process", measured)
 
 
-def run(script: ModuleType, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run a script on tiny shapes, and return its results."""
-    script.main(["--tiny", "--device", "cpu", "--out", str(out / "out.json"), *arguments])
+def run(main: Callable[[list[str]], None], out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a suite on tiny shapes, and return its results."""
+    main(["--tiny", "--device", "cpu", "--out", str(out / "out.json"), *arguments])
     results = json.loads((out / "out.json").read_text())["results"]
     assert not [result["error"] for result in results if "error" in result]
     return list(results)
@@ -52,12 +54,13 @@ def cells(output: str) -> list[list[str]]:
 # ------------------------------------------------------------------------------------------------ trials
 
 
-def trials(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> trial.Trials:
-    """Trials of a module with this code."""
+def trials_of(directory: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> trials.Trials:
+    """Trials of a function with this code."""
     (directory / "subject.py").write_text(code)
     monkeypatch.syspath_prepend(directory)
+    monkeypatch.delitem(sys.modules, "subject", raising=False)
     given = {"device": "cpu", "out": directory / "out.json", "budget": 60.0, "timeout": 30.0, **options}
-    return trial.Trials("subject", argparse.Namespace(**given))
+    return trials.Trials("subject", importlib.import_module("subject").measure, argparse.Namespace(**given))
 
 
 def test_a_trial_is_a_process_with_the_allocators_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +69,11 @@ def test_a_trial_is_a_process_with_the_allocators_defaults(tmp_path: Path, monke
 import os
 def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTORCH_ALLOC_CONF"), "twice": 2 * size}
 """
-    many = trials(tmp_path, code, monkeypatch)
+    many = trials_of(tmp_path, code, monkeypatch)
     first, second = many.run(size=1), many.run(size=2)
     assert first["pid"] != second["pid"]
     assert (first["twice"], second["twice"], first["allocator"]) == (2, 4, None)
-    assert many.of(size=2) == [second]
+    assert many.matching(size=2) == [second]
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [first, second]
 
 
@@ -90,12 +93,12 @@ def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTO
 def test_a_failed_trial_keeps_what_it_said(
     body: str, timeout: int, first: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = trials(tmp_path, f"def measure(): {body}", monkeypatch, timeout=timeout).run()["error"]
+    error = trials_of(tmp_path, f"def measure(): {body}", monkeypatch, timeout=timeout).run()["error"]
     assert error.startswith(first) and error.endswith(last), error
 
 
 def test_no_trial_runs_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = trials(tmp_path, "def measure(): return {}", monkeypatch, budget=0.0)
+    many = trials_of(tmp_path, "def measure(): return {}", monkeypatch, budget=0.0)
     assert "budget of 0 s was spent" in many.run()["error"]
 
 
@@ -108,10 +111,10 @@ def test_running_out_of_memory_is_a_result_also_behind_another_error() -> None:
                 raise RuntimeError("unit 'blocks.3'") from error
             raise
 
-    assert trial.guarded(measure, behind=False) == {"out_of_memory": "tried to allocate 2 GiB"}
-    assert trial.guarded(measure, behind=True) == {"out_of_memory": "tried to allocate 2 GiB"}
+    assert trials.catch_out_of_memory(measure, behind=False) == {"out_of_memory": "tried to allocate 2 GiB"}
+    assert trials.catch_out_of_memory(measure, behind=True) == {"out_of_memory": "tried to allocate 2 GiB"}
     with pytest.raises(TypeError):
-        trial.guarded(measure)
+        trials.catch_out_of_memory(measure)
 
 
 def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
@@ -122,7 +125,7 @@ def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(out.read_text())["results"]
     assert result["bucket_size"] == 2**14 and result["allocated"] > 0, result
-    assert "on a network is not in these figures" in done.stdout
+    assert "latency of a network is not in these figures" in done.stdout
     assert cells(done.stdout)[2][:3] == ["tiny", "2", "2^14"]
 
 
@@ -145,16 +148,16 @@ def test_a_search_ends_between_what_fits_and_what_does_not(
             return {"out_of_memory": ""}
         return {"allocated": allocated, "reserved": min(waste * allocated, limit)}  # caches are given back in need
 
-    found = search.largest(attempt, (4, 8), limit, within, most=40)
+    found = search.find_largest(attempt, (4, 8), limit, within, attempts=40)
     fits = max(0, (limit - base) // slope)
     assert found.error is None and found.fails is not None
-    assert found.fits <= fits < found.fails and found.near(within)
+    assert found.fits <= fits < found.fails and found.is_within(within)
     if waste < 1.1 and 20 <= fits <= 400:
         assert len(found.tried) <= 9
 
 
 def test_a_search_ends_with_an_error_that_is_not_of_memory() -> None:
-    found = search.largest(lambda size: {"error": "no such preset"} if size > 4 else {}, (4, 8), 1e9)
+    found = search.find_largest(lambda size: {"error": "no such preset"} if size > 4 else {}, (4, 8), 1e9)
     assert (found.fits, found.fails, found.error) == (4, None, "no such preset")
 
 
@@ -163,12 +166,12 @@ def test_a_search_is_not_led_astray_by_a_line_that_bends() -> None:
         held = 10**6 + size + 10**5 * max(0, size - 16)  # bytes: nearly flat, then steep
         return {"out_of_memory": ""} if held > 3 * 10**6 else {"allocated": held, "reserved": held}
 
-    found = search.largest(attempt, (4, 8), 3e6)
+    found = search.find_largest(attempt, (4, 8), 3e6)
     assert (found.fits, found.fails) == (35, 36)
 
 
 def test_a_search_ends_after_so_many_attempts() -> None:
-    found = search.largest(lambda size: {"allocated": 1, "reserved": 1}, (4, 8), 1e9, most=4)
+    found = search.find_largest(lambda size: {"allocated": 1, "reserved": 1}, (4, 8), 1e9, attempts=4)
     assert found.fits == 32 and found.error is not None and found.error.startswith("ended after 4 attempts")
 
 
@@ -176,7 +179,7 @@ def test_a_search_ends_after_so_many_attempts() -> None:
 
 
 def test_a_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
-    table.show(("GPT", "", "GB"), [["1.4B", 12.345, None], ["é", 0.5, 1234.5]])
+    Record("stages", "cpu", None).show("stages", ("GPT", "", "GB"), [["1.4B", 12.345, None], ["é", 0.5, 1234.5]])
     assert capsys.readouterr().out.splitlines() == [
         "| GPT  |       | GB   |",
         "|------|-------|------|",
@@ -187,14 +190,14 @@ def test_a_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_missing_is_left_out_of_the_figures() -> None:
     runs = [{"ms": 1.0}, {"error": ""}, {"ms": 4.0}, {"ms": 2.0}]
-    assert (table.middle(runs, "ms"), table.spread(runs, "ms")) == (2.0, 3.0)
-    assert table.middle(runs, "reserved") is table.spread(runs, "reserved") is None
-    assert table.ratio(None, 2.0) is table.ratio(2.0, None) is None
-    assert table.ratio(3.0, 2.0) == 1.5
+    assert (median(runs, "ms"), spread(runs, "ms")) == (2.0, 3.0)
+    assert median(runs, "reserved") is spread(runs, "reserved") is None
+    assert ratio(None, 2.0) is ratio(2.0, None) is None
+    assert ratio(3.0, 2.0) == 1.5
 
 
 def test_memory_is_counted_on_a_cpu_and_its_limit_kept() -> None:
-    with rank.Memory("cpu", limit=10**7) as measured:
+    with training.Memory("cpu", limit=10**7) as measured:
         kept = torch.zeros(10**6, dtype=torch.uint8)
         torch.zeros(5 * 10**6, dtype=torch.uint8)
         measured.restart()
@@ -202,7 +205,7 @@ def test_memory_is_counted_on_a_cpu_and_its_limit_kept() -> None:
         torch.zeros(3 * 10**6, dtype=torch.uint8)
         assert measured.peak()["allocated"] == 4 * 10**6
         torch.zeros(10**7, dtype=torch.uint8)
-        with pytest.raises(torch.OutOfMemoryError, match="11000000 bytes were held, 10000000 are allowed"):
+        with pytest.raises(torch.OutOfMemoryError, match="11000000 bytes were allocated, but the limit is 10000000"):
             measured.wait()
         measured.restart()  # the limit holds for what comes after
         assert measured.peak()["allocated"] == kept.nbytes
@@ -211,7 +214,7 @@ def test_memory_is_counted_on_a_cpu_and_its_limit_kept() -> None:
 def test_the_frugal_loss_is_the_same_loss() -> None:
     config = GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=8)
     torch.manual_seed(0)
-    plain, frugal = GPT(config), rank.FrugalGPT(config)
+    plain, frugal = GPT(config), workloads.FrugalGPT(config)
     frugal.load_state_dict(plain.state_dict())
     tokens = torch.randint(32, (3, 8))
     losses = [model(tokens, tokens) for model in (plain, frugal)]
@@ -223,9 +226,8 @@ def test_the_frugal_loss_is_the_same_loss() -> None:
     torch.testing.assert_close(frugal(tokens), plain(tokens))
 
 
-def test_the_rows_are_those_of_the_peers() -> None:
-    assert rank.ROWS["7.6B, batch 4"] == (PRESETS["7.6b"], 4)
-    psi = [f"{preset.parameters / 1e9:.1f}" for preset, _ in rank.ROWS.values()]
+def test_workloads_have_the_sizes_in_their_names() -> None:
+    psi = [f"{workloads.WORKLOADS[name].config.parameters / 1e9:.1f}" for name in workloads.GPTS]
     assert psi == ["1.4", "1.4", "0.2", "7.7", "0.0"]
 
 
@@ -233,7 +235,7 @@ def test_the_rows_are_those_of_the_peers() -> None:
 
 
 def test_memory_in_steady_state(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = run(memory, tmp_path, "--steps", "1")
+    results = run(memory.main, tmp_path, "--steps", "1")
     shown = {row[1]: row for row in cells(capsys.readouterr().out)}
     by_variant = {result["variant"]: result for result in results}
     assert shown["zeroshard"][2] == f"{by_variant['zeroshard']['allocated'] / 1e9:.2g}"
@@ -245,12 +247,13 @@ def test_memory_under_stress_tells_the_step_at_which_it_ran_out(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "FILLED", 1.05)  # a little less than the longest sequence needs
-    monkeypatch.setitem(rank.ROWS, "tiny", (rank.TINY, 16))  # enough to be most of the memory
+    tiny = replace(workloads.WORKLOADS["tiny"], batch=16)  # enough to be most of the memory
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", tiny)
     monkeypatch.setattr(memory, "lengths", lambda context, steps: [context // 4, context // 2, context][:steps])
-    results = run(memory, tmp_path, "--stress", "--steps", "3")
+    results = run(memory.main, tmp_path, "--stress", "--steps", "3")
     ends = [(result["completed"], result.get("ended_by")) for result in results if "limit" in result]
     assert ends[:2] == [(2, "memory")] * 2
-    assert "bytes were held" in results[-2]["said"]
+    assert "bytes were allocated" in results[-2]["said"]
     assert [row[2] for row in cells(capsys.readouterr().out)[2:4]] == ["2 of 3"] * 2
 
 
@@ -261,7 +264,7 @@ def test_lengths_vary_up_to_the_context_and_are_the_same_in_every_run() -> None:
 
 
 def test_the_cost_of_recomputation(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = run(activations, tmp_path, "--only", "steps", "--steps", "1", "--repeats", "1")
+    results = run(memory.activations, tmp_path, "--only", "steps", "--steps", "1", "--repeats", "1")
     assert [result["mode"] for result in results] == ["torch", "zeroshard", "zeroshard+cpu"]
     assert cells(capsys.readouterr().out)[2][4] == "1.00"
 
@@ -269,10 +272,10 @@ def test_the_cost_of_recomputation(inline: None, tmp_path: Path, capsys: pytest.
 def test_the_largest_batch(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(activations, "MODES", {mode: activations.MODES[mode] for mode in ("none", "zeroshard")})
-    monkeypatch.setattr(activations, "FIRST", {"none": (2, 4), "zeroshard": (2, 4)})
-    monkeypatch.setattr(activations, "ON_CPU", 2e6)
-    none, kept = run(activations, tmp_path, "--only", "batches", "--frugal")
+    monkeypatch.setattr(memory, "MODES", {mode: memory.MODES[mode] for mode in ("none", "zeroshard")})
+    monkeypatch.setattr(memory, "FIRST", {"none": (2, 4), "zeroshard": (2, 4)})
+    monkeypatch.setattr(memory, "LIMIT_ON_CPU", 2e6)
+    none, kept = run(memory.activations, tmp_path, "--only", "batches", "--frugal")
     assert none["fails"] - none["fits"] == kept["fails"] - kept["fits"] == 1
     assert 0 < none["fits"] < kept["fits"]
     assert {attempt["left"] for attempt in kept["tried"].values()} == {0}
@@ -280,7 +283,7 @@ def test_the_largest_batch(
 
 
 def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(stages, tmp_path, "--batch", "1", "--world", "2")
+    run(stages.main, tmp_path, "--batch", "1", "--world", "2")
     rows = cells(capsys.readouterr().out)[2:]
     assert [row[1] == row[3] for row in rows] == [True] * 4  # as predicted
     assert [float(row[5].rstrip("Ψ")) for row in rows] == pytest.approx([2, 2, 2, 3], rel=0.01)
@@ -288,9 +291,9 @@ def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("name", "parts"), [("C1", 1), ("C5", 25)])
 def test_one_rank_of_the_papers_mesh(name: str, parts: int) -> None:
-    shape = {"layers": 2, "heads": 16, "width": 64, "context": 16, "vocabulary": 64}
-    result = paper.measure(name, shape, 1, "cpu", 1e9)
-    whole = rank.shape_of(rank.GPTPreset(**shape)).parameters
+    work = replace(workloads.WORKLOADS["tiny"], model="frugal gpt", batch=1)
+    result = paper.measure(name, asdict(work), "cpu", 1e9)
+    whole = work.config.parameters
     assert whole / 16 < result["parameters_here"] < whole / 8  # its part of matrices, norms and positions whole
     assert result["steps"] == 2 and result["allocated"] > 4 * result["parameters_here"]
     here = 4 * result["parameters_here"] / parts  # bytes of fp32 gradients
@@ -303,13 +306,13 @@ def test_the_papers_figures(
     """On a model of memory: 0.6 GB a layer, less 0.1 for what a configuration saves."""
     saves = {"C1": 0, "C2": 1, "C3": 2, "C4": 3, "C5": 4}
 
-    def measured(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def measured(measure: trials.Measure, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
         each = 0.6e9 - 0.1e9 * saves[arguments["configuration"]]
-        assert (module, arguments["limit"]) == ("benchmarks.paper", 32e9)
+        assert (measure, arguments["limit"]) == (paper.measure, 32e9)
         held = each * arguments["shape"]["layers"]
         return {"out_of_memory": "full"} if held > 32e9 else {"allocated": held, "reserved": held}
 
-    monkeypatch.setattr(trial, "_measured", measured)
+    monkeypatch.setattr(trials, "run_process", measured)
     paper.main(["--device", "cpu", "--out", str(tmp_path / "out.json")])
     rows = cells(capsys.readouterr().out)
     cached = {tuple(row[:3]): row[4:7] for row in rows if row[0] in ("40B", "100B")}
@@ -329,7 +332,7 @@ def test_the_papers_figures(
     taken=st.fixed_dictionaries({tier: st.floats(0, 1e9) for tier in ("device", "host")}),
 )
 def test_tiers_hold_every_byte_and_are_filled_alike(psi: int, space: dict[str, float], taken: dict[str, float]) -> None:
-    filled = filling.fill(psi, space, taken)
+    filled = offload.fill(psi, space, taken)
     assert sum(filled.held.values()) == pytest.approx(16 * psi + sum(taken.values()))
     on_host, on_disk = filled.optimizer.get("host", 0), filled.optimizer.get("disk", 0)
     assert on_host >= 0 and on_disk >= 0 and on_host + on_disk <= 1 + 1e-9
@@ -343,42 +346,90 @@ def test_tiers_hold_every_byte_and_are_filled_alike(psi: int, space: dict[str, f
 
 def test_a_tier_is_not_overfilled() -> None:
     space = {"device": 100e9, "host": 60e9}
-    assert filling.fill(10**9 * 155 // 16, space, {}).too_large(space) is None
-    refused = filling.fill(10**9 * 156 // 16, space, {}).too_large(space)
-    assert refused == "58.5 GB are needed on host, at most 58.2 may be taken"
+    assert offload.fill(10**9 * 155 // 16, space, {}).explain_excess(space) is None
+    refused = offload.fill(10**9 * 156 // 16, space, {}).explain_excess(space)
+    assert refused == "58.5 GB are needed on host, but at most 58.2 may be used"
 
 
 def test_the_largest_model_over_three_tiers(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(import_module("benchmarks.deepest"), "SHARES", (0.96, 0.98))
-    results = run(offload, tmp_path, "--only", "disk", "--directory", str(tmp_path))
+    measure_depth, fails = offload.measure_depth, [True]
+
+    def first_fails(**given: Any) -> dict[str, Any]:
+        if fails.pop() if fails else False:
+            raise torch.OutOfMemoryError("full")
+        return measure_depth(**given)
+
+    monkeypatch.setattr(offload, "measure_depth", first_fails)
+    results = run(offload.main, tmp_path, "--only", "disk", "--directory", str(tmp_path))
     shown = [row for row in cells(capsys.readouterr().out) if row[0].isdigit()]
-    trained = [result for result in results if result["what"] == "depth"]
-    assert [row[-1].partition(":")[0] for row in shown] == [""] * len(trained) + ["not begun"]
-    assert int(shown[-1][0]) - int(shown[-2][0]) == 1
-    last = trained[-1]
-    taken = filling.taken_beside(rank.GPTPreset(**last["shape"]), last["batch"], on_gpu=False)
-    held = last["filling"]["held"]
+    assert [row[-1].partition(":")[0] for row in shown] == ["not started", "full", ""]
+    assert [int(row[0]) - int(shown[-1][0]) for row in shown] == [2, 1, 0]
+    last = results[-1]
+    work = workloads.Workload(**last["shape"])
+    buffers, held = offload.buffers_of(work, on_gpu=False), last["filling"]["held"]
     assert held["disk"] == pytest.approx(last["disk"], rel=0.03)  # to vectors
-    assert held["host"] - taken["host"] <= last["host"] <= held["host"]  # buffers are smaller on a CPU
+    assert held["host"] - buffers["host"] <= last["host"] <= held["host"]  # buffers are smaller on a CPU
 
 
 def test_no_run_begins_for_which_the_host_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("benchmarks.deepest"), "available_host_memory", lambda: 10**9)
+    monkeypatch.setattr(offload, "available_host_memory", lambda: 10**9)
     needs = {"optimizer": {"host": 1.0}, "parameters": {}, "held": {"host": 2e9}}
     with pytest.raises(torch.OutOfMemoryError, match="2 GB of host memory are needed, 1 are left"):
-        offload.measure("depth", shape={}, batch=1, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)
+        offload.measure("depth", shape={}, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)
 
 
 def test_a_step_with_states_on_the_host(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(offload, "WARMUP", 1)
-    results = run(offload, tmp_path, "--only", "step", "--steps", "1", "--repeats", "1")
+    results = run(offload.main, tmp_path, "--only", "step", "--steps", "1", "--repeats", "1")
     shown = {row[0]: row for row in cells(capsys.readouterr().out)[2:]}
     ms = {result["variant"]: result["ms"] for result in results}
     floor = max(ms["device floor"], ms["host floor"])
     assert float(shown["zeroshard"][3]) == pytest.approx(ms["zeroshard"] / floor, rel=0.01)
     assert shown["FSDP2, CPUOffloadPolicy"][4] == "1.00"
     assert all(float(shown[name][7]) > 0 for name in offload.OURS)  # bytes on the host
+
+
+# ------------------------------------------------------------------------------------------------ the other suites
+
+
+def test_the_update_alone(
+    inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "kernel_for", step.kernel_for)  # restored afterwards
+    (result,) = run(optimizer.update, tmp_path, "--clip", "--precision", "fp16")
+    assert result["way"] == "torch's way" and result["numel"] == 9216
+    assert result["gb_s"] == pytest.approx(28 * 9216 / result["ms"] / 1e6)
+    assert result["taken"] >= 4 * 9216  # gradients in fp32
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("| torch's way") and row.split("|")[-2].strip() == "1.00"
+    with pytest.raises(ValueError, match="a CPU has no update in one pass"):
+        optimizer.measure_update("one pass", 9216, "cpu", 1, False, "bf16")
+
+
+def test_checkpoints_are_saved_and_loaded_by_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (result,) = run(checkpoint.main, tmp_path, "--repeats", "1", "--directory", str(tmp_path))
+    psi = 2 * 12 * 64**2  # and a little more
+    assert result["ranks"] == 2 and 12 * psi < result["bytes"] < 15 * psi
+    assert {row[0] for row in cells(capsys.readouterr().out)} >= {"raw", "zeroshard", "fsdp2", "host copy"}
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (optimizer.host_adam, ["--threads", "1", "--kinds", "copy of memory", "torch fused, bf16"]),
+        (planner.main, ["--cases", "0.4B, fp32", "2.7B, stage 1 of 16"]),
+        (offload.main, ["--only", "fractions", "--steps", "1", "--repeats", "1"]),
+        (paper.main, ["--figures", "7", "--parallel", "1"]),
+        (peers.main, ["--steps", "1", "--repeats", "1", "--variants", "FSDP2", "zeroshard 3"]),
+        (scaling.main, ["--steps", "1", "--only", "depth", "--variants", "floor", "zeroshard 3"]),
+    ],
+)
+def test_a_suite_runs_on_tiny_shapes(main: Any, arguments: list[str], inline: None, tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    machine.write_text('{"like": "cpu"}')
+    given = [*arguments, "--machine", str(machine)] if main is planner.main else arguments
+    assert run(main, tmp_path, *given)

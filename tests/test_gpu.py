@@ -16,7 +16,7 @@ from plain import assert_close, assert_equal, batches, full_parameters, make_net
 from ranks import run_processes
 
 import zeroshard
-from benchmarks.echo import Echo
+from benchmarks.harness.collectives import Echo
 from zeroshard.memory import CublasWorkspace
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.train.metrics import StepStatsReducer

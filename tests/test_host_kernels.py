@@ -438,7 +438,7 @@ def test_where_it_cannot_be_built_one_warning_says_why(
 
 
 def test_the_benchmark_measures_every_kind(native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_adam = importlib.import_module("benchmarks.host_adam")
-    for kind in host_adam.KINDS:
+    optimizer = importlib.import_module("benchmarks.suites.optimizer")
+    for kind in optimizer.KINDS:
         if "DeepSpeed" not in kind:
-            assert host_adam.measure(kind, numel=100, threads=1, repeats=1)["ns"] > 0
+            assert optimizer.measure_host_adam(kind, numel=100, threads=1, repeats=1)["ns"] > 0

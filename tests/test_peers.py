@@ -6,6 +6,7 @@ Trials run in this process but for those of real ranks, which are processes what
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import math
 import os
@@ -20,21 +21,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
-from benchmarks import peers, ranks, rows, scaling, steady, trial, variants
-from benchmarks.models import adapted, divided
-from benchmarks.rank import adamw
-from benchmarks.record import ROOT
+from benchmarks.harness import trials, variants, workloads
+from benchmarks.harness.ranks import run_ranks
+from benchmarks.harness.record import ROOT
+from benchmarks.harness.variants import adamw
+from benchmarks.harness.workloads import Adapter, SplitLinear, replace_linear
+from benchmarks.suites import peers, scaling
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.train.metrics import flops_per_token
 
-SMALL = rows.Row(layers=3, heads=2, width=32, batch=2, sequence=8, vocabulary=32, ranks=4)
+SMALL = workloads.Workload(layers=3, heads=2, width=32, batch=2, sequence=8, vocabulary=32, ranks=4)
 ALONE = replace(SMALL, place="alone", ranks=1)
 REPEATED = "1.4B, batch 2, accumulated 8 times"  # as tiny as the others, it is the same data twice a step
-HOLDING = ("DDP", "FSDP2", rows.ACCUMULATED[1])  # those that hold reductions back until the last backward
-BEFORE = steady.WARMUP["cpu"]  # steps before those that are timed, in a process of its own
+HOLDING = ("DDP", "FSDP2", workloads.ACCUMULATED[1])  # those that hold reductions back until the last backward
+BEFORE = peers.WARMUP["cpu"]  # steps before those that are timed, in a process of its own
 ONE_BY_ONE = (  # what ranks do
-    "from benchmarks.peers import measure_rank; work = given.pop('work'); "
+    "from benchmarks.suites.peers import measure_rank; work = given.pop('work'); "
     "return {'found': [measure_rank(**given | {'row': row, 'variant': name}) for row, name in work]}"
 )
 DEEPSPEED = [name for name in variants.VARIANTS if name.startswith("DeepSpeed")]
@@ -42,12 +46,12 @@ DEEPSPEED = [name for name in variants.VARIANTS if name.startswith("DeepSpeed")]
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(steady.WARMUP, "cpu", 1)
+    monkeypatch.setitem(peers.WARMUP, "cpu", 1)
 
 
-def measured(row: rows.Row, variant: str, backend: str = "fake_echo") -> dict[str, Any]:
-    with peers._place(row, "cpu", backend) as mesh:
-        return steady.steady(variants.Job(row, "cpu", mesh), variant, steps=1)
+def measured(row: workloads.Workload, variant: str, backend: str = "fake_echo") -> dict[str, Any]:
+    with peers.open_mesh(row, "cpu", backend) as mesh:
+        return peers.measure_variant(variants.Job(row, "cpu", mesh), variant, steps=1)
 
 
 # ------------------------------------------------------------------------------------------------ the same work
@@ -57,7 +61,10 @@ def measured(row: rows.Row, variant: str, backend: str = "fake_echo") -> dict[st
 def test_all_variants_train_alike(kind: str) -> None:
     row = replace(ALONE, accumulate=2) if kind == "accumulated" else replace(ALONE, model=kind)
     row = replace(row, recomputed=kind in ("gpt", "lora"))
-    more = {"gpt": ["DDP", "zeroshard 0", rows.OWN, rows.KEPT], "accumulated": ["DDP", *rows.ACCUMULATED]}
+    more = {
+        "gpt": ["DDP", "zeroshard 0", workloads.OWN, workloads.KEPT],
+        "accumulated": ["DDP", *workloads.ACCUMULATED],
+    }
     names = ["FSDP2", "zeroshard 3", *more.get(kind, [])]
     want = measured(row, "plain")["loss"]
     for name in names:
@@ -72,11 +79,11 @@ def test_one_of_many_computes_with_values_that_all_draw_alike(name: str) -> None
 
 
 def test_every_row_can_be_built_and_has_its_variants() -> None:
-    for name, row in rows.ROWS.items():
+    for name, row in workloads.WORKLOADS.items():
         assert row.variants[0] == "floor" and set(row.variants) <= set(variants.VARIANTS), name
         loss = row.tiny.build()(*row.tiny.inputs("cpu"))
         assert loss.ndim == 0 and loss.requires_grad, name
-    assert len(rows.ON_GPU) >= 10 and not set(rows.ON_CPU) & set(rows.ON_GPU)
+    assert len(workloads.ON_GPU) >= 10 and not set(workloads.ON_CPU) & set(workloads.ON_GPU)
 
 
 def test_operations_are_those_of_the_model_without_recomputation() -> None:
@@ -92,7 +99,8 @@ def test_adapters_begin_at_nothing_and_are_all_that_is_trained() -> None:
     config = GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=8)
     model, tokens = GPT(config), torch.randint(32, (2, 8))
     want = model(tokens)
-    names = {name.rpartition(".")[2] for name, p in adapted(model).named_parameters() if p.requires_grad}
+    adapted = replace_linear(model.requires_grad_(False), Adapter)
+    names = {name.rpartition(".")[2] for name, p in adapted.named_parameters() if p.requires_grad}
     assert names == {"down", "up"}
     torch.testing.assert_close(model(tokens), want)
 
@@ -101,7 +109,8 @@ def test_a_divided_model_is_the_same_in_more_parameters() -> None:
     config = GPTConfig(vocab_size=32, context=8, layers=2, heads=2, width=8)
     model, tokens = GPT(config), torch.randint(32, (2, 8))
     before, want, total = len(list(model.parameters())), model(tokens), config.parameters
-    torch.testing.assert_close(divided(model, 4)(tokens), want)
+    split = replace_linear(model, lambda layer: SplitLinear(layer, 4))
+    torch.testing.assert_close(split(tokens), want)
     assert len(list(model.parameters())) == before + 3 * scaling.LAYERS * config.layers
     assert sum(parameter.numel() for parameter in model.parameters()) == total
 
@@ -147,17 +156,17 @@ def test_every_figure_stands_beside_the_floor_and_the_best_peer(
     ms = {"floor": 100.0, "plain": 180.0, "FSDP2": 150.0, "zeroshard 2": 120.0, "zeroshard 3": 130.0}
     tried: list[str] = []
 
-    def known(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def known(measure: Any, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
         tried.append(variant := arguments["variant"])
         if variant == "DDP":
             return {"error": "a stack\nRuntimeError: no such thing"}
         size = {"parameters": 1e9, "flops": 5e13} if variant == "floor" else {"elements": 2e9, "bytes": 4e9}
         each = ms[variant] + 2 * tried.count(variant) - 2
         memory = {"allocated": each * 1e8, "reserved": each * 1.1e8}
-        return {"ms": each, "host_ms": 5.0, "returned_ms": 6.0, "collectives": 3, **size, **memory}
+        return {"ms": each, "host_ms": 5.0, "collectives": 3, **size, **memory}
 
-    monkeypatch.setattr(trial, "_measured", known)
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trials, "run_process", known)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(peers, "peak_flops", lambda *_: 1e15)
     chosen = [*ms, "DDP", *DEEPSPEED]
     row = "1.4B, batch 16, alone"
@@ -172,15 +181,9 @@ def test_every_figure_stands_beside_the_floor_and_the_best_peer(
     )  # fmt: skip
     assert (ours["tokens/s"], ours["TFLOPS"], ours["MFU"]) == (f"{16 * 1024 / 0.122:.0f}", "410", "0.410")
     assert (ours["allocated of the best peer"], ours["of allocated"], ours["sent Ψ"]) == ("0.803", "1.10", "2.00")
-    assert (ours["allocated of the floor"], ours["host of the floor"], ours["sent of the best peer"]) == (
-        "1.20",
-        "1.00",
-        "1.00",
-    )
+    assert (ours["allocated of the floor"], ours["host of the floor"]) == ("1.20", "1.00")
     assert shown["DDP"]["note"] == "RuntimeError: no such thing" and shown["DDP"]["ms a step"] == ""
     assert {shown[name]["note"] for name in DEEPSPEED} == {"not installed"}
-    told = cells(output, "The fastest of zeroshard")[row]
-    assert (told["best peer"], told["zeroshard"], told["of the best peer"]) == ("FSDP2", "zeroshard 2", "0.803")
 
 
 def test_slopes_are_those_of_units_and_of_parameters(
@@ -188,13 +191,13 @@ def test_slopes_are_those_of_units_and_of_parameters(
 ) -> None:
     costs = {"floor": (0.1, 0.001), "FSDP2": (0.4, 0.03), "zeroshard 3": (0.2, 0.001)}  # ms a block, a parameter
 
-    def known(module: str, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
-        row = scaling.row_of(arguments["axis"], arguments["size"], "cpu")
+    def known(measure: Any, arguments: dict[str, Any], seconds: float) -> dict[str, Any]:
+        row = scaling.point(arguments["axis"], arguments["size"], "cpu")
         block, parameter = costs[arguments["variant"]]
-        host = 5 + block * row.layers + parameter * scaling.counted("parameters", row)
+        host = 5 + block * row.layers + parameter * scaling.count("parameters", row)
         return {"host_ms": host, "ms": 2 * host}
 
-    monkeypatch.setattr(trial, "_measured", known)
+    monkeypatch.setattr(trials, "run_process", known)
     scaling.main(["--device", "cpu", "--out", str(tmp_path / "out.json")])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| a ")]
     found = {tuple(cell.strip() for cell in line.split("|")[1:3]): line.split("|")[3:6] for line in lines}
@@ -207,8 +210,8 @@ def test_slopes_are_those_of_units_and_of_parameters(
 
 @pytest.mark.parametrize(("axis", "tensors"), [("ranks", 0), ("depth", 12), ("parameters", 1)])  # of one more
 def test_points_are_measured(axis: str, tensors: int) -> None:
-    points = [scaling.row_of(axis, size, "cpu", tiny=True) for size in scaling.TINY[axis]]
-    more = scaling.counted(axis, points[1]) - scaling.counted(axis, points[0])
+    points = [scaling.point(axis, size, "cpu", tiny=True) for size in scaling.TINY[axis]]
+    more = scaling.count(axis, points[1]) - scaling.count(axis, points[0])
     held = [len(list(row.build().parameters())) for row in points]
     assert more > 0 and held[1] - held[0] == tensors * more
     found = scaling.measure(axis, scaling.TINY[axis][1], "zeroshard 3", "cpu", steps=2, tiny=True)
@@ -218,7 +221,7 @@ def test_points_are_measured(axis: str, tensors: int) -> None:
 # ------------------------------------------------------------------------------------------------ real ranks
 
 
-def trained_by_one(row: rows.Row, over: int, steps: int) -> list[float]:
+def trained_by_one(row: workloads.Workload, over: int, steps: int) -> list[float]:
     """The first rank's loss in each step, where one process trains plainly on the data of that many ranks."""
     jobs = [variants.Job(row, "cpu", SimpleNamespace(get_rank=lambda rank=rank: rank)) for rank in range(over)]
     model = jobs[0].model()
@@ -239,7 +242,7 @@ def check_losses(found: list[dict[str, Any]], work: list[tuple[str, str]]) -> No
     of a loss, and a hundredth of what a missed update makes, or a step on this rank's data alone. (The scale of
     gradients is not seen: AdamW takes it out.)
     """
-    row = peers.chosen_row("tiny", tiny=True, over=2)
+    row = peers.choose("tiny", tiny=True, over=2)
     both, own = (trained_by_one(row, over, BEFORE + 1) for over in (2, 1))
     assert min(abs(other / both[-1] - 1) for other in (both[-2], own[-1])) > 1e-3
     assert {which: result["loss"] for which, result in zip(work, found, strict=True)} == {
@@ -249,23 +252,23 @@ def check_losses(found: list[dict[str, Any]], work: list[tuple[str, str]]) -> No
 
 def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All variants on the same two processes: to start them takes longer than to train."""
-    subject(tmp_path, monkeypatch, ONE_BY_ONE)
-    names = [name for name in rows.REPLICATED if name not in (*rows.FLOORS, *DEEPSPEED)]
+    act = subject(tmp_path, monkeypatch, ONE_BY_ONE)
+    names = [name for name in workloads.REPLICATED if name not in (*workloads.FLOORS, *DEEPSPEED)]
     work = [*(("tiny", name) for name in names), *((REPEATED, name) for name in HOLDING)]
-    run, found = ranks.run, []
+    found: list[dict[str, Any]] = []
 
-    def one_by_one(module: str, function: str, over: int, **given: Any) -> dict[str, Any]:
-        assert (module, function) == (peers.__name__, peers.measure_rank.__name__)
-        found.extend(run("subject", "act", over, work=work, **given)["found"])
+    def one_by_one(function: Any, over: int, **given: Any) -> dict[str, Any]:
+        assert function is peers.measure_rank
+        found.extend(run_ranks(act, over, work=work, **given)["found"])
         return found[work.index((given["row"], given["variant"]))]
 
-    monkeypatch.setattr(ranks, "run", one_by_one)
+    monkeypatch.setattr(peers, "run_ranks", one_by_one)
+    psi = sum(parameter.numel() for parameter in workloads.WORKLOADS["tiny"].tiny.build().parameters())
     for _ in range(3):
         found.clear()
         ours = peers.measure("tiny", "zeroshard 3", "cpu", steps=1, tiny=True, over=2)
-        if ours["allocated"] > 0:  # else torch's profiler has missed some of it
+        if ours["allocated"] > 2 * 4 * psi:  # else torch's profiler has missed some of it
             break
-    psi = sum(parameter.numel() for parameter in rows.ROWS["tiny"].tiny.build().parameters())
     assert ours["elements"] == pytest.approx(3 * psi, rel=0.08)
     assert ours["allocated"] > 2 * 4 * psi  # half of four fp32 states, and more
     assert ours["host_ms"] > 0 and not torch.distributed.is_initialized()
@@ -276,37 +279,41 @@ def test_deepspeed_trains_as_one_would(tmp_path: Path, monkeypatch: pytest.Monke
     """On processes of its own, where it may change torch as it likes."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    subject(tmp_path, monkeypatch, ONE_BY_ONE)
+    act = subject(tmp_path, monkeypatch, ONE_BY_ONE)
     work = [(row, name) for row in ("tiny", REPEATED) for name in DEEPSPEED]
-    found = ranks.run("subject", "act", 2, work=work, steps=1, tiny=True)["found"]
+    found = run_ranks(act, 2, work=work, steps=1, tiny=True)["found"]
     check_losses(found, work)
     given = {"row": "tiny", "variant": "DeepSpeed 2", "device": "cpu", "steps": 1, "tiny": True, "over": 2}
-    whole = trial._measured(peers.__name__, given, seconds=120)
-    psi = sum(parameter.numel() for parameter in rows.ROWS["tiny"].tiny.build().parameters())
+    whole = trials.run_process(peers.measure, given, seconds=120)
+    psi = sum(parameter.numel() for parameter in workloads.WORKLOADS["tiny"].tiny.build().parameters())
     assert whole["loss"] == found[work.index(("tiny", "DeepSpeed 2"))]["loss"]
     assert whole["elements"] == pytest.approx(3 * psi, rel=0.01)  # its bucket is all-reduced, its parameters gathered
     assert 2 * 4 * psi < whole["allocated"] < 8 * 4 * psi  # no buffer for 5e8 elements
 
 
-def subject(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+def subject(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Any:
+    """A function with this body, in a module that ranks can import."""
     (directory / "subject.py").write_text(f"import os, torch.distributed as dist\ndef act(**given):\n    {body}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(directory))))
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.delitem(sys.modules, "subject", raising=False)
+    return importlib.import_module("subject").act
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject(tmp_path, monkeypatch, "assert dist.get_rank() == 0, 'rank one is ill'; dist.barrier()")
-    with pytest.raises(RuntimeError, match="rank 1 ended with status 1") as failure:
-        ranks.run("subject", "act", 2)
-    assert str(failure.value).endswith("AssertionError: rank one is ill")  # the first to fail, last
+    act = subject(tmp_path, monkeypatch, "assert dist.get_rank() == 0, 'rank one is ill'; dist.barrier()")
+    with pytest.raises(ProcessRaisedException, match="Process 1 terminated") as failure:
+        run_ranks(act, 2)
+    assert str(failure.value).strip().endswith("AssertionError: rank one is ill")
 
 
-def test_ranks_end_with_whoever_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when that is killed while they wait for each other for ever."""
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it is killed while they wait for each other forever."""
     body = (
         f"open(f'{tmp_path}/{{os.getpid()}}.pid', 'w'); dist.get_rank() or dist.barrier(); __import__('time').sleep(99)"
     )
     subject(tmp_path, monkeypatch, body)
-    code = "from benchmarks import ranks; ranks.run('subject', 'act', 2)"
+    code = "import subject; from benchmarks.harness.ranks import run_ranks; run_ranks(subject.act, 2)"
     parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     pids: list[int] = []
     try:
@@ -339,4 +346,4 @@ def alive(pid: int) -> bool:
 def test_ranks_are_refused_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         peers.main(["--device", "cuda", "--ranks", "2"])
-    assert "--ranks 2 run over gloo on a CPU: give --device cpu" in capsys.readouterr().err
+    assert "--ranks 2 needs a CPU, where ranks run over gloo: give --device cpu" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import planner as beside
+from benchmarks.suites import planner as beside
 from zeroshard.comm.collectives import Communicator
 
 GPT = {"layers": 4, "heads": 4, "width": 64, "batch": 3, "sequence": 32}

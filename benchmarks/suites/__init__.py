@@ -1,0 +1,1 @@
+"""The suites: each measures one question and prints its tables."""
