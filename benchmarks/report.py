@@ -224,16 +224,16 @@ def build_block(name: str, root: Path) -> str:
     return "\n\n".join(texts if name in README else [describe_run(record), *texts])
 
 
-def build(root: Path) -> dict[str, str]:
-    """Return all pages by path, as the records say."""
-    files: dict[str, str] = {}
-    for page in PAGES:
-        text = (root / page).read_text(encoding="utf-8")
-        if text.count("<!-- end -->") != len(BLOCK.findall(text)):
-            raise SystemExit(f"{page}: each block begins with <!-- SUITE/RUN --> and ends with <!-- end -->")
-        block = "<!-- {0} -->\n\n{1}\n\n<!-- end -->"
-        files[page] = BLOCK.sub(lambda found: block.format(found["name"], build_block(found["name"], root)), text)  # noqa: B023
-    return files
+def build_page(page: str, root: Path) -> str:
+    """Return the text of a page as the records say."""
+    text = (root / page).read_text(encoding="utf-8")
+    if text.count("<!-- end -->") != len(BLOCK.findall(text)):
+        raise SystemExit(f"{page}: each block begins with <!-- SUITE/RUN --> and ends with <!-- end -->")
+
+    def build(block: re.Match[str]) -> str:
+        return f"<!-- {block['name']} -->\n\n{build_block(block['name'], root)}\n\n<!-- end -->"
+
+    return BLOCK.sub(build, text)
 
 
 def add_record(root: Path, source: Path, run: str) -> None:
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> None:
     chosen = parser.parse_args(argv)
     if chosen.add:
         add_record(root, Path(chosen.add[0]), chosen.add[1])
-    files = build(root)
+    files = {page: build_page(page, root) for page in PAGES}
     stale = [name for name, text in files.items() if (root / name).read_text(encoding="utf-8") != text]
     if chosen.check and stale:
         raise SystemExit(f"{', '.join(stale)}: not what the records say. Run: python -m benchmarks docs")

@@ -6,6 +6,7 @@ Scripts run in this process, their trials too; one runs as a user runs it.
 from __future__ import annotations
 
 import argparse
+import doctest
 import importlib
 import json
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import search, training, trials, workloads
+from benchmarks.harness import record, search, training, trials, workloads
 from benchmarks.harness.record import ROOT, Record, median, ratio, spread
 from benchmarks.suites import checkpoint, memory, offload, optimizer, paper, peers, planner, scaling, stages
 from zeroshard.models import GPT, GPTConfig
@@ -194,6 +196,12 @@ def test_what_is_missing_is_left_out_of_the_figures() -> None:
     assert median(runs, "reserved") is spread(runs, "reserved") is None
     assert ratio(None, 2.0) is ratio(2.0, None) is None
     assert ratio(3.0, 2.0) == 1.5
+
+
+@pytest.mark.parametrize("module", [record, scaling])
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0 and found.failed == 0
 
 
 def test_memory_is_counted_on_a_cpu_and_its_limit_kept() -> None:

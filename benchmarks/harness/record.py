@@ -92,10 +92,10 @@ def describe(device: str) -> str:
 def _arguments(command: str) -> list[str]:
     """Return what followed the command on the command line, without --out."""
     given = sys.argv[2:] if sys.argv[1:2] == [command] else []
-    before = ["", *given]
-    return [
-        word for word, last in zip(given, before, strict=False) if not (word.startswith("--out") or last == "--out")
-    ]
+    if "--out" in given:
+        at = given.index("--out")
+        del given[at : at + 2]
+    return [word for word in given if not word.startswith("--out=")]
 
 
 def median(results: Sequence[Result], key: str) -> float | None:

@@ -31,8 +31,8 @@ from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import DeepSpeedLoop, Job, Loop, deepspeed, floor, fsdp2, ours
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from benchmarks.suites.optimizer import measure_host_adam
-from zeroshard.memory.host_info import available_host_memory
-from zeroshard.optim.cpu.updates import default_threads
+from zeroshard.memory import available_host_memory
+from zeroshard.optim import default_threads
 from zeroshard.train.flops import flops_per_token
 
 OURS: dict[str, tuple[Any, float | None]] = {  # name → (offload, norm that gradients are clipped to)

@@ -139,14 +139,11 @@ def show(name: str, work: Workload, notes: dict[str, str], trials: Trials, peak:
     found = {variant: trials.matching(row=name, variant=variant) for variant in notes}
     medians = {key: {variant: median(runs, key) for variant, runs in found.items()} for key in FIGURES}
     floors, best = ({key: _least(values, names) for key, values in medians.items()} for names in (FLOORS, PEERS))
+    units = {key: unit for key, (_, unit) in FIGURES.items()}
     flops, parameters = (median(found[FLOORS[0]], key) for key in ("flops", "parameters"))
     rows = []
     for variant, runs in found.items():
-        step, *others = (
-            [ratio(value, unit), ratio(value, floors[key]), ratio(value, best[key])]
-            for key, (_, unit) in FIGURES.items()
-            for value in [medians[key][variant]]
-        )
+        step, *others = ([ratio(medians[key][variant], base[key]) for base in (units, floors, best)] for key in FIGURES)
         speed = ratio(flops and 1e3 * flops, medians["ms"][variant])
         items = ratio(1e3 * work.items, medians["ms"][variant])
         rates = [spread(runs, "ms"), items, ratio(speed, 1e12), ratio(speed, peak)]

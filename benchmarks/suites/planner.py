@@ -28,7 +28,7 @@ from benchmarks.harness.training import Memory, StateBytes, alone, measure_steps
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import Workload
-from zeroshard.config.offload import Offload
+from zeroshard import Offload
 from zeroshard.planner.calibration.calibrate import calibrate
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.plan import evaluate_strategy
