@@ -31,7 +31,7 @@ from benchmarks.harness.record import Record, Result, describe, ratio
 from benchmarks.harness.trials import make_parser, parse
 from benchmarks.harness.variants import Job, Loop, fsdp2, ours
 from benchmarks.harness.workloads import Workload
-from zeroshard.checkpoint.snapshot import Snapshot
+from zeroshard.checkpoint.async_save import Snapshot
 
 Times = dict[str, list[float]]
 VARIANTS = ("raw", "zeroshard", "fsdp2")

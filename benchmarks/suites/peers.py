@@ -36,7 +36,7 @@ from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, 
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import PEERS, VARIANTS, Job, precision
 from benchmarks.harness.workloads import FLOORS, ON_CPU, ON_GPU, WORKLOADS, Workload
-from zeroshard.train.flops import peak_flops
+from zeroshard.train.metrics import peak_flops
 
 WARMUP = {"cuda": 8, "cpu": 3}  # steps: on a GPU, zeroshard searches its segments in the first few
 NOT_NCCL = """\

@@ -29,11 +29,9 @@ from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import Workload
 from zeroshard import Offload
-from zeroshard.planner.calibration.calibrate import calibrate
-from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plan import evaluate_strategy
-from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.traced_model import TracedModel
+from zeroshard.planner import Machine, Strategy, calibrate
+from zeroshard.planner.plans import evaluate_strategy
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 WARMUP, STEPS = 4, 6  # steps: with offloaded states, speculation begins with the third
 KINDS = {"gpt": ("gpt", 50304), "llama": ("llama", 32000), "moe": ("experts", 32000), "conv": ("convolutions", 0)}
@@ -129,7 +127,7 @@ def predict(case: Case, machine: Machine) -> Result:
     def inputs(batch: int) -> tuple[Tensor, ...]:
         return replace(case.workload, batch=batch).inputs("meta")
 
-    traced = TracedModel(model, inputs, clipped=case.clip, precision=case.precision)
+    traced = TracedModel(model, TrainingLoop(inputs=inputs, has_clipping=case.clip), precision=case.precision)
     plan = evaluate_strategy(traced, case.strategy, case.ranks, machine)
     at_peak = {kind: round(nbytes / 1e9, 3) for kind, nbytes in plan.footprint.peak.by_kind.items() if nbytes}
     parts = {name: round(1e3 * value, 1) for name, value in asdict(plan.step_time).items() if isinstance(value, float)}

@@ -23,7 +23,7 @@ from benchmarks.harness.training import Memory, StateBytes, measure_steps, one_r
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import Job, ours, precision
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
-from zeroshard.planner.state_sizes import predict_memory
+from zeroshard.planner import predict_memory
 from zeroshard.presets import PRESETS
 
 STAGES = (0, 1, 2, 3)
