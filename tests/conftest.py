@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `from ranks import run_threads`, also in its worker processes
+# for `from ranks import run_threads` and names that test files share, also in the harness's worker processes
+sys.path[:0] = sorted({str(path.parent) for path in Path(__file__).parent.glob("*/*.py")})
 import ranks
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles the library again

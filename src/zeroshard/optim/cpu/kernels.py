@@ -38,10 +38,10 @@ correctly rounded; `kernels.c` then calls the same function. A trial run detects
 is none of these, torch's own update runs: [Note: detecting torch's rounding] in ``rounding.py``.
 
 Verified with torch 2.11 and 2.13 on x86-64 with AVX-512 (where torch's fused kernels use AVX2), with AVX2 and without
-either, and with torch 2.13 on aarch64 (NEON). tests/test_host_kernels.py asserts it on the machine that runs it.
+either, and with torch 2.13 on aarch64 (NEON). tests/optim/test_cpu_kernels.py asserts it on the machine that runs it.
 
 On a GPU, torch's `foreach` kernels (the default there) round as in the lines for CUDA, else as on the CPU.
-tests/test_offload_gpu.py asserts that moving an update from the device to the host changes no bit. SGD's `fused` kernel
+tests/gpu/test_offload_gpu.py asserts that moving an update from the device to the host changes no bit. SGD's `fused` kernel
 gives the same bits. Adam's `fused` kernel rounds differently: its lines match torch 2.11. A later version may round
 differently, and then last bits differ with ``fused=True``. One line is not exact: it is unknown how that kernel rounds
 a weight decay that is added to the gradient. Neither one rounding nor two give all its bits.

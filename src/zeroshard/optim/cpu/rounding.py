@@ -11,7 +11,7 @@ torch's own updates are used for that kind: slower, but correct by construction.
 The result holds for tensors of any size, because the bits of an element depend on that element alone: torch's kernels
 give the same bits at the start, in the middle and at the end of a tensor, with one thread and with many. (``fused``,
 whose last elements differ, is split at multiples of its vectors: [Note: equal to torch to the bit].)
-tests/test_host_kernels.py asserts this as well, for torch alone.
+tests/optim/test_cpu_kernels.py asserts this as well, for torch alone.
 
 The trial takes some milliseconds, once per process and kind. It runs on a separate thread, where none of the caller's
 modes is active (inference, autocast, default device, dispatch mode). It does not use the user's random generators, and

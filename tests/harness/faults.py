@@ -1,4 +1,4 @@
-"""What a rank may do to the others: bodies of the runs in test_faults.py."""
+"""What a rank may do to the others: bodies of the runs in test_rank_faults.py."""
 
 from __future__ import annotations
 

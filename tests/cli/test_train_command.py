@@ -44,7 +44,7 @@ SMALL = (
     "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
     "--sample-tokens 8 --device cpu"
 ).split()
-SHORT_TEXT = ["--data", str(Path(__file__).parents[1] / "LICENSE")]  # soon encoded
+SHORT_TEXT = ["--data", str(Path(__file__).parents[2] / "LICENSE")]  # soon encoded
 LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait
 
 

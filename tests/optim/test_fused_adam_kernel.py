@@ -1,7 +1,7 @@
 """The Triton kernel of one pass without a GPU, where Triton is installed: interpreted, and as it is compiled for one.
 
 Interpreted, ``fma`` rounds twice, so numbers are near and not equal; that they are equal on a GPU is asserted there, in
-test_one_pass_gpu.py. What is compiled is looked at: which operations there are, and how each rounds.
+test_fused_adam_gpu.py. What is compiled is looked at: which operations there are, and how each rounds.
 """
 
 from __future__ import annotations

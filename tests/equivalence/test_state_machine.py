@@ -2,7 +2,7 @@
 
 The test runs a short, fixed selection of sequences. A long run, by command:
 
-    python tests/test_state_machine.py --sequences 10000 --seed 1
+    python tests/equivalence/test_state_machine.py --sequences 10000 --seed 1
 
 It runs in child processes of `--chunk` sequences each, `--jobs` at a time, so that a sequence that ends the interpreter
 is told as well. At a counterexample it prints the shortest sequence that hypothesis has found for it, and ends with
@@ -32,7 +32,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 from lockstep import EDITS, LOOKS, OPTIMIZERS, Counterexample, Lockstep, Options, names_of
 from ranks import settle_torch
 

@@ -269,7 +269,7 @@ def test_calibration_is_told_kept_and_used(
 
 
 def test_the_machine_of_the_docs_is_one() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     described = re.findall(r"```json\n(.*?)```", page, re.S)
     machine = Machine.from_json(described[0])
     assert (machine.devices, machine.pcie, machine.outside.bandwidth) == (4, 25e9, 12e9)

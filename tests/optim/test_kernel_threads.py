@@ -172,8 +172,8 @@ def test_a_crew_wants_memory(native_kernels: CpuKernels, tmp_path: Path, monkeyp
 
 FORK = """
 import os, sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_host_crew import in_line
+sys.path[:0] = sys.argv[1:]
+from test_kernel_threads import in_line
 from zeroshard.optim.cpu.kernels import load_kernels
 crew, begun = in_line(load_kernels())
 child = os.fork()
@@ -186,7 +186,14 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_fork_does_not_wait_for_what_is_not_there(native_kernels: CpuKernels) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORK, str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        FORK,
+        *(str(Path(__file__).parents[1] / name) for name in ("optim", "harness")),
+    ]
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split() == ["7"]
 
 

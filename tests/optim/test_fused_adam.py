@@ -1,6 +1,6 @@
 """The update in one pass: which runs it takes, what it is told of them, and that nothing else changes.
 
-The kernel itself needs a GPU (test_one_pass_gpu.py). In its place stands one of torch's own operations (one_pass.py),
+The kernel itself needs a GPU (test_fused_adam_gpu.py). In its place stands one of torch's own operations (one_pass.py),
 so that a run in one pass equals torch's way to the bit here, too.
 """
 
