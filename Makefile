@@ -1,5 +1,5 @@
 # make train   train a small GPT on Shakespeare, on two CPU ranks or all GPUs (options: ARGS="--stage 2 --ranks 4")
-# make test    run the tests (other pytest options: PYTEST_ARGS="-x -k gpt")
+# make test    run the fast tests (PYTEST_ARGS="-x -k gpt" to change); test-slow: those that start programs; test-all: all
 # make lint    run ruff and mypy
 # make dev     install what tests and linters need
 # make clean   remove the virtual environment and all caches
@@ -13,12 +13,18 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: train test lint dev clean
+.PHONY: train test test-slow test-all lint dev clean
 
 train: $(VENV)/.train
 	$(BIN)/zeroshard train $(ARGS)
 
 test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 dev: $(VENV)/.dev

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,22 @@ from typing import Any
 import pytest
 
 # for `from ranks import run_threads` and names that test files share, also in the harness's worker processes
-sys.path[:0] = sorted({str(path.parent) for path in Path(__file__).parent.glob("*/*.py")})
+sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.glob("*/*.py")}))
 import ranks
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles the library again
 ranks.settle_torch()  # also during collection; one thread, so that ranks do not compete for cores
 
-LONG = (  # slow files, started first: started last, one would still run when all others are done
-    "test_train_command",
-    "test_examples",
-    "test_checkpoint_faults",
-    "test_train_tensor",
-    "test_auto",
-    "test_planner_beside",
-    "test_checkpoint",
-    "test_train_page",
-    "test_plan_page",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first; pytest-xdist keeps the order with `--no-loadscope-reorder`."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    """Mark the tests in gpu/, and run the files with most slow tests first: pytest-xdist keeps this order.
+
+    (With `--no-loadscope-reorder`. Started last, such a file would still run when all others are done.)
+    """
+    slow_tests = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
+    for item in items:
+        if item.path.parent.name == "gpu":
+            item.add_marker("gpu")
+    items.sort(key=lambda item: -slow_tests[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -191,6 +191,7 @@ def imports(tree: ast.Module, known: dict[str, ast.Module]) -> set[str]:
     return {name for name in found if name in known and name != "zeroshard"}
 
 
+@pytest.mark.slow
 def test_folders_import_in_one_direction() -> None:
     known = modules()
     order = {folder: number for number, folder in enumerate(FOLDERS)}
@@ -204,6 +205,7 @@ def test_folders_import_in_one_direction() -> None:
     assert upward == set()
 
 
+@pytest.mark.slow
 def test_folders_are_imported_by_their_public_names() -> None:
     found = [
         (name, node.module)
@@ -225,6 +227,7 @@ def test_no_two_modules_import_each_other() -> None:
     assert sorted(arrows.keys() - done) == []
 
 
+@pytest.mark.slow
 def test_no_class_name_means_two_things() -> None:
     trees = modules().values()
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))

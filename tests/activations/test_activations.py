@@ -108,6 +108,7 @@ def train(rank: int, model: nn.Module, mode: str, stage: int | None, before: boo
 FINER = ("*.up", "*.down", "*.norm")  # units, than the blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "units"), [(None, None), (0, None), (3, None), (3, FINER)])
 def test_training_is_bit_equal_to_torchs_checkpointing(stage: int | None, units: Any) -> None:
     model = make_net(blocks=4)
@@ -148,6 +149,7 @@ def train_stages(rank: int, model: nn.Module, mode: str | None) -> Any:
     return full_parameters(model)
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_again_alike_in_units_coarser_than_blocks_in_processes() -> None:
     model = built(Stages)
     reference = run_processes(2, train_stages, model, None)[0]  # not checkpointed at all

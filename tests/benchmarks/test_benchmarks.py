@@ -79,6 +79,7 @@ def measure(size): return {"pid": os.getpid(), "allocator": os.environ.get("PYTO
     assert json.loads((tmp_path / "out.json").read_text())["results"] == [first, second]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "timeout", "first", "last"),
     [
@@ -119,6 +120,7 @@ def test_running_out_of_memory_is_a_result_also_behind_another_error() -> None:
         trials.catch_out_of_memory(measure)
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_a_user_runs_it(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "buckets", "--tiny", "--device", "cpu", "--out", str(out)]
@@ -242,6 +244,7 @@ def test_workloads_have_the_sizes_in_their_names() -> None:
 # ------------------------------------------------------------------------------------------------ the scripts
 
 
+@pytest.mark.slow
 def test_memory_in_steady_state(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run(memory.main, tmp_path, "--steps", "1")
     shown = {row[1]: row for row in cells(capsys.readouterr().out)}
@@ -251,6 +254,7 @@ def test_memory_in_steady_state(inline: None, tmp_path: Path, capsys: pytest.Cap
     assert shown["zeroshard"][5] == f"{by_variant['zeroshard']['reserved'] / by_variant['fsdp2']['reserved']:.2f}"
 
 
+@pytest.mark.slow
 def test_memory_under_stress_tells_the_step_at_which_it_ran_out(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,12 +275,14 @@ def test_lengths_vary_up_to_the_context_and_are_the_same_in_every_run() -> None:
     assert set(lengths) == set(range(256, 1025, 64))
 
 
+@pytest.mark.slow
 def test_the_cost_of_recomputation(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run(memory.activations, tmp_path, "--only", "steps", "--steps", "1", "--repeats", "1")
     assert [result["mode"] for result in results] == ["torch", "zeroshard", "zeroshard+cpu"]
     assert cells(capsys.readouterr().out)[2][4] == "1.00"
 
 
+@pytest.mark.slow
 def test_the_largest_batch(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +296,7 @@ def test_the_largest_batch(
     assert cells(capsys.readouterr().out)[3][1:4] == ["zeroshard", str(kept["fits"]), str(kept["fails"])]
 
 
+@pytest.mark.slow
 def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(stages.main, tmp_path, "--batch", "1", "--world", "2")
     rows = cells(capsys.readouterr().out)[2:]
@@ -359,6 +366,7 @@ def test_a_tier_is_not_overfilled() -> None:
     assert refused == "58.5 GB are needed on host, but at most 58.2 may be used"
 
 
+@pytest.mark.slow
 def test_the_largest_model_over_three_tiers(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,6 +396,7 @@ def test_no_run_begins_for_which_the_host_has_no_memory(monkeypatch: pytest.Monk
         offload.measure("depth", shape={}, device="cpu", filling=needs, host_bytes=1, directory=None, steps=1)
 
 
+@pytest.mark.slow
 def test_a_step_with_states_on_the_host(
     inline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

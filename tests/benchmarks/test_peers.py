@@ -307,6 +307,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypa
     assert str(failure.value).strip().endswith("AssertionError: rank one is ill")
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is killed while they wait for each other forever."""
     body = (

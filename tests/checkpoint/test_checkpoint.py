@@ -138,6 +138,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Source, tuple[Path
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), [*sorted(WORLDS), (1, PLAIN)])
 def test_every_checkpoint_loads_exactly_everywhere_and_training_goes_on(
     world: int, stage: int | None, written: dict[Source, tuple[Path, Everything, Everything]]
@@ -158,6 +159,7 @@ def test_every_checkpoint_loads_exactly_everywhere_and_training_goes_on(
             assert_same(ours, continued, 0.0 if sums_alike or source == (world, stage) else 2e-5)
 
 
+@pytest.mark.slow
 def test_processes_other_buckets_and_units_and_a_hybrid_mesh(tmp_path: Path) -> None:
     saved, continued = run_processes(2, write, 2, 3, tmp_path / "a", {"bucket_size": 100})[0]
     for options in ({"bucket_size": 2**20}, {"units": (nn.Linear,)}):
@@ -378,6 +380,7 @@ def extras(rank: int, path: Path, load: bool) -> Any:
     return rates, position.at, torch.rand(1, generator=generator).item(), drawn, result and result.rank_extra
 
 
+@pytest.mark.slow
 def test_schedulers_random_states_data_positions_and_plain_data(tmp_path: Path) -> None:
     before = run_processes(2, extras, tmp_path, False)
     after = run_processes(2, extras, tmp_path, True)
@@ -609,6 +612,7 @@ def what_is_refused(rank: int, path: Path) -> None:
     assert not zeroshard.load(path / "compiled", torch.compile(model), optimizer).missing
 
 
+@pytest.mark.slow
 def test_what_would_load_as_something_else_is_refused(tmp_path: Path) -> None:
     run_threads(2, what_is_refused, tmp_path)
     torch.save({"weight": torch.zeros(1, 1, dtype=torch.complex64), "bias": torch.zeros(1)}, tmp_path / "complex.pt")
@@ -672,6 +676,7 @@ def bounded(rank: int, path: Path) -> list[int]:
     return [saving, loading, left]
 
 
+@pytest.mark.slow
 def test_saving_and_loading_take_one_bounded_buffer_beside_the_shards(tmp_path: Path) -> None:
     for saving, loading, left in run_processes(2, bounded, tmp_path):  # shards of 48 MiB each
         assert saving <= (BLOCKS_IN_FLIGHT + 1) * BLOCK_BYTES
@@ -689,6 +694,7 @@ def import_weights(rank: int, path: Path, expected: Everything, options: dict[st
         assert_same({k: v for k, v in everything(model, optimizer).items() if "/" not in k}, expected)
 
 
+@pytest.mark.slow
 def test_weights_of_torch_save_and_safetensors_are_read_into_shards(tmp_path: Path) -> None:
     with seeded(5):
         model = Forms()
@@ -715,6 +721,7 @@ def strip(name: str) -> str:
     return name.removeprefix("module.")
 
 
+@pytest.mark.slow
 def test_only_what_a_rank_needs_is_read(tmp_path: Path) -> None:
     """Weights are mapped: a rank of two touches half of them, and allocates nothing."""
     save_file(nn.Linear(1024, 8192, bias=False).state_dict(), tmp_path / "m.safetensors")  # 32 MiB
@@ -789,6 +796,7 @@ def asynchronous(rank: int, world: int, path: Path, stage: int) -> tuple[Everyth
     return everything(model, optimizer), saved[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_training_goes_on_while_a_checkpoint_is_written(stage: int, tmp_path: Path) -> None:
     for loaded, saved in run_processes(2, asynchronous, 2, tmp_path, stage):
@@ -832,6 +840,7 @@ def test_a_step_does_not_wait_for_a_save_that_failed_before_the_copy(tmp_path: P
             handle.wait()
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_the_copy_of_what_it_changes(tmp_path: Path) -> None:
     for waiting, loaded, saved in run_processes(2, copied_late, tmp_path):
         assert waiting

@@ -58,6 +58,7 @@ def in_order(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return tensor.permute(dims).contiguous().permute(back)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(divided())
 def test_a_line_is_the_ranks_parts_one_behind_the_other_and_gives_the_tensor_back(
@@ -259,6 +260,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ROUTES, ids=str)
 def test_a_checkpoint_loads_exactly_at_any_tensor_degree_and_training_goes_on(place: Place, written: Written) -> None:
     sources = [written[source] for source in ROUTES[place]]
@@ -338,6 +340,7 @@ def test_a_rank_may_have_nothing_of_a_parameter(tmp_path: Path) -> None:
     assert_same(everything(other, optimizer), saved)
 
 
+@pytest.mark.slow
 def test_processes_write_and_go_on_as_if_nothing_had_happened(written: Written, tmp_path: Path) -> None:
     place: Place = ((1, 2), 3)
     (saved, losses), _ = run_processes(2, write, place, tmp_path, {"bucket_size": 100})
@@ -416,6 +419,7 @@ def read_frozen(rank: int, path: Path) -> Everything:
     return everything(model, optimizer)
 
 
+@pytest.mark.slow
 def test_saves_beside_training_without_what_is_frozen_from_masters(tmp_path: Path) -> None:
     saved = run_processes(2, save_frozen, tmp_path / "a")[0]
     assert saved["blocks.0.mlp.down.weight"].dtype == torch.float32
@@ -549,6 +553,7 @@ def rewritten(source: Path, target: Path, change: Callable[[dict[str, Any]], Non
     return target
 
 
+@pytest.mark.slow
 def test_an_index_with_a_division_that_cannot_be_is_refused(
     written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

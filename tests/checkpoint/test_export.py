@@ -282,6 +282,7 @@ def test_options_that_cannot_be_meant_are_refused(saved: Any, tmp_path: Path, wr
 # ------------------------------------------------------------------------------------------------ Hugging Face
 
 
+@pytest.mark.slow
 def test_transformers_loads_an_export_as_the_model_it_was(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -434,6 +435,7 @@ def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path, capsys: pytest.
         assert told.startswith(f"zeroshard {command[0]}: {tmp_path} is neither a checkpoint") and told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_help_needs_neither_torch_nor_tyro() -> None:
     code = "import sys; from zeroshard.cli.main import main\nmain(['--help'])\n"
     for command in ("export", "inspect"):

@@ -238,6 +238,7 @@ def places(value: Any, steps: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([steps] if steps else []), *(place for key, child in children for place in places(child, (*steps, key)))]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, sound: Path, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def plans() -> Plans:
 # ------------------------------------------------------------------------------------------------ as a user
 
 
+@pytest.mark.slow
 def test_help_is_told_without_torch() -> None:
     code = "import sys, zeroshard.cli.main as cli\n"
     code += "try: cli.main(['plan', '--help'])\nfinally: print('torch' in sys.modules)"
@@ -180,6 +181,7 @@ def test_help_is_told_without_torch() -> None:
     assert "usage: zeroshard plan" in done.stdout and "h200" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_takes_what_and_how_to_run_it() -> None:
     ran = [sys.executable, "-m", "zeroshard", "plan", "tiny", "--devices", "2", "--stage", "1,3", *QUICK]
     done = subprocess.run(ran, capture_output=True, text=True, check=True)
@@ -244,6 +246,7 @@ def test_offload_narrows_to_a_tier(tmp_path: Path) -> None:
     assert told and all("disk" in fractions["optimizer"] for fractions in told)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("gpt2", "--devices", "1", "--memory", "1GB", "--micro-batch", "2", "--offload", "none") == 1
     out = capsys.readouterr().out
@@ -252,6 +255,7 @@ def test_where_nothing_fits_the_status_is_1_and_the_nearest_is_named(capsys: pyt
     assert "to train with this plan" not in out and "chosen" not in out
 
 
+@pytest.mark.slow
 def test_calibration_is_told_kept_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,6 +418,7 @@ def test_what_a_page_needs_is_named_before_any_work(
     assert f"--html needs {' and '.join(missing)}, which " in said and "pip install 'zeroshard[train]'" in said
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_is_no_failure() -> None:
     flags = "tiny --devices 2 --stage 3 --json -".split()
     code = f"import sys; from zeroshard.cli.main import main; sys.exit(main({['plan', *flags, *QUICK]!r}))"
@@ -432,6 +437,7 @@ def test_devices_have_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
 # ------------------------------------------------------------------------------------------------ the table
 
 
+@pytest.mark.slow
 def test_the_table_has_what_fits_first_and_the_chosen_plan_marked(plans: Plans) -> None:
     text = format_table(plans, show_all=True)
     rows = text.splitlines()[2:]

@@ -67,6 +67,7 @@ def chosen(plans: Plans) -> Plan:
 # ------------------------------------------------------------------------------------------------ the file
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_outside(dom: Dom) -> None:
     for tag, attributes in dom.elements:
         assert not attributes.keys() & {"src", "srcset", "href", "data", "action", "poster"}, tag
@@ -104,6 +105,7 @@ def test_every_chart_has_a_place_a_label_and_its_numbers(dom: Dom) -> None:
     assert len(dom.tags("details")) == len(CHARTS) + 1
 
 
+@pytest.mark.slow
 def test_the_figures_are_ones_that_plotly_knows_in_colours_of_the_stylesheet(dom: Dom) -> None:
     import plotly.graph_objects as go
 
@@ -232,6 +234,7 @@ def test_a_model_without_blocks_on_one_device_has_a_page(tmp_path: Path) -> None
     assert evaluate_strategy(subject, chosen(plans).strategy, 1, plans.machine).memory == chosen(plans).memory
 
 
+@pytest.mark.slow
 def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.html"
     argv = "plan tiny --devices 2 --batch 4 --stage 3 --checkpoint none --offload none --html".split()
@@ -244,6 +247,8 @@ def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # ------------------------------------------------------------------------------------------------ in a browser
 
 
+@pytest.mark.browser
+@pytest.mark.slow
 @in_browser
 def test_every_chart_is_drawn_offline_whatever_the_strings(page: Path, tmp_path: Path) -> None:
     command = chromium(page, tmp_path / "profile", "virtual-time-budget=5000", "dump-dom")
@@ -282,6 +287,8 @@ const until = async condition => {
 </script>"""
 
 
+@pytest.mark.browser
+@pytest.mark.slow
 @in_browser
 def test_the_page_fits_any_width_and_follows_the_preferred_colours(page: Path, tmp_path: Path) -> None:
     (page.parent / "frames.html").write_text(FRAMES, encoding="utf-8")

@@ -39,6 +39,8 @@ from zeroshard.train.summary import dry_run
 from zeroshard.train.trainer import Trainer
 from zeroshard.train.training_setup import prepare_training
 
+pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
+
 STEPS = 40
 SMALL = (
     "--plain --layers 2 --width 32 --sequence 16 --batch 12 --warmup 5 --eval-sequences 6 --log-every 10 "
@@ -200,6 +202,7 @@ def test_memory_and_traffic_are_as_promised(whole: tuple[Path, subprocess.Comple
     assert moved == pytest.approx(found["paper_traffic"]["bytes"], rel=0.02)
 
 
+@pytest.mark.browser
 @in_browser
 def test_the_report_of_the_run_is_drawn_whole_and_offline(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path

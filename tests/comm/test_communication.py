@@ -50,6 +50,7 @@ def sizes_of(events, kind: str) -> list[int]:
     return [nbytes for name, nbytes in events if name == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("stage", "volume"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_steady_step_communicates_what_the_paper_counts(stage: int, volume: int, world: int) -> None:
@@ -78,6 +79,7 @@ def test_each_stage_uses_its_own_collectives(stage: int, kinds: dict[str, int]) 
             assert sizes[kind] == pytest.approx(times * SMALL.parameters * 2, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     ((report, events),) = run_processes(1, steady_step, SMALL, 2, {"stage": stage})
@@ -85,6 +87,7 @@ def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     assert not events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_smaller_buckets_make_more_and_smaller_collectives_of_the_same_volume(stage: int) -> None:
     (large, at_large), *_ = run_processes(2, steady_step, SMALL, 3, {"stage": stage, "bucket_size": 2**25})
@@ -138,6 +141,7 @@ def first_gathers_and_products(events) -> list[tuple[str, int]]:
     return list(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("backward", [False, True])
 def test_next_unit_is_gathered_before_the_present_one_computes_when_prefetching(prefetch: bool, backward: bool) -> None:

@@ -112,6 +112,7 @@ def different_optimizers(rank: int, kind: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none on one", "fewer parameters", "other groups"])
 def test_different_optimizers_are_an_error_on_every_rank(kind: str) -> None:
     for text in run_processes(2, different_optimizers, kind, timeout=30):
@@ -129,6 +130,7 @@ def one_rank_calls_shard(rank: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_calls_shard_is_an_error_on_those_that_do() -> None:
     text, _ = run_processes(2, one_rank_calls_shard, timeout=30)
     assert "shard()" in text
@@ -181,6 +183,7 @@ def stray(rank: int, sizes: str, how: str, after: int) -> tuple[str, str]:
     return "no error", ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "how", "after"),
     [
@@ -226,6 +229,7 @@ def misstep(rank: int, how: str, stage: int) -> tuple[str, str]:
     return "no error", ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "stage"),
     [
@@ -336,6 +340,7 @@ def test_an_exception_in_one_rank_s_forward_leaves_it_usable(stage: int, where: 
         assert_close(parameters, wanted, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_exception_in_one_gloo_process_s_forward_leaves_it_usable(stage: int) -> None:
     model = make_net()
@@ -357,6 +362,7 @@ def first_forward_fails(rank: int) -> tuple[str, str]:
     return "no error", ""
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_very_first_forward_is_an_error_on_the_ranks_that_wait_for_it() -> None:
     (waiting, text), (failed, _) = run_processes(2, first_forward_fails, timeout=20)
     assert (waiting, failed) == ("RanksDisagreeError", "Spoiled")

@@ -85,6 +85,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
     forks.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_other_ranks_are_told_who_and_what(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
     diverged = case.what not in ("killed", "killed in save", "raises", "ends early")
@@ -102,6 +103,7 @@ def test_all_other_ranks_are_told_who_and_what(case: Case, outcomes: dict[str, l
             assert float(stated[1]) < told["waited"] + 0.2, told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*ALONE, Case("slow", "")], ids=lambda case: case.name)
 def test_what_needs_no_other_rank_and_what_is_slow_is_no_error(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
     for outcome in outcomes[case.name]:
@@ -109,6 +111,7 @@ def test_what_needs_no_other_rank_and_what_is_slow_is_no_error(case: Case, outco
         assert outcome.answer == {"told": "", "watching": 1, "left": 0}
 
 
+@pytest.mark.slow
 def test_a_rank_that_saves_while_others_wait_in_a_barrier_is_told(outcomes: dict[str, list[Outcome]]) -> None:
     waiting, saving = outcomes[BARRIER.name]
     wanted = r"rank 0 waits for it in torch.distributed.barrier\(\) \(.*faults.py, line \d+\)"

@@ -151,6 +151,7 @@ def freed_by_zero_grad(rank: int, stage: int) -> tuple[int, int]:
     return before - live_bytes(), zeroshard.report(model).memory["gradients", "device"].peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_live_tensors_say_so_too(stage: int) -> None:
     for freed, most in run_processes(2, freed_by_zero_grad, stage):
@@ -406,6 +407,7 @@ def left_in_the_middle(rank: int, stage: int, world: int, away: bool) -> dict[st
     return full_parameters(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "world", "away"), [(0, 1, False), (1, 2, True), (2, 2, False), (3, 2, True), (3, 3, False)]
 )

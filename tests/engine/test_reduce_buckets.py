@@ -251,6 +251,7 @@ def test_what_was_summed_inside_no_sync_is_reduced_where_it_lies(world: int) -> 
         assert ring == 0
 
 
+@pytest.mark.slow
 def test_gloo_is_given_a_copy_of_what_was_summed() -> None:
     (wanted, _), *_ = run_threads(2, summed_before, 1, LARGE)
     for parameters, ring in run_processes(2, summed_before, 3, LARGE):
@@ -274,6 +275,7 @@ def kept_gradients(rank: int, stage: int) -> list[tuple[torch.Tensor, torch.Tens
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_gradient_that_a_hook_has_kept_is_not_overwritten(run: Callable[..., Any], stage: int) -> None:

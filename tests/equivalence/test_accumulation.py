@@ -53,6 +53,7 @@ def clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) ->
 # ------------------------------------------------------------------------------------------------------ numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "parts", "silent"),
     [(1, 4, False), (1, 4, True), (2, 2, False), (2, 3, True), (3, 4, True), (4, 3, False)],
@@ -66,6 +67,7 @@ def test_backwards_sum_to_one_large_batch(world: int, parts: int, silent: bool) 
     assert_same_training(world, net(), momentum, data, loop, identical=False, bucket_size=100)
 
 
+@pytest.mark.slow
 def test_processes_over_gloo_sum_to_one_large_batch() -> None:
     world = 3
     plain = copy.deepcopy(net())
@@ -201,6 +203,7 @@ def clip_twice(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[to
 ALONE = (all_inside_no_sync, zero_to_zero, same_graph_twice, clip_then_backward)  # also where nothing is reduced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [

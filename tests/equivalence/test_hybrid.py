@@ -46,6 +46,7 @@ def test_training_on_a_mesh_gives_the_plain_numbers(stage: int, shape: tuple[int
         assert_close(parameters, wanted, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_on_a_mesh_of_gloo_processes_gives_the_plain_numbers(stage: int) -> None:
     model = make_net()

@@ -15,6 +15,8 @@ from ranks import run_processes
 
 import zeroshard
 
+pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
+
 VOCABULARY = 11  # of plain.Net
 
 

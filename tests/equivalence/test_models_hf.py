@@ -132,6 +132,7 @@ def test_own_gradient_checkpointing_trains_as_plain(make: Any, reentrant: bool) 
 # ------------------------------------------------------------------------------------------------------- generate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_generate_gives_the_plain_models_tokens_before_between_and_after_training(make: Any, beams: int) -> None:

@@ -84,6 +84,7 @@ def test_activation_checkpointing_with_several_forwards_before_one_backward(reen
     assert_same(built(lambda: Recomputing("each block", reentrant)), two_forwards, tokens(2, VOCABULARY), stage=3)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_in_processes() -> None:
     for reentrant in (True, False):
         model = built(lambda reentrant=reentrant: Recomputing("each block", reentrant))

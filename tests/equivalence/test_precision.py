@@ -184,6 +184,7 @@ def train(
     return full_parameters(model), dict(zeroshard.unwrap(model).named_parameters()), states, norms_by_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "max_norm", "precision"), [(2, None, "bf16"), (2, 0.1, "fp16"), (3, 0.1, "bf16"), (3, None, "fp16")]
 )
@@ -202,6 +203,7 @@ def test_stages_1_2_and_3_are_bit_identical_in_16_bits(world: int, max_norm: flo
             assert_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_processes_over_gloo_are_bit_identical_in_bf16() -> None:
     results = {stage: run_processes(3, train, 3, "bf16", stage, 0.1)[0] for stage in (1, 2, 3)}
     for stage in (2, 3):

@@ -33,6 +33,8 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.flags import read_options
 
+pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "cluster"
 LIMIT = 120  # seconds a command may take: a hang is a failure, not a wait

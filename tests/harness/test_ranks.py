@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_processes, run_threads, seeded
 
+pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
+
 Runner = Callable[..., list[Any]]
 both = pytest.mark.parametrize("run", [run_threads, run_processes])
 

@@ -275,6 +275,7 @@ def requests_of_a_net(layers: int = 12) -> list[AllocRequest]:
     return found
 
 
+@pytest.mark.slow
 def test_sizes_are_changed_until_little_more_is_reserved_than_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of_a_net()
     in_use = 8172 * MB

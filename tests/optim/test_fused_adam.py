@@ -195,6 +195,7 @@ def overflows(rank: int, world: int, stage: int, make: Make = fused) -> dict[str
     return held(model, optimizer)
 
 
+@pytest.mark.slow
 @every_stage
 def test_after_an_overflow_nothing_changes_and_no_step_is_counted(stage: int) -> None:
     assert_same_in_one_pass(2, overflows, stage=stage)
@@ -230,6 +231,7 @@ def one_not_fused(model: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_an_overflow_that_not_all_read() -> None:
     assert_same_in_one_pass(2, overflows, stage=2, make=one_not_fused)
 
@@ -314,6 +316,7 @@ def test_schedulers_do_not_miss_a_step(on_inner: bool) -> None:
 # ---------------------------------------------------------------------------------------------- states, and where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_checkpoint_of_either_way_is_loaded_by_the_other(stage: int, tmp_path: Path) -> None:
     def body(rank: int, load: Path | None, save: Path) -> dict[str, torch.Tensor]:

@@ -142,6 +142,7 @@ def test_models_whose_own_dtype_the_native_update_does_not_serve(dtype: torch.dt
     assert_same(run(offload(("disk", 0.5))), wanted)
 
 
+@pytest.mark.slow
 def test_the_reference_gpt_from_the_meta_device() -> None:
     config = GPTConfig(vocab_size=64, context=16, layers=2, heads=2, width=32)
 

@@ -482,6 +482,7 @@ class Vector(Own):
         return momentum
 
 
+@pytest.mark.slow
 def test_counters_that_are_tensors_of_one_element_are_saved(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         model: Any = copy.deepcopy(MODEL)[:3]  # type: ignore[index]  # no parameter of one element

@@ -345,6 +345,7 @@ def together(tmp_path: Path, world: int, nodes: int) -> list[tuple[Machine, Cali
     return run_processes(world, measured, str(tmp_path), nodes, env=env)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_measure_their_links_and_agree(tmp_path: Path, cache: Path) -> None:
     results = together(tmp_path, world=2, nodes=1)
     machine = results[0][0]
@@ -357,6 +358,7 @@ def test_ranks_of_a_node_measure_their_links_and_agree(tmp_path: Path, cache: Pa
     assert [ranks for _, ranks, _ in results] == [CalibrationRanks(2, 0, (0, 1)), CalibrationRanks(2, 1, (0, 1))]
 
 
+@pytest.mark.slow
 def test_nodes_measure_the_link_between_them_and_each_keeps_a_file(tmp_path: Path, cache: Path) -> None:
     results = together(tmp_path, world=4, nodes=2)
     machine = results[0][0]
@@ -372,6 +374,7 @@ def lost(rank: int, directory: str) -> None:
     calibrate("cpu", directory=directory if rank == 0 else f"{directory}/absent", seconds=BRIEF)
 
 
+@pytest.mark.slow
 def test_where_one_rank_has_no_disk_all_are_told(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
         run_processes(2, lost, str(tmp_path), timeout=60)

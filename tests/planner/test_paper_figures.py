@@ -56,6 +56,7 @@ def test_a_cell_that_differs_is_shown_with_what_is_printed() -> None:
 # ----------------------------------------------------------------------------------------------- throughput
 
 
+@pytest.mark.slow
 def test_figure_2_is_met_and_its_order_too() -> None:
     exhibit = shown(paper.figure_2)
     zero, baseline = of(exhibit, "ZeRO"), of(exhibit, "baseline")
@@ -67,12 +68,14 @@ def test_figure_2_is_met_and_its_order_too() -> None:
     assert all(float(z.ours) > 3 * float(b.ours) for z, b in zip(zero[2:], baseline[2:], strict=True))
 
 
+@pytest.mark.slow
 def test_figure_3_is_met_and_grows_with_the_batch() -> None:
     exhibit = shown(paper.figure_3)
     assert (exhibit.mean_error or 1) < 0.15
     assert float(exhibit.cells[1].ours) > float(exhibit.cells[0].ours)
 
 
+@pytest.mark.slow
 def test_figure_4_is_met_and_falls_with_the_batch() -> None:
     exhibit = shown(paper.figure_4)
     assert (exhibit.mean_error or 1) < 0.21
@@ -105,6 +108,7 @@ def test_the_machine_has_published_rates_and_one_curve() -> None:
 # ---------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_figure_6_is_met() -> None:
     exhibit = shown(paper.figure_6)
     assert 0.05 < (exhibit.mean_error or 0) < 0.25

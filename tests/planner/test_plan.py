@@ -191,6 +191,7 @@ def plans(memory: str = "80GB", devices: int = 4, **options: Any) -> Plans:
     return plan(gpt(**options.pop("model", {})), devices=devices, machine=NODE, memory=memory, sequence=32, **options)
 
 
+@pytest.mark.slow
 def test_every_choice_is_looked_at() -> None:
     found = plans(batch=64)
     chosen = [row.strategy for row in found.fastest_per_strategy()]
@@ -205,6 +206,7 @@ def test_every_choice_is_looked_at() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_best_is_the_fastest_that_fits() -> None:
     for memory in ("80GB", "900MB", "750MB"):
         found = plans(memory, batch=32, tensor=1)
@@ -216,12 +218,14 @@ def test_the_best_is_the_fastest_that_fits() -> None:
         assert "the fastest of" in found.reason
 
 
+@pytest.mark.slow
 def test_less_memory_never_makes_it_faster() -> None:
     speeds = [plans(memory, batch=32, tensor=1).best for memory in ("80GB", "900MB", "750MB")]
     samples = [best.score for best in speeds if best is not None]
     assert samples == sorted(samples, reverse=True)
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     found = plans("640MB", batch=32, tensor=1, model={"width": 256, "layers": 8})
     assert found.best is None
@@ -239,6 +243,7 @@ def test_the_hosts_memory_and_the_disk_are_limits_too() -> None:
     assert evaluate_strategy(traced_model, far, 4, NODE).fits
 
 
+@pytest.mark.slow
 def test_what_is_given_is_kept_to() -> None:
     found = plans(batch=32, stage=2, tensor=2, checkpoint="recompute", offload=None, micro_batch=[2, 4])
     chosen = [one.strategy for one in found.candidates]
@@ -251,6 +256,7 @@ def test_a_model_without_blocks_or_a_plan() -> None:
     assert {(one.strategy.tensor, one.strategy.checkpoint) for one in found.candidates} == {(1, "none")}
 
 
+@pytest.mark.slow
 def test_a_cpu_is_a_machine_too() -> None:
     found = plan(gpt(), devices=2, machine="cpu", batch=8, sequence=32)
     assert found.precision == "fp32"
@@ -281,6 +287,7 @@ def test_bad_input_is_refused_in_words() -> None:
 # ------------------------------------------------------------------------------------------------ deep models
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_traced_by_a_few_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     depths = []
     real = trace_model
@@ -363,6 +370,7 @@ def test_choices_that_are_none_are_refused() -> None:
             plans(**{name: value})
 
 
+@pytest.mark.slow
 def test_stages_that_cannot_offload_what_is_asked_are_left_out() -> None:
     far = {"optimizer": "host", "parameters": "host"}
     assert {one.strategy.stage for one in plans(batch=16, tensor=1, offload=far).candidates} == {3}

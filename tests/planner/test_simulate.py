@@ -51,6 +51,7 @@ def gpt(layers: int, shape: GPTConfig = SHAPE) -> GPT:
 # ------------------------------------------------------------------------------------------ deepened models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -85,6 +86,7 @@ def test_a_family_has_the_models_that_its_shape_makes() -> None:
     assert find_family(nn.Linear(2, 2)) is None
 
 
+@pytest.mark.slow
 def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
     machine = Machine.resolve("dgx2")
     deep, plain = DepthExtrapolatedModel(gpt_family(SHAPE), 5, precision="fp16"), TracedModel(gpt(5), precision="fp16")
@@ -195,6 +197,7 @@ def test_perfect_links_scale_for_ever() -> None:
     assert found.scaling[0].under_90_percent is None and found.scaling[0].good_until == 4096
 
 
+@pytest.mark.slow
 def test_a_model_of_small_blocks_is_simulated_as_it_is_planned() -> None:
     """Several of its blocks make a unit, which no shallow member has."""
     config = GPTConfig(vocab_size=64, context=16, layers=34, heads=2, width=16)
@@ -219,6 +222,7 @@ def test_partitioned_memory_shrinks_with_devices() -> None:
     )  # alone, and with landings
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_fit_is_told() -> None:
     found = swept(memory="1.7GB", devices=(1, 64), checkpoint="recompute")
     told = {one.stage: one.fits_from for one in found.scaling}
@@ -314,6 +318,7 @@ def test_the_straight_line_ends_where_a_replay_does(
     assert on_the_line.memory == pytest.approx(replayed.memory, rel=0.01)
 
 
+@pytest.mark.slow
 def test_largest_models_grow_with_stage_devices_and_offload(family: DepthExtrapolatedModel) -> None:
     layers = [deepest_in(family, 16, stage).layers for stage in (0, 1, 2, 3)]
     assert layers == sorted(set(layers)) and layers[-1] < deepest_in(family, 32, 3).layers
@@ -341,6 +346,7 @@ def test_bad_searches_are_refused() -> None:
 # ------------------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "tiny",
@@ -364,6 +370,7 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytes
         assert point["plan"]["choice"]["micro_batch"] == 4 and sum(point["shares"].values()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_command_finds_the_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "largest.json"
     shape = ["tiny", "--width", "1024", "--heads", "8"]
@@ -428,6 +435,7 @@ def test_the_command_refuses_numbers_that_are_none(devices: str, capsys: pytest.
     assert stopped.value.code == 2 and "--devices" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     look = "import sys; from zeroshard.cli.main import main; code = main(['simulate', '--help'])"
     after = "print('torch' in sys.modules)"

@@ -49,6 +49,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert products == sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
 
 
+@pytest.mark.slow
 def test_attention_never_makes_its_matrix_of_weights() -> None:
     """A long sequence: its weights would be 16 MB, and no fused kernel makes them."""
     for kind, precision in (("cuda", "bf16"), ("cuda", "fp32"), ("cpu", "fp32")):
@@ -79,6 +80,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
     """A trace of another model is not a reason to keep the first one's copy."""
     trace_model(gpt(), micro_batch=2)
@@ -132,6 +134,7 @@ def test_unused_branches_and_loose_parameters() -> None:
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
+@pytest.mark.slow
 def test_recomputation_keeps_inputs_alone_and_computes_again() -> None:
     plain, again = (
         trace_model(gpt(layers=6), micro_batch=4),
@@ -152,6 +155,7 @@ def test_a_model_may_recompute_by_itself() -> None:
     assert peak(ours) + sum(ours.kept_input_bytes) - peak(own) == ours.kept_input_bytes[0]
 
 
+@pytest.mark.slow
 def test_each_tensor_rank_keeps_its_part() -> None:
     whole = trace_model(gpt(), micro_batch=3, checkpoint="recompute")
     part = trace_model(gpt(), micro_batch=3, checkpoint="recompute", tensor=4)
@@ -175,6 +179,7 @@ def test_a_tensor_rank_computes_its_share_and_communicates(ranks: int) -> None:
     assert [op.moved_bytes for op in part.ops if op.collective == "all-gather"] == [4.0 * 2 * 16 * 64]  # the logits
 
 
+@pytest.mark.slow
 def test_hugging_faces_models_divide_too() -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
@@ -329,6 +334,7 @@ def test_checkpoint_is_torchs_own() -> None:
     assert sum(op.name == "gelu" for op in found.ops) == 2
 
 
+@pytest.mark.slow
 def test_every_block_keeps_its_input_however_many_there_are() -> None:
     """An input that is gone leaves its address to another: each is kept all the same."""
     found = trace_model(gpt(layers=40), micro_batch=2, checkpoint="recompute")

@@ -64,6 +64,7 @@ bodies_of_a_model = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(bodies_of_a_model, fractions)
 def test_fractions_of_optimizer_states_are_met_to_a_vector(bodies: list[FlatSizes], wanted) -> None:
@@ -111,6 +112,7 @@ def test_whole_flats_come_as_near_a_fraction_as_they_allow(bodies: list[FlatSize
             assert abs(held(bodies, rests, tier)[kind] - wanted) <= max(sizes, default=0) * len(chosen)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     bodies_of_a_model,

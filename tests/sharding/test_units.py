@@ -46,6 +46,7 @@ def test_groups_grow_with_the_square_root_of_the_blocks(blocks: int, most: int, 
     assert (max(sizes), len(sizes), sum(sizes)) == (most, units, blocks)
 
 
+@pytest.mark.slow
 def test_behind_a_group_are_six_times_as_many_blocks() -> None:
     """The last ones run backward beside all the activations there are."""
     sizes = sizes_of(deep(192))
@@ -98,6 +99,7 @@ def losses(rank: int, plain: GPT, units: Any) -> tuple[list[float], int]:
     return found, zeroshard.report(model).collectives["all-gather"].count
 
 
+@pytest.mark.slow
 def test_blocks_that_go_together_give_the_same_numbers_with_fewer_collectives() -> None:
     plain = GPT(DEEP)
     together, alone = (run_threads(2, losses, plain, units) for units in (None, (Block,)))

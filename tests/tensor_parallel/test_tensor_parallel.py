@@ -107,6 +107,7 @@ def compare(
         assert_close(ours, parameters, relative)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "stage"), [((2, 2), 0), ((2, 2), 1), ((2, 2), 2), ((2, 2), 3), ((1, 2), 0), ((1, 2), 3), ((2, 1, 2), 2)]
 )
@@ -115,14 +116,17 @@ def test_a_divided_gpt_trains_as_on_one_rank(shape: tuple[int, ...], stage: int)
     compare(model, gpt_step, shape, stage=stage, clip=(0.05, 2.0), make=adamw if stage > 1 else sgd)
 
 
+@pytest.mark.slow
 def test_the_infinity_norm_is_that_of_the_whole_model() -> None:
     compare(built(gpt), gpt_step, (2, 2), stage=3, clip=(0.01, float("inf")))
 
 
+@pytest.mark.slow
 def test_four_ranks_divide_a_gpt() -> None:
     compare(built(gpt), gpt_step, (1, 4), stage=2, clip=(0.05, 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_divided_gpt_trains_in_real_processes(stage: int) -> None:
     compare(built(gpt), gpt_step, (2, 2), stage=stage, clip=(0.05, 2.0), run=run_processes)
@@ -141,6 +145,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape", "stage"),
     [(llama, (1, 2), 0), (llama, (2, 2), 3), (llama, (2, 1, 2), 2), (gpt2, (1, 2), 0), (gpt2, (2, 2), 3)],
@@ -195,11 +200,13 @@ def sequence_step(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_that_each_tensor_rank_has_a_part_of_are_summed(stage: int) -> None:
     compare(built(Sequence), sequence_step, (2, 2), stage=stage, clip=(0.05, 2.0), tensor_plan=SEQUENCE_PLAN)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
     model = built(Sequence)
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -228,6 +235,7 @@ def test_a_model_that_is_parallelised_already_keeps_its_parameters() -> None:
         assert_close(whole, parameters, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
     model = built(lambda: gpt(tied=True))
@@ -259,6 +267,7 @@ def test_unwrap_gives_the_undivided_model_back(stage: int) -> None:
     run_threads(4, body)
 
 
+@pytest.mark.slow
 def test_a_divided_model_begins_as_the_undivided_one_from_the_meta_device() -> None:
     undivided = run_processes(1, _values_from_meta, None)[0]
     for shape in ((1, 2), (2, 2)):
@@ -311,6 +320,7 @@ def test_an_absent_part_is_refused_by_name_and_comes_with_gathered() -> None:
     run_threads(4, body)
 
 
+@pytest.mark.slow
 def test_accumulation_and_frozen_parameters() -> None:
     model = built(gpt)
     model.tokens.requires_grad_(False)
@@ -325,6 +335,7 @@ def test_accumulation_and_frozen_parameters() -> None:
         compare(model, twice, (2, 2), stage=stage, clip=(0.05, 2.0))
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all() -> None:
     model = built(gpt)
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -412,6 +423,7 @@ class Heads(nn.Module):
         return self.down(self.up(x) * self.norm)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
     plan: dict[str, Any] = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
     model = built(lambda: nn.Sequential(Heads()))
@@ -487,6 +499,7 @@ def test_buffers_and_layers_without_parameters_come_and_go_with_the_plan() -> No
     run_threads(4, body)
 
 
+@pytest.mark.slow
 def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_already() -> None:
     model = built(Sequence)
     batch = tokens(1, VOCABULARY, rows=4)[0]
@@ -510,6 +523,7 @@ def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_a
     run_threads(4, body)
 
 
+@pytest.mark.slow
 def test_a_divided_model_goes_with_its_last_reference() -> None:
     assert run_processes(2, _is_gone) == [True, True]
 

@@ -93,6 +93,7 @@ def test_what_is_left_open_is_as_if_nothing_had_been_said(tmp_path: Path) -> Non
     assert options.sharding.auto == ("offload",) and options.sharding.stage == 1 and options.model.recompute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ['stage = "auto"', "auto = true", 'auto = ["stage"]'])
 def test_a_file_can_leave_it_open_and_flags_count_more(line: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
@@ -102,6 +103,7 @@ def test_a_file_can_leave_it_open_and_flags_count_more(line: str, tmp_path: Path
     assert "stage" not in options.sharding.auto and options.sharding.stage == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["auto = []", "auto = false"])
 def test_nothing_in_a_file_leaves_nothing_open(line: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
@@ -207,6 +209,7 @@ def peak_of(options: TrainOptions, language_model: LanguageModel) -> int:
     return most - RANDOM_STATE * len(blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["--layers 3 --width 16 --heads 2 --sequence 64"])
 def test_a_run_never_takes_more_than_it_may(shape: str, tmp_path: Path) -> None:
     flags = [*shape.split(), *"--vocabulary 128 --batch 16 --device cpu".split()]
@@ -219,6 +222,7 @@ def test_a_run_never_takes_more_than_it_may(shape: str, tmp_path: Path) -> None:
     assert any(most > 0.85 * limit for limit, most, _ in outcomes)
 
 
+@pytest.mark.slow
 def test_what_is_given_narrows_the_choice(tiny: str) -> None:
     flags = [*SMALL, "--auto", "--machine", tiny]
     for more in ("--stage 1", "--micro-batch 2", "--recompute", "--accumulate 4", "--offload host --stage 3"):
@@ -236,6 +240,7 @@ def test_what_is_given_narrows_the_choice(tiny: str) -> None:
         settled(read_options([*flags, "--tensor", "2", "--no-partition-activations"]))
 
 
+@pytest.mark.slow
 def test_offload_is_said_in_the_options_own_words() -> None:
     flags = "--model 1.4b --layers 3 --auto --machine h100 --batch 4 --precision bf16 --ranks 1".split()
     found, why, _ = settled(read_options([*flags, "--memory", "4GB"]), ranks=1, precision="bf16")
@@ -272,6 +277,7 @@ def test_hugging_face_models_and_adapters_are_chosen_for(tmp_path: Path, tiny: s
 # ------------------------------------------------------------------------------------------------- a whole run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
@@ -312,6 +318,7 @@ def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model 7.6b --layers 4 --ranks 8 --batch 64 --auto --machine h100 --dry-run".split()
     assert main(flags) == 0

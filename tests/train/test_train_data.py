@@ -62,6 +62,7 @@ def test_the_bundled_corpus_is_eight_plays_of_plain_ascii() -> None:
 # Tokenizer
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8")))
 def test_any_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
@@ -78,6 +79,7 @@ def test_a_tokenizer_has_as_many_ids_as_asked_for_and_the_text_allows() -> None:
     assert end_of_text_id(TOKENIZER) == 0
 
 
+@pytest.mark.slow
 def test_the_same_text_gives_the_same_tokenizer_in_every_process() -> None:
     program = (
         "import sys; from zeroshard.train.data.tokenizer import train_tokenizer; "
@@ -316,6 +318,7 @@ def test_texts_become_tokens_and_back(tmp_path: Path) -> None:
     assert text == f"{first}{END_OF_TEXT}{second}{END_OF_TEXT}"
 
 
+@pytest.mark.slow
 def test_separate_validation_texts_have_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("a question to suffer")
     encode_corpus([], tmp_path / "corpus", vocab_size=300, validation=[str(tmp_path / "held.txt")])

@@ -404,6 +404,7 @@ def test_a_last_line_cut_within_a_character_is_ignored(tmp_path: Path) -> None:
     assert read_metrics(run / "metrics.jsonl").steps[-1]["step"] == 40
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_and_keeps_its_shape(tmp_path: Path) -> None:
     lines = [training_step(step, loss=3.0 - step / 10_000) for step in range(1, 20_001)]
     lines[7777]["loss"], lines[12_345]["loss"] = 99.0, -5.0
@@ -437,6 +438,8 @@ def console_of(lines: Iterable[str]) -> Iterator[str]:
     return (line for line in lines if ":CONSOLE" in line)
 
 
+@pytest.mark.browser
+@pytest.mark.slow
 @in_browser
 def test_every_chart_is_drawn_offline_whatever_the_strings(tmp_path: Path) -> None:
     run = hostile_run() | {"timeline": RUN["timeline"], "memory": [RANK | {HOSTILE: held(1, 1)}] * 2}
@@ -501,6 +504,8 @@ def listen(command: list[str], word: str) -> list[str]:
     return heard
 
 
+@pytest.mark.browser
+@pytest.mark.slow
 @in_browser
 def test_the_page_fits_any_width_and_follows_the_preferred_colours(tmp_path: Path) -> None:
     write_html_report(make_run(tmp_path / "run"))

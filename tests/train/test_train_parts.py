@@ -227,6 +227,7 @@ def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
     return seen
 
 
+@pytest.mark.slow
 def test_all_ranks_know_the_mean_loss_and_that_one_was_told_to_stop() -> None:
     assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, None, False)]] * 2
 

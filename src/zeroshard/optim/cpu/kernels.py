@@ -41,10 +41,10 @@ Verified with torch 2.11 and 2.13 on x86-64 with AVX-512 (where torch's fused ke
 either, and with torch 2.13 on aarch64 (NEON). tests/optim/test_cpu_kernels.py asserts it on the machine that runs it.
 
 On a GPU, torch's `foreach` kernels (the default there) round as in the lines for CUDA, else as on the CPU.
-tests/gpu/test_offload_gpu.py asserts that moving an update from the device to the host changes no bit. SGD's `fused` kernel
-gives the same bits. Adam's `fused` kernel rounds differently: its lines match torch 2.11. A later version may round
-differently, and then last bits differ with ``fused=True``. One line is not exact: it is unknown how that kernel rounds
-a weight decay that is added to the gradient. Neither one rounding nor two give all its bits.
+tests/gpu/test_offload_gpu.py asserts that moving an update from the device to the host changes no bit. SGD's `fused`
+kernel gives the same bits. Adam's `fused` kernel rounds differently: its lines match torch 2.11. A later version may
+round differently, and then last bits differ with ``fused=True``. One line is not exact: it is unknown how that kernel
+rounds a weight decay that is added to the gradient. Neither one rounding nor two give all its bits.
 
 A 16-bit gradient is converted to fp32 first, then multiplied by each factor, with one rounding per factor, like
 ``gradient.float().mul_(factor)`` in torch. A copy in bf16 or fp16 is rounded to nearest, ties to even, like
