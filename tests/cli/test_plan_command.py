@@ -415,7 +415,7 @@ def test_what_a_page_needs_is_named_before_any_work(
     monkeypatch.setattr("zeroshard.cli.common.find_spec", lambda name: object() if name in here else None)
     assert run("tiny", "--devices", "2", "--html", str(tmp_path / "plan.html")) == 2
     said = capsys.readouterr().err
-    assert f"--html needs {' and '.join(missing)}, which " in said and "pip install 'zeroshard[train]'" in said
+    assert f"--html needs {' and '.join(missing)}: pip install 'zeroshard[train]'" in said
 
 
 @pytest.mark.slow
