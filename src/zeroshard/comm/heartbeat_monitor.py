@@ -190,11 +190,15 @@ class HeartbeatMonitor:
             self._store.add("late", 1)
 
     def announce_model_dropped(self, position: tuple[int, str] | None = None) -> None:
-        """Notify the others that this rank dropped the model at ``position``, and stop the thread."""
+        """Let the thread notify the others that this rank dropped the model at ``position``, and stop.
+
+        Finalizers call this, so it only sets flags, which the thread reads within a second. A garbage collection may
+        run inside torch code that holds a lock: code that released the GIL there, such as a write to the wake pipe,
+        would deadlock with a thread that waits for that lock and holds the GIL.
+        """
         if not self._is_model_dropped:
             self._position = position or self._position
             self._is_model_dropped = True
-            self.wake()
 
     def wake(self) -> None:
         self._peers.wake()
