@@ -17,6 +17,7 @@ import ranks
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles the library again
 ranks.settle_torch()  # also during collection; one thread, so that ranks do not compete for cores
 
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in gpu/, and run the files with most slow tests first: pytest-xdist keeps this order.
 

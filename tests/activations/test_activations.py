@@ -236,6 +236,7 @@ def after_forward(depth: int, options: dict[str, Any]) -> tuple[int, int, int]:
     return near, far, near + left
 
 
+@pytest.mark.slow
 def test_device_memory_of_offloaded_activations_is_that_of_two_blocks_whatever_the_depth() -> None:
     each, states = 32 * 16 * 16 * 4, 5056  # bytes of a block's input, of the random state that torch keeps for it
     shallow, deep = after_forward(4, {"offload": True}), after_forward(16, {"offload": True})

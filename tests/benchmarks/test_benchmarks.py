@@ -304,6 +304,7 @@ def test_the_stages(inline: None, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [float(row[5].rstrip("Ψ")) for row in rows] == pytest.approx([2, 2, 2, 3], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parts"), [("C1", 1), ("C5", 25)])
 def test_one_rank_of_the_papers_mesh(name: str, parts: int) -> None:
     work = replace(workloads.WORKLOADS["tiny"], model="frugal gpt", batch=1)

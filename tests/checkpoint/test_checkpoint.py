@@ -178,6 +178,7 @@ def write_hybrid(rank: int, path: Path) -> tuple[Everything, ...]:
     return write(rank, 4, 3, path, {"mesh": mesh})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [*itertools.permutations(["fp32", "bf16", "fp16"], 2), ("fp16", "fp16")])
 def test_precisions_change_and_masters_stay_exact(before: str, after: str, tmp_path: Path) -> None:
     saved, continued = run_threads(2, write, 2, 3, tmp_path / "a", {"precision": before})[0]
@@ -214,6 +215,7 @@ def half(rank: int, path: Path, dtype: torch.dtype, load: bool) -> set[torch.dty
     return {value.dtype for name, value in everything(model, optimizer).items() if not name.endswith("/step")}
 
 
+@pytest.mark.slow
 def test_states_take_the_dtype_of_their_parameters_as_torch_does(tmp_path: Path) -> None:
     assert run_threads(2, half, tmp_path / "a", torch.bfloat16, False) == [{torch.bfloat16}] * 2
     assert run_threads(2, half, tmp_path / "a", torch.float32, True) == [{torch.float32}] * 2
@@ -274,6 +276,7 @@ def read_forms(rank: int, world: int, stage: int | None, path: Path, last: bool,
     return found, dict(model.named_buffers()), result.missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage", "last"), [(3, 3, True), (3, 3, False), (2, 1, False), (1, PLAIN, False)])
 def test_ties_frozen_weights_buffers_unused_parameters_and_memory_formats(
     world: int, stage: int | None, last: bool, tmp_path: Path
@@ -455,6 +458,7 @@ def parts(rank: int, path: Path) -> None:
         zeroshard.load(path / "optimizer", other)
 
 
+@pytest.mark.slow
 def test_weights_alone_and_optimizer_alone(tmp_path: Path) -> None:
     run_threads(2, parts, tmp_path)
 
@@ -507,6 +511,7 @@ def unlike(rank: int, path: Path) -> None:
     assert one_group[1].param_groups[0]["lr"] == 1.0
 
 
+@pytest.mark.slow
 def test_new_and_missing_parameters_are_listed_and_left_out_on_request(tmp_path: Path) -> None:
     run_threads(2, unlike, tmp_path)
 

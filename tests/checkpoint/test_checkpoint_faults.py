@@ -305,6 +305,7 @@ def refused_early(rank: int, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", EARLY)
 def test_damage_that_shows_from_outside_is_found_before_anything_changes(what: str, damaged: Path) -> None:
     kind, damage, word = EARLY[what]

@@ -76,6 +76,7 @@ def test_a_line_is_the_ranks_parts_one_behind_the_other_and_gives_the_tensor_bac
     assert order.tp_dim is None if same else order.tp_ranges
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(divided())
 def test_an_order_goes_through_the_index(case: tuple[torch.Tensor, ElementOrder, TPShard]) -> None:
@@ -83,6 +84,7 @@ def test_an_order_goes_through_the_index(case: tuple[torch.Tensor, ElementOrder,
     assert ElementOrder.from_json(json.loads(json.dumps(order.to_json())), whole.shape) == order
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(divided(), st.data())
 def test_a_tensor_is_turned_from_any_order_into_any_other(
@@ -325,6 +327,7 @@ def pass_through(rank: int, source: Path, target: Path) -> Everything:
     return everything(sharded, optimizer)
 
 
+@pytest.mark.slow
 def test_a_rank_may_have_nothing_of_a_parameter(tmp_path: Path) -> None:
     plain = Few()
     optimizer = adamw(plain)
@@ -354,6 +357,7 @@ def test_processes_write_and_go_on_as_if_nothing_had_happened(written: Written, 
 # ---------------------------------------------------------------------------------------------- the same seam
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["safetensors", "pt"])
 def test_weights_of_others_are_divided_as_they_are_read(form: str, tmp_path: Path) -> None:
     whole = {name: p.detach() for name, p in gpt().named_parameters()}
@@ -381,6 +385,7 @@ def parts(rank: int, path: Path) -> dict[str, Any]:
     return found | {"loose": everything(model, optimizer), "missing": result.missing, "unexpected": result.unexpected}
 
 
+@pytest.mark.slow
 def test_loads_in_part(written: Written) -> None:
     path, saved, _ = written[(1, 4), 2]
     fresh = {name: p.detach() for name, p in gpt(seed=5).named_parameters()}
@@ -499,7 +504,7 @@ def test_inspect_tells_the_tensor_degree(written: Written, capsys: pytest.Captur
     path, saved, _ = written[(2, 4), 3]
     assert main(["inspect", str(path), "--verify"]) == 0
     told = capsys.readouterr().out
-    assert "8, stage 3, precision None, tensor parallel over 4\n" in told and "files read, as they were written" in told
+    assert "8, stage 3, precision None, tensor parallel over 4\n" in told and "files verified" in told
     assert main(["inspect", str(path), "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["tensor"] == 4

@@ -181,6 +181,7 @@ def test_a_directory_of_checkpoints_and_a_run_mean_their_latest(saved: Any, tmp_
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, dtype: torch.dtype | None) -> None:
     """4 blocks: those read ahead, and the last of the file, which is kept."""

@@ -326,6 +326,7 @@ def test_weights_of_another_kind_of_number_are_refused(dtype: torch.dtype, tmp_p
         zeroshard.load(tmp_path / "b.pt", model)
 
 
+@pytest.mark.slow
 def test_commands_tell_a_hostile_index_in_a_line(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,6 +393,7 @@ def test_a_save_under_way_is_not_pruned_by_another(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-4"]
 
 
+@pytest.mark.slow
 def test_saves_of_two_runs_into_one_directory_are_whole(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 

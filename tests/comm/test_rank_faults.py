@@ -142,6 +142,7 @@ def test_a_model_that_is_gone_leaves_no_thread() -> None:
     assert not watches() - before
 
 
+@pytest.mark.slow
 def test_one_rank_alone_has_no_thread(tmp_path: Path) -> None:
     before = watches()
     model, _ = zeroshard.shard(make_net(), stage=3)

@@ -353,6 +353,7 @@ class Remembering(torch.optim.Optimizer):
                     self.state[parameter]["before"] = parameter.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (3, 2)])
 def test_an_optimizer_may_keep_the_gradients_it_was_given(stage: int, world: int) -> None:
     def body(rank: int) -> dict[str, torch.Tensor]:

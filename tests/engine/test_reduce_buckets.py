@@ -90,6 +90,7 @@ def trained(rank: int, model: nn.Module, loss: Loss, backwards: int = 1, **optio
 # ----------------------------------------------------------------------------------------------------- numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [plainly, with_a_rank_that_skips])
 @pytest.mark.parametrize(("world", "precision"), [(2, "bf16"), (3, "fp32"), (4, "bf16")])
 def test_stages_2_and_3_train_as_stage_1_does_which_packs_nothing(world: int, precision: str, loss: Loss) -> None:
@@ -102,6 +103,7 @@ def test_stages_2_and_3_train_as_stage_1_does_which_packs_nothing(world: int, pr
             assert_equal(parameters, wanted[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_several_backwards_add_up_as_where_all_is_packed(world: int) -> None:
     wanted, found = (
@@ -135,6 +137,7 @@ def skipped_on_one_rank(rank: int, model: nn.Module, at: int, **options: Any) ->
     return {name: zeroshard.full_parameter(model, name) for name, _ in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "ring"), [(0, 1), (1, 2), (0, 3)])
 def test_replicas_sum_in_one_order_though_one_rank_has_no_gradient(at: int, ring: int) -> None:
     (wanted, *_), found = (
@@ -241,6 +244,7 @@ def summed_before(rank: int, stage: int, bucket_size: int) -> tuple[dict[str, to
     return full_parameters(model), memory["buckets", "device"].peak if ("buckets", "device") in memory else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_was_summed_inside_no_sync_is_reduced_where_it_lies(world: int) -> None:
     wanted, packed, found = (

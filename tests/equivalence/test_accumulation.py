@@ -400,6 +400,7 @@ def test_replicated_gradients_are_reduced_once_a_step_however_many_backwards(sta
     assert traffic(stage, parts) == once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_partitioned_gradients_are_reduced_by_every_backward(stage: int) -> None:
     assert traffic(stage, 4)["reduce-scatter"] == 4 * traffic(stage, 1)["reduce-scatter"] > 0
@@ -412,6 +413,7 @@ def test_no_sync_skips_the_reductions_of_all_backwards_inside(stage: int) -> Non
     assert silent["all-reduce"] == once["all-reduce"]
 
 
+@pytest.mark.slow
 def test_no_sync_communicates_nothing_where_parameters_are_replicated() -> None:
     def body(rank: int, stage: int) -> int:
         model = copy.deepcopy(net())

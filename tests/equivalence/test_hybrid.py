@@ -87,6 +87,7 @@ def gpt_report(rank: int, stage: int, shape: tuple[int, ...]):
     return zeroshard.report(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_is_the_formula_of_the_inner_axis_and_traffic_adds_the_outer_sum(stage: int, shape) -> None:
@@ -117,6 +118,7 @@ def test_writing_rank_counts_along_the_mesh() -> None:
         assert all(value.eq(2).all() for value in parameters.values())
 
 
+@pytest.mark.slow
 def test_two_meshes_of_one_axis_train_two_models_side_by_side() -> None:
     model = make_net()
 

@@ -105,6 +105,7 @@ def test_mixture_of_experts_trains_as_plain(stage: int) -> None:
     assert_same(mixtral(), language_step, tokens(3, VOCABULARY), stage=stage, whole=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_encoder_decoder_with_shared_embeddings_trains_as_plain(stage: int) -> None:
     sources, targets = tokens(2, VOCABULARY), tokens(2, VOCABULARY, length=4)
@@ -188,11 +189,13 @@ def lora() -> nn.Module:
     return built(lambda: peft.get_peft_model(gpt2(), config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lora_on_a_frozen_base_trains_as_plain(stage: int) -> None:
     assert_same(lora(), language_step, tokens(3, VOCABULARY), stage=stage)
 
 
+@pytest.mark.slow
 def test_lora_with_checkpointing_trains_as_plain() -> None:
     """Reentrant checkpointing of a frozen base needs inputs that require gradients, which transformers arranges."""
     model = lora()

@@ -63,6 +63,7 @@ class Recomputing(Net):
 CUTS = ["each block", "some blocks", "all blocks at once", "segments", "a block twice", "one in another"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("reentrant", [True, False])

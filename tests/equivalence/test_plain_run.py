@@ -300,6 +300,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before_shard", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_lr_schedulers_equal_the_plain_run(schedule: str, before_shard: bool) -> None:
@@ -518,6 +519,7 @@ def test_states_of_different_age_stay_apart(kind: str) -> None:
     assert_same_training(2, model, make, batches(STEPS))
 
 
+@pytest.mark.slow
 @every_stage
 @pytest.mark.parametrize("base", [net, odd])
 def test_full_state_and_full_gradient_are_the_plain_ones(base: Any, stage: int) -> None:

@@ -538,6 +538,7 @@ def fp16_run(
     return full_parameters(model) | dict(zeroshard.unwrap(model).named_parameters()), states, scales
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
 @pytest.mark.parametrize(
     ("stage", "reduce_dtype", "overflow_at", "kind"),  # the first step makes the states, a later one has them

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -538,7 +539,8 @@ def test_rank_0s_buffers_reach_all_ranks_in_packs_of_one_size(bucket_size: int) 
         sent: list[int] = []
         send = engine.comm.broadcast
         engine.comm.broadcast = lambda tensor, *args: (sent.append(tensor.nbytes), send(tensor, *args))
-        BufferBroadcaster(model, engine.comm, engine.order, True, bucket_size).sync_buffers()
+        context = replace(engine.context, config=replace(engine.config, bucket_size=bucket_size))
+        BufferBroadcaster(model, context).sync_buffers()
         return sent, dict(model.named_buffers())
 
     for copies in (2, 8, 32):
@@ -558,7 +560,7 @@ def test_a_large_buffer_is_sent_where_it_lies() -> None:
         model.register_buffer("table", torch.zeros(10_000))
         model, _ = zeroshard.shard(model)
         engine = model._zeroshard.engine
-        buffers = BufferBroadcaster(model, engine.comm, engine.order, True, bucket_size=64)
+        buffers = BufferBroadcaster(model, replace(engine.context, config=replace(engine.config, bucket_size=64)))
         engine.order.begin_pass("a test")
         return allocated_bytes(buffers.sync_buffers)[0] if rank == 0 else buffers.sync_buffers() or 0
 

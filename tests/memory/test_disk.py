@@ -101,6 +101,7 @@ def test_map_and_transfers_show_each_other_every_size_and_dtype(directory: Path,
         assert torch.equal(tensor, values_of(tensor.numel(), dtype, seed + 100))
 
 
+@pytest.mark.slow
 def test_the_two_ways_stay_coherent_over_many_rounds(directory: Path, small_pieces: None) -> None:
     disk = Disk(directory)
     tensors = [disk.zeros(20_000 + number, torch.float32) for number in range(3)]

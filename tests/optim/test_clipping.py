@@ -422,6 +422,7 @@ def test_clip_grad_value_is_right_or_says_what_is(stage: int) -> None:
     assert len(set(run_threads(2, body))) == 1
 
 
+@pytest.mark.slow
 @every_world
 def test_under_bf16_the_norm_is_that_of_the_reduced_gradients(world: int, mesh_shape: Any) -> None:
     def body(rank: int, stage: int) -> None:

@@ -84,6 +84,7 @@ def test_sgd_is_begun_too(native_kernels: CpuKernels) -> None:
     assert torch.equal(new, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_several_threads_may_begin_and_end(native_kernels: CpuKernels, shared: bool) -> None:
     common, together = native_kernels.make_threads(), threading.Barrier(4)

@@ -75,11 +75,13 @@ def test_a_mesh_of_replicas_and_shards(mesh: tuple[int, int], stage: int) -> Non
     assert_unchanged(mesh[0] * mesh[1], case, offload("host", **far), offload(("disk", 0.5)))
 
 
+@pytest.mark.slow
 def test_accumulation_over_replicas_sums_before_it_reduces_in_stage_zero() -> None:
     case = Case(mesh=(2, 1), steps=4, accumulate=(2,), options={"stage": 0})
     assert_unchanged(2, case, offload("host"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "stage", "overflow", "rest"),
     [
@@ -193,6 +195,7 @@ def test_where_one_rank_has_no_directory_all_ranks_are_told(tmp_path: Path) -> N
         assert f"rank 1: {gone} is not a directory: create it, or pass one that exists" in said
 
 
+@pytest.mark.slow
 def test_ranks_may_keep_their_files_in_different_directories(tmp_path: Path) -> None:
     def body(rank: int, case: Case, chosen: bool) -> Any:
         (tmp_path / str(rank)).mkdir(exist_ok=True)
@@ -286,6 +289,7 @@ def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
     return everything(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [False, True], ids=["another branch", "a failed forward"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_forward_that_differs_on_one_rank_is_no_harm_where_parameters_stay(stage: int, failing: bool) -> None:

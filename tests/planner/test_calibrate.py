@@ -60,6 +60,7 @@ def whole(machine: Machine, kind: str) -> None:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path) -> None:
     before, state = torch.backends.mkldnn.enabled, torch.get_rng_state()
     machine = calibrate("cpu", directory=directory, seconds=BRIEF)
@@ -77,6 +78,7 @@ def test_a_machine_is_measured_kept_and_found_again(directory: Path, cache: Path
     assert same <= {"gap", "workspace", "context", "sustained"}, "these were not measured"
 
 
+@pytest.mark.slow
 def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) -> None:
     machine_cache.write_machine(machine_cache.local_machine_name("cpu"), "{damaged")
     machine = calibrate(CPU, directory=directory, seconds=BRIEF)
@@ -84,6 +86,7 @@ def test_measuring_again_replaces_what_was_kept(directory: Path, cache: Path) ->
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_no_measurement(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +188,7 @@ def test_a_precision_without_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatc
         calibrate("cpu", seconds=BRIEF)
 
 
+@pytest.mark.slow
 def test_a_precision_without_attention_is_left_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch may multiply in bf16 and have no attention for it, without AVX-512 for one."""
     attention = F.scaled_dot_product_attention
@@ -253,6 +257,7 @@ def test_a_directory_that_is_named_and_not_there_is_an_error(tmp_path: Path) -> 
         calibrate("cpu", directory=tmp_path / "absent", seconds=BRIEF)
 
 
+@pytest.mark.slow
 def test_without_a_directory_a_disk_that_cannot_be_used_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise DiskError("no space is left")
@@ -264,6 +269,7 @@ def test_without_a_directory_a_disk_that_cannot_be_used_is_left_out(monkeypatch:
     assert (machine.disk, machine.disk_read, machine.disk_write) == (preset.disk, preset.disk_read, preset.disk_write)
 
 
+@pytest.mark.slow
 def test_without_a_directory_the_current_one_is_measured(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 

@@ -39,6 +39,7 @@ def peak(found: Trace) -> float:
 # ------------------------------------------------------------------------------------------------ operations
 
 
+@pytest.mark.slow
 def test_operations_are_those_that_torch_counts() -> None:
     model = GPT(SMALL)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
@@ -58,6 +59,7 @@ def test_attention_never_makes_its_matrix_of_weights() -> None:
         assert len([op for op in found.ops if op.kind == "attention"]) == 2 * SMALL.layers
 
 
+@pytest.mark.slow
 def test_what_is_freed_was_made() -> None:
     found = trace_model(gpt(), micro_batch=2)
     gradients = sum(event.nbytes for event in found.events if isinstance(event, EngineEvent))
@@ -67,6 +69,7 @@ def test_what_is_freed_was_made() -> None:
     assert split_spans(found)[-1].end_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model = GPT(SMALL)
     before = {name: (value.data_ptr(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
@@ -94,6 +97,7 @@ def test_nothing_is_left_behind() -> None:
 # ------------------------------------------------------------------------------------------------ moments
 
 
+@pytest.mark.slow
 def test_units_come_and_go_as_the_engine_has_it() -> None:
     units = ["tokens+positions", "blocks.0", "blocks.1", "blocks.2", "norm+head"]
     found = trace_model(gpt(), micro_batch=1)
@@ -102,6 +106,7 @@ def test_units_come_and_go_as_the_engine_has_it() -> None:
     assert moments(found, "reduce") == units[::-1]
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_finished_last() -> None:
     found = trace_model(gpt(tied=True), micro_batch=1)
     finished = moments(found, "reduce")
@@ -147,6 +152,7 @@ def test_recomputation_keeps_inputs_alone_and_computes_again() -> None:
     assert 0.6 * forward < more < forward  # torch stops a recomputation as soon as all it saves is there
 
 
+@pytest.mark.slow
 def test_a_model_may_recompute_by_itself() -> None:
     """GPT's own checkpointing: what it keeps are activations then, and in sum the same but for our copy."""
     own = trace_model(gpt(checkpoint=True), micro_batch=4)
@@ -168,6 +174,7 @@ def test_each_tensor_rank_keeps_its_part() -> None:
 # ------------------------------------------------------------------------------------------------ a tensor axis
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_tensor_rank_computes_its_share_and_communicates(ranks: int) -> None:
     whole, part = trace_model(gpt(), micro_batch=2), trace_model(gpt(), micro_batch=2, tensor=ranks)
@@ -206,6 +213,7 @@ def test_hugging_faces_models_divide_too() -> None:
 # ------------------------------------------------------------------------------------------------ other batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["none", "recompute"])
 def test_other_micro_batches_lie_on_straight_lines(kept: Any) -> None:
     model = gpt(layers=2)

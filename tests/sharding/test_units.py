@@ -32,6 +32,7 @@ def deep(layers: int, width: int = 8) -> GPT:
         return GPT(GPTConfig(vocab_size=64, context=8, layers=layers, heads=2, width=width))
 
 
+@pytest.mark.slow
 def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> None:
     assert units_of(deep(31))[1:32] == [f"blocks.{number}" for number in range(31)]
     assert units_of(deep(33))[1] == "blocks.0"  # none is left to go with it
@@ -39,6 +40,7 @@ def test_neighbouring_blocks_go_together_while_they_are_a_sixteenth_of_all() -> 
     assert max(sizes_of(deep(48))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "most", "units"), [(96, 4, 35), (192, 6, 46)])
 def test_groups_grow_with_the_square_root_of_the_blocks(blocks: int, most: int, units: int) -> None:
     """From three of 48 on: of four times as many blocks, twice as many go together."""
@@ -131,6 +133,7 @@ class Lending(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "as_view"), [(64, False), (3, True), (64, True)])
 def test_a_weight_that_all_blocks_borrow_is_there_for_each_of_them(blocks: int, as_view: bool) -> None:
     plain = Lending(blocks, as_view)

@@ -481,6 +481,7 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_buffers_and_layers_without_parameters_come_and_go_with_the_plan() -> None:
     plan: dict[str, Any] = {"0": ColwiseParallel(output_layouts=Replicate()), "1": SequenceParallel()}
     model = built(lambda: nn.Sequential(Counted(), nn.Dropout(0.0)))

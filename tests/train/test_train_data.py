@@ -263,6 +263,7 @@ def test_a_directory_gives_its_text_files_in_the_order_of_names(tmp_path: Path) 
 texts = st.text(st.sampled_from("a b\n\ré東🎭"), max_size=200)
 
 
+@pytest.mark.slow
 @given(texts, st.integers(1, 40))
 def test_pieces_of_a_text_give_the_whole(tmp_path_factory: pytest.TempPathFactory, text: str, chunk: int) -> None:
     path = tmp_path_factory.mktemp("texts") / "text"
@@ -427,6 +428,7 @@ def test_places_far_apart_in_a_huge_data_set_have_windows_of_their_own(size: int
     assert len(set(found)) == len(places) and max(found) < size
 
 
+@pytest.mark.slow
 @given(size=st.integers(30, 500), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
 def test_seeds_and_epochs_have_orders_of_their_own(size: int, seed: int, epoch: int) -> None:
     places = np.arange(size, dtype=np.uint64)
@@ -469,6 +471,7 @@ def test_targets_are_the_tokens_that_follow() -> None:
     assert (inputs[:, 0] % 9 == 0).all()  # windows do not overlap
 
 
+@pytest.mark.slow
 @given(step=st.integers(0, 10**6), seed=st.integers(0, 99), batch=st.sampled_from([4, 8, 12]))
 def test_the_batch_is_the_same_for_every_number_of_ranks(step: int, seed: int, batch: int) -> None:
     loaded = loader(seed=seed, batch=batch)

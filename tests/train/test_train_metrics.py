@@ -104,6 +104,7 @@ def test_a_new_run_never_mixes_with_an_old_one_unless_it_starts_over(tmp_path: P
     assert records(path) == []
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = tmp_path / "events"

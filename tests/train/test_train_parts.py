@@ -82,6 +82,7 @@ def test_options_have_one_name_each_and_come_back_flat() -> None:
     assert len(flat) == sum(len(vars(group)) for group in groups)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_its_own_options_under_those_of_file_and_command_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()

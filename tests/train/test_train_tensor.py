@@ -207,6 +207,7 @@ def test_ranks_that_divide_a_layer_drop_the_same_activations(models: dict[str, P
     assert sorted(losses(tmp_path / "run")) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "neox", "adapters", "one layer"])
 def test_a_hugging_face_model_recomputes_its_blocks(kind: str, offload: bool, models: dict[str, Path]) -> None:
@@ -249,6 +250,7 @@ MAKERS: dict[str, Callable[[dict[str, Path]], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_plan_tells_without_ranks_what_torch_then_divides(kind: str, models: dict[str, Path]) -> None:
     model = MAKERS[kind](models)
