@@ -557,7 +557,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(
         run_processes(2, trained, ["--out", str(out), "--resume", "--width", "64"])
     for told in refused.value.accounts.values():
         assert re.search(r"^zeroshard\.train\.options\.TrainingError: .* does not match the model", told, re.M), told
-        assert "down.weight is [32, 128] there and [64, 256]" in told
+        assert "down.weight has shape [32, 128], expected [64, 256]" in told
     assert len(refused.value.accounts) == 2
     assert (out / "config.json").read_bytes() == before
 

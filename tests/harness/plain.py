@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from ranks import run_threads
+from ranks import run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -51,8 +51,7 @@ class Net(nn.Module):
 
 def make_net(seed: int = 0, **sizes: int) -> Net:
     """Build a net from a seed, without changing the state of the global generator."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):  # ranks are threads, and share the generator
         return Net(**sizes)
 
 

@@ -21,7 +21,7 @@ from zeroshard.memory.disk.file import DiskError
 from zeroshard.planner.calibration import calibrate as module
 from zeroshard.planner.calibration import device_rates, node_rates
 from zeroshard.planner.calibration.calibrate import calibrate, fit_matmul_rates
-from zeroshard.planner.calibration.device_rates import LaunchCounter, host_seconds, time_matmuls
+from zeroshard.planner.calibration.device_rates import LaunchCounter, has_attention, host_seconds, time_matmuls
 from zeroshard.planner.calibration.node_rates import CalibrationRanks, fit_link
 from zeroshard.planner.machines import cache as machine_cache
 from zeroshard.planner.machines.collective_time import collective_seconds
@@ -53,7 +53,9 @@ def whole(machine: Machine, kind: str) -> None:
     for name in NUMBERS:
         value = getattr(machine, name)
         assert value > 0 or (kind == "cpu" and name in ("gap", "workspace")), name
-    assert set(machine.flops) == {"fp32", "bf16", "fp16"}
+    device = torch.device(kind)
+    with torch.random.fork_rng():
+        assert set(machine.flops) == {name for name in ("fp32", "bf16", "fp16") if has_attention(device, name)}
     assert machine.context < machine.memory
 
 
