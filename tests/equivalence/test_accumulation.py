@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain import assert_close, assert_same_training, batches, make_net, net_loss, split
-from ranks import run_processes, run_threads
+from ranks import run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
@@ -251,8 +251,7 @@ class Branches(nn.Module):
 
 @functools.cache
 def branches() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
+    with seeded(5):
         return nn.ModuleDict({"body": Branches()})
 
 

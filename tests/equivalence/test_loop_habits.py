@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from plain import assert_close, full_parameters
-from ranks import run_threads
+from ranks import run_threads, seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,8 +45,7 @@ class Net(nn.Module):
 
 @functools.cache
 def net() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return Net()
 
 

@@ -22,7 +22,7 @@ from plain import (
     simple_loop,
     split,
 )
-from ranks import run_processes, run_threads
+from ranks import run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
@@ -102,8 +102,7 @@ class Odd(nn.Module):
 
 @functools.cache
 def odd() -> Odd:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with seeded(3):
         return Odd()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain import Block, Net, assert_close, assert_equal, batches, full_parameters, make_net, net_loss, split
-from ranks import run_processes, run_threads
+from ranks import run_processes, run_threads, seeded
 from torch import nn
 
 import zeroshard
@@ -435,8 +435,7 @@ class Mixed(nn.Module):
 
 @functools.cache
 def mixed() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(6)
+    with seeded(6):
         return Mixed()
 
 

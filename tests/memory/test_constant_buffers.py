@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from live import BlindProfilerError, allocated_bytes
 from plain import Skips, assert_equal, batches, full_parameters, make_net, net_loss, split
-from ranks import run_processes, run_threads
+from ranks import run_processes, run_threads, seeded
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -307,8 +307,7 @@ def test_batches_are_exact_in_every_precision_and_clipped_alike(stage: int, mode
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @every_stage
 def test_unused_parameters_and_groups_are_updated_alike(stage: int, precision: str) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         base = Skips()
 
     def body(rank: int) -> dict[str, torch.Tensor]:
