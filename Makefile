@@ -22,7 +22,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test  # more workers than cores: these tests wait for processes and timeouts
-	$(BIN)/python -m pytest -m slow -q -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
