@@ -1,4 +1,4 @@
-"""The calls a user makes: shard, unwrap, gathered, no_sync, report, profile, and reading one state whole."""
+"""The public functions except shard(): unwrap, gathered, no_sync, offload_states, full_parameter, report, profile."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from zeroshard.tensor_parallel import TensorParallelState, parallelize
 
 
 class ShardedModel:
-    """What a sharded model carries: its engine, the handles of its hooks, and how it is divided by a tensor axis."""
+    """What a sharded model stores: its engine, the handles of its hooks, and its tensor parallelism."""
 
     def __init__(
         self,
@@ -166,9 +166,8 @@ def shard_model(
 def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     """Return the plain model: full parameters in their original dtype, no hooks. All ranks call it together.
 
-    Parameters come from the master copy where there is one. With the sharded optimizer, the inner one is given back
-    too, on the plain parameters and with whole states: returns ``(model, optimizer)`` then, else the model. Gradients
-    are dropped.
+    Parameters get the values of their master weights, if there are any. With the sharded optimizer, returns ``(model,
+    optimizer)``: the inner optimizer, on the plain parameters and with full states. Gradients are dropped.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -218,15 +217,15 @@ def unshard(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
 
 @contextmanager
 def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]:
-    """Give the full values of a sharded model's, or one of its modules', parameters on all ranks.
+    """Give all ranks the full parameters of a sharded model, or of one of its modules, inside the block.
 
     Inside, the parameters are those of a plain model: a forward, a ``state_dict()`` or an edit works as usual, and a
-    forward computes with what was edited. Without ``write_rank`` changes are undone on exit. With it, what that rank of
-    the mesh holds at the end counts on all. Values read inside (a ``state_dict()``, say) stay valid afterwards.
-    An edit that a block inside another one does not write is still there in the outer one.
-    Whatever would change the states behind the values (``optimizer.step()``, a load) raises. All ranks enter and leave
+    forward computes with the edited values. Without ``write_rank``, changes are undone on exit. With it, the values of
+    that rank of the mesh are written to all shards. Values read inside, such as a ``state_dict()``, stay valid
+    afterwards. In nested blocks, an edit that the inner block does not write is still visible in the outer one. Calls
+    that would change the states behind the values (``optimizer.step()``, a load) raise. All ranks enter and leave
     together; leaving by an exception changes nothing and needs no other rank. With a tensor axis, ``write_rank`` counts
-    the data axes alone: each tensor rank writes its part of what is divided, and the first of them what is not.
+    the data-parallel ranks only: each tensor rank writes its TP shards, and the first one what is replicated.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -249,10 +248,10 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
 
 
 def offload_states(model: nn.Module) -> None:
-    """Move all training states of a sharded model that rest on the device to host memory, for a while.
+    """Move all training states of a sharded model from the device to host memory, until :func:`reload_states`.
 
-    Between phases the device's memory is free for something else (generation, another model). Until
-    :func:`reload_states` the model cannot be used. Does nothing where the states are out already.
+    In the meantime, the device memory is free for something else (generation, another model), and the model cannot be
+    used. Does nothing if the states are already offloaded.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
@@ -270,7 +269,7 @@ def offload_states(model: nn.Module) -> None:
 
 
 def reload_states(model: nn.Module) -> None:
-    """Bring the states that :func:`offload_states` moved back, byte for byte.
+    """Move the states that :func:`offload_states` has offloaded back to the device, byte for byte.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -284,9 +283,9 @@ def reload_states(model: nn.Module) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Inside, backward sums gradients on each rank alone. The next backward outside, or the step, reduces the sum.
+    """Inside the block, backward sums gradients locally. The next backward outside, or the step, reduces the sum.
 
-    Saves the traffic of accumulation in stages 2 and 3, for the memory of full gradients. Stages 0 and 1 do so anyway.
+    In stages 2 and 3 this saves communication and takes the memory of full gradients. Stages 0 and 1 always do it.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 2))
@@ -302,7 +301,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def report(model: nn.Module) -> Report:
-    """Tell what this rank holds and what it communicated in the last step.
+    """Return what this rank holds and what it communicated in the last step.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(64, 64, bias=False))
@@ -364,7 +363,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
 
 
 def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
-    """Return a copy of one whole parameter by name, in fp32 where it has a master copy. All ranks call it together.
+    """Return a copy of one full parameter by name, in fp32 if it has a master weight. All ranks call it together.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 1, bias=False))
@@ -377,7 +376,7 @@ def full_parameter(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
-    """Return the whole, reduced gradient of one parameter by name; None where it has none. All ranks call it together.
+    """Return the full, reduced gradient of one parameter by name, None if it has none. All ranks call it together.
 
     >>> import zeroshard
     >>> model, _ = zeroshard.shard(nn.Linear(2, 1, bias=False))
@@ -391,7 +390,7 @@ def full_gradient(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def full_state(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
-    """Return the optimizer's whole state of one parameter by name. All ranks call it together.
+    """Return the full optimizer state of one parameter by name. All ranks call it together.
 
     >>> import zeroshard
     >>> model = nn.Linear(2, 1, bias=False)
@@ -427,7 +426,7 @@ def _parallelize(
 
 @torch.no_grad()
 def _restore_original_params(engine: Engine, tp_state: TensorParallelState) -> None:
-    """Give the user's own parameters back, whole."""
+    """Restore the user's own parameters, with full values."""
     for unit in engine.units:
         for flat in unit.flats:
             for index, (name, parameter) in enumerate(flat.named_parameters):
@@ -438,7 +437,7 @@ def _restore_original_params(engine: Engine, tp_state: TensorParallelState) -> N
 
 
 def _find_units(module: nn.Module) -> tuple[Engine, list[Unit]]:
-    """The engine of a model or of one of its modules, and the units that hold the module's parameters."""
+    """Return the engine of a model or of one of its modules, and the units of the module's parameters."""
     units: dict[Unit, None] = {}
     engine = None
     for name, parameter in module.named_parameters():
@@ -456,7 +455,7 @@ def _find_units(module: nn.Module) -> tuple[Engine, list[Unit]]:
 
 
 def _resolve_device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.device:
-    """Where states live and are computed: the mesh's kind of device, else where the model is."""
+    """Return the device of the states: of the mesh's kind, else where the model is."""
     current = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     serves_cuda = dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config()
     if mesh is not None:
@@ -471,14 +470,14 @@ def _resolve_device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -
 
 
 def _optimizer_signature(optimizer: torch.optim.Optimizer | None, names: dict[int, str]) -> dict[str, str]:
-    """Which optimizer, and which of its groups, updates each parameter."""
+    """Return, by name, which group of the optimizer updates each parameter."""
     groups = enumerate(optimizer.param_groups) if optimizer is not None else ()
     kind = type(optimizer).__name__
     return {names[id(p)]: f"in group {number} of {kind}" for number, group in groups for p in group["params"]}
 
 
 def _check_single_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Refuse what is no optimizer, and a second one: one model is updated by one optimizer."""
+    """Raise on anything but one optimizer for the model."""
     one = "one model is updated by one optimizer: put the parameters of several into groups of one"
     if not isinstance(optimizer, torch.optim.Optimizer):
         hint = f"; {one}" if isinstance(optimizer, (list, tuple, dict)) else ""
@@ -492,7 +491,7 @@ def _check_single_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def _optimized_param_ids(optimizer: torch.optim.Optimizer | None, names: dict[int, str], config: Config) -> set[int]:
-    """The ids of the parameters an optimizer updates; refuses what cannot be run on shards of this model."""
+    """Return the ids of the parameters that the optimizer updates; raise if it cannot run on shards of this model."""
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError("the optimizer belongs to a sharded model already: unwrap it first, or make a new one")
     trained = set()

@@ -29,20 +29,20 @@ def shard(
 ) -> tuple[nn.Module, Any]:
     """Partition a model's training states over the data-parallel ranks, in place.
 
-    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and the rest. ``mesh`` has one
-    axis (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model
-    and a :class:`ShardedOptimizer` around the given one (None when none was given). All ranks call it together.
+    ``options`` are the fields of :class:`zeroshard.Config`: ``stage``, ``precision`` and so on. ``mesh`` has one axis
+    (shard) or two (replicate, shard); without it all ranks of the job share the states. Returns the same model and a
+    :class:`ShardedOptimizer` around the given optimizer (None without one). All ranks call it together.
 
-    A last axis named "tensor" divides the model's layers by tensor parallelism; ZeRO then partitions what each rank has
-    of them over the data axes. ``tensor_plan`` says how, as ``torch.distributed.tensor.parallel.parallelize_module``
-    takes it; it is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed where the model is
-    parallelised over ``mesh["tensor"]`` already. Ranks of one tensor axis are given the same data.
+    A last mesh axis named "tensor" shards the model's layers by tensor parallelism; ZeRO then partitions each rank's TP
+    shards over the other axes. ``tensor_plan`` is what ``torch.distributed.tensor.parallel.parallelize_module`` takes.
+    It is known for zeroshard's GPT and Hugging Face's Llama and GPT-2, and not needed if the model is already
+    parallelized over ``mesh["tensor"]``. The ranks of one tensor axis must get the same data.
 
-    ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether :func:`zeroshard.checkpoint_activations` is
-    called) leave it to a plan: the fastest that fits what the ranks have left; :func:`report` says why. ``inputs`` is
-    an example of what one rank calls the model with at a time; language models that are known need none. ``planning``
-    says more of the loop and the machine, by the names of :class:`zeroshard.planner.PlanningOptions`: ``loss``,
-    ``micro_batch``, ``accumulate``, ``memory`` and others.
+    ``stage="auto"``, ``offload="auto"`` and ``checkpoint="auto"`` (whether to call
+    :func:`zeroshard.checkpoint_activations`) let the planner choose the fastest options that fit in the free memory;
+    :func:`report` says why. ``inputs`` is an example of the arguments of one forward; known language models need none.
+    ``planning`` describes the loop and the machine, with the fields of
+    :class:`zeroshard.planner.PlanningOptions`: ``loss``, ``micro_batch``, ``accumulate``, ``memory`` and others.
 
     >>> import zeroshard
     >>> model = nn.Linear(4, 2)
@@ -76,7 +76,7 @@ def shard(
 def _auto_options(
     options: Mapping[str, Any], checkpoint: str | None, inputs: Any, planning: Mapping[str, Any] | None
 ) -> list[str]:
-    """What a plan is to choose; refuses what only a plan would look at where there is none."""
+    """Return the options that are left to the planner; reject planner arguments if none is."""
     if checkpoint not in (None, "auto"):
         raise ValueError(
             f"checkpoint is None or 'auto', got {checkpoint!r}: to say which blocks are recomputed, call "

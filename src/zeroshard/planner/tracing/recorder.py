@@ -70,7 +70,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def flush_frees(self) -> None:
         """Record the memory freed so far as freed before the next event."""
         if freed := self._pop_freed_bytes():
-            self._append_op(Op("let go", "nothing", "", 0, 0, freed, 0, 0))
+            self._append_op(Op("free", "nothing", "", 0, 0, freed, 0, 0))
 
     def _append_op(self, op: Op) -> None:
         op.module_name, op.is_backward = self.module_name, self.is_backward
