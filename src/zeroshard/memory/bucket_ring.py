@@ -56,10 +56,6 @@ class SizedBuffers:
         """Return the first ``numel`` elements of the buffer that was allocated for them."""
         return self._allocated[self._buffer_length(numel)][:numel]
 
-    @property
-    def has_storage(self) -> bool:
-        return bool(self._allocated)
-
     def free_storage(self) -> None:
         for buffer in self._allocated.values():
             buffer.untyped_storage().resize_(0)
@@ -117,14 +113,6 @@ class BucketRing:
         slot = self.slots[self._next_index]
         self._next_index = (self._next_index + 1) % len(self.slots)
         return slot
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a reduction is pending, or a buffer has storage."""
-        return any(
-            slot.finish_reduce is not None or slot.input_buffers.has_storage or slot.output_buffers.has_storage
-            for slot in self.slots
-        )
 
     def wait_all(self) -> None:
         """Wait for every pending reduction, the oldest first."""
