@@ -1,9 +1,9 @@
 """Engine: the four events of a training step, and what begins and ends a forward and a backward.
 
-Hooks call :meth:`Engine.pre_forward` and :meth:`Engine.post_forward` around each module that has units,
-:meth:`Engine.pre_backward` when a gradient arrives at its outputs, and :meth:`Engine.finalize_backward` at the end. The
-schedule (schedule.py) decides which units to unshard and reshard, and when a unit's gradients are complete; the
-executor does it. The engine reads placements, never a stage number.
+Module hooks (hooks.py) call :meth:`Engine.pre_forward` and :meth:`Engine.post_forward` around each module that has
+units. Hooks on tensors call :meth:`Engine.pre_backward` when a gradient arrives at a module's outputs, and
+:meth:`Engine.finalize_backward` at the end. The schedule (schedule.py) decides which units to unshard and reshard, and
+when a unit's gradients are complete; the executor does it. The engine reads placements, never a stage number.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
 from zeroshard.memory import PREFETCH_SHARDS, CublasWorkspace, DiskError, SegmentPreallocator
 
+COPY_ERROR = (
+    "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
+    "the state_dict() taken inside `with zeroshard.gathered(model):`"
+)
+NESTED_CALL_ERROR = (
+    "the model was called inside its own forward in a way that zeroshard did not notice, and the units of "
+    "the outer call are gone. Call the model before or after that call, or call one of its modules"
+)
+
 
 class Engine:
     """Run the forward and backward of one sharded model: own its units, its gradients and the progress of a pass."""
@@ -46,21 +55,18 @@ class Engine:
         self.schedule: Schedule[Unit] = Schedule(self.executor)
         self.out_of_module_use = OutOfModuleUse(self.schedule, self.executor)
         self.backward_count = 0  # since the last step
+        self.deferred_error: RuntimeError | None = None  # of a finalizer, which cannot raise: the next forward does
         self._buffer_broadcaster = buffers if buffers.has_buffers else None
         defragments = self.comm.device.type == "cuda" and context.config.defragment
         self._segment_preallocator = SegmentPreallocator(self.comm.device) if defragments else None
         self._cublas_workspace = CublasWorkspace(context.pool) if defragments else None
         self._forward_thread_id = 0  # of the last forward
-        self._deferred_error: RuntimeError | None = None  # raised in a finalizer, which cannot propagate it
         for unit in units:
             unit.set_param_owner(self)
 
     def __deepcopy__(self, memo: object) -> Engine:
         """Raise: a copy would share shards and collectives with the original."""
-        raise RuntimeError(
-            "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
-            "the state_dict() taken inside `with zeroshard.gathered(model):`"
-        )
+        raise RuntimeError(COPY_ERROR)
 
     def __reduce__(self) -> NoReturn:
         """Raise: see :data:`PICKLE_ERROR`."""
@@ -70,11 +76,6 @@ class Engine:
     def is_running(self) -> bool:
         """Whether a forward or a backward is running."""
         return bool(self.schedule.forward.running_calls) or is_in_backward()
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward is running, or has ended with an exception that no hook could see."""
-        return bool(self.schedule.forward.running_calls)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class Engine:
     def post_forward(
         self, outputs: list[torch.Tensor], stored_tensors: list[torch.Tensor], returns_views: bool, detaches_graph: bool
     ) -> None:
-        """Record the module call that has just ended, and hook its outputs for backward.
+        """Record the module call that has just ended, hook its outputs for backward, and guard its units.
 
         ``outputs`` are its differentiable output tensors, ``stored_tensors`` those it stores: see [Note: losses stored
         as attributes]. ``returns_views``: some output is a parameter or shares its storage. ``detaches_graph``: some
@@ -103,13 +104,10 @@ class Engine:
         """
         schedule, record, is_training = self.schedule.forward, self.schedule.records.current, torch.is_grad_enabled()
         if not schedule.running_calls:
-            raise RuntimeError(
-                "the model was called inside its own forward in a way that zeroshard did not notice, and the units of "
-                "the outer call are gone. Call the model before or after that call, or call one of its modules"
-            )
+            raise RuntimeError(NESTED_CALL_ERROR)
         call = schedule.end_call(has_graph=is_training and bool(outputs))
         if call.has_pre_backward_hook:
-            self._register_pre_backward((*outputs, *stored_tensors), call)
+            PreBackwardHook(self, call, record).register((*outputs, *stored_tensors))
         schedule.leave_call(call, is_training, bool(outputs), returns_views, detaches_graph)
         if not schedule.running_calls:
             if returns_views:
@@ -118,19 +116,10 @@ class Engine:
                     unit.has_returned_views = True
             self._end_forward(is_training)
 
-    def _register_pre_backward(self, tensors: Iterable[torch.Tensor], call: ModuleCall[Unit]) -> None:
-        """Hook tensors that a module call returned, before their other hooks: these may run a backward themselves."""
-        for tensor in tensors:
-            tensor.register_hook(PreBackwardHook(self, call, self.schedule.records.current))  # type: ignore[no-untyped-call]
-            hooks = tensor._backward_hooks
-            if hooks is not None and len(hooks) > 1:
-                *others, own = hooks.items()
-                hooks.clear()
-                hooks.update([own, *others])
-
     def on_forward_error(self, error: BaseException | None) -> None:
         """Handle an exception in the forward of a hooked module."""
-        if not self.is_in_forward or self.schedule.forward.fail_call():
+        schedule = self.schedule.forward
+        if not schedule.running_calls or schedule.fail_call():
             return
         if isinstance(error, DiskError):  # parameters could not be read: the other ranks already wait in the all-gather
             self.comm.consistency.announce_failure(str(error))
@@ -149,11 +138,11 @@ class Engine:
             self._segment_preallocator.on_forward_begin(sum(tensor.numel() for tensor in inputs))
 
     def _begin_forward(self, name: str) -> None:
-        if self._deferred_error is not None:
-            error, self._deferred_error = self._deferred_error, None
+        if self.deferred_error is not None:
+            error, self.deferred_error = self.deferred_error, None
             raise error
         if self.schedule.backward.is_running:  # it ended with an exception
-            self._abort_backward()
+            self.abort_backward()
         is_training = torch.is_grad_enabled()
         self.state_guard.check_before_forward()
         if is_training:
@@ -187,38 +176,10 @@ class Engine:
         self.schedule.forward.abort()
         self._reset_after_pass()
 
-    # -- what parameters ask for ---------------------------------------------------------------------------------
-
-    def acquire_for_op(self, unit: Unit) -> bool:
-        """Unshard a unit for an operation on a guarded parameter; return whether that is possible now.
-
-        See [Note: parameters used outside their module]. If so, the unit is held until :meth:`release_after_op`.
-        """
-        self.state_guard.check_states_reloaded()
-        if unit.is_partitioned and not self.is_running:
-            return False
-        with outside_functorch():
-            self.out_of_module_use.acquire(unit, is_in_backward())
-        return True
-
-    def release_after_op(self, unit: Unit, result: object) -> None:
-        """Release a unit after an operation, whose result may be a view. Call it after each acquire_for_op()."""
-        use = self.out_of_module_use.release(unit, result, is_in_backward())
-        if use is not None:
-            self._register_pre_backward(*use)
-
-    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
-        """Return the value of ``parameter.grad`` between backward and the next forward."""
-        return self.state_guard.reduced_grad(info)
-
-    def clear_grad(self, info: ParamInfo) -> None:
-        """Clear the gradient of one parameter."""
-        self.state_guard.clear_grad(info)
-
     # -- backward -----------------------------------------------------------------------------------------------
 
     def pre_backward(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
-        """Handle the arrival of a gradient at the output of a module call."""
+        """Reduce the units that are done, and unshard those of a module call: a gradient has arrived at its output."""
         backward = self.schedule.backward
         backward.is_creating_graph = torch.is_grad_enabled()
         with outside_functorch():
@@ -226,6 +187,14 @@ class Engine:
                 backward.visit_nested(call, record)
             else:
                 self._advance_backward_to(call, record)
+
+    def finalize_backward(self) -> None:
+        """Reduce what is left, wait for all reductions and reshard: autograd has run all nodes."""
+        if self.schedule.backward.is_running:
+            with outside_functorch():
+                self.schedule.backward.visit_remaining()
+                self.gradients.finalize_backward(self.executor.needs_grad_sync)
+                self._end_backward()
 
     def _advance_backward_to(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
         if not self.schedule.backward.is_running:
@@ -244,7 +213,9 @@ class Engine:
         self.state_guard.detect_forward_edits()
         backward_id = torch._C._current_graph_task_id()
         self.schedule.backward.begin(backward_id)
-        torch.autograd.Variable._execution_engine.queue_callback(BackwardEndCallback(self, backward_id))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            BackwardEndCallback(self, backward_id, self._forward_thread_id)
+        )
         inverse_scale = current_inverse_scale()
         self.order.begin_pass("backward" if inverse_scale is None else "backward of a scaled loss")
         self.backward_count += 1
@@ -258,42 +229,10 @@ class Engine:
         if listener is not None:
             listener.on_backward_begin(self.backward_count) if needs_sync else listener.invalidate()
         if self.gradients.is_partitioned and self.gradients.reduce_queue is None and needs_sync:
-            self.gradients.reduce_queue = self._agree_on_reduce_queue()
+            self.gradients.reduce_queue = _agree_on_reduce_queue(self)
 
-    def _agree_on_reduce_queue(self) -> list[Unit]:
-        """Return the fixed reduce order: the reverse of rank 0's first forward, in which backward finishes units."""
-        units, what = self.gradients.units, "agree on the order of reductions"
-        ticks = [self.schedule.backward.first_use_tick(unit) for unit in units]
-        order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
-        self.order.check(what)
-        agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
-        self.comm.broadcast(agreed, 0, what)
-        if self.comm.consistency.is_distributed:
-            order = self.comm.read_to_host(agreed, what)
-        return [units[i] for i in order]
-
-    def finalize_backward(self) -> None:
-        """Finish the backward: autograd has run all nodes."""
-        if self.schedule.backward.is_running:
-            with outside_functorch():
-                self.schedule.backward.visit_remaining()
-                self.gradients.finalize_backward(self.executor.needs_grad_sync)
-                self._end_backward()
-
-    def on_backward_dropped(self, backward_id: int) -> None:
-        """Abort a backward that autograd has dropped before its end, because of an exception.
-
-        An autograd thread may be the last to drop it, while the user's thread continues: then the next forward aborts.
-        """
-        is_current = self.schedule.backward.is_running and self.schedule.backward.backward_id == backward_id
-        if is_current and threading.get_ident() == self._forward_thread_id:
-            try:
-                with outside_functorch():
-                    self._abort_backward()
-            except RuntimeError as error:  # a finalizer cannot raise: the next forward raises it
-                self._deferred_error = error.with_traceback(None)
-
-    def _abort_backward(self) -> None:
+    def abort_backward(self) -> None:
+        """End a backward that has raised."""
         self.gradients.abort_backward()
         self._end_backward()
 
@@ -306,6 +245,35 @@ class Engine:
         self.schedule.holds.guard_retained()
         self.executor.detach_sharded()
         self.state_guard.expose_reduced_grads(self.executor.unsharded)
+
+    # -- what parameters ask for ---------------------------------------------------------------------------------
+
+    def acquire_for_op(self, unit: Unit) -> bool:
+        """Unshard a unit for an operation on a guarded parameter; return whether that is possible now.
+
+        See [Note: parameters used outside their module]. If so, the unit is held until :meth:`release_after_op`.
+        """
+        self.state_guard.check_states_reloaded()
+        if unit.is_partitioned and not self.is_running:
+            return False
+        with outside_functorch():
+            self.out_of_module_use.acquire(unit, is_in_backward())
+        return True
+
+    def release_after_op(self, unit: Unit, result: object) -> None:
+        """Release a unit after an operation, whose result may be a view. Call it after each acquire_for_op()."""
+        hooked = self.out_of_module_use.release(unit, result, is_in_backward())
+        if hooked is not None:
+            tensors, use = hooked
+            PreBackwardHook(self, use, self.schedule.records.current).register(tensors)
+
+    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
+        """Return the value of ``parameter.grad`` between backward and the next forward."""
+        return self.state_guard.reduced_grad(info)
+
+    def clear_grad(self, info: ParamInfo) -> None:
+        """Clear the gradient of one parameter."""
+        self.state_guard.clear_grad(info)
 
     # -- between steps ------------------------------------------------------------------------------------------
 
@@ -428,12 +396,22 @@ class ScheduleExecutor:
 
 
 class PreBackwardHook:
-    """Hook on a module call's output: it runs when backward reaches the output."""
+    """Hook on the outputs of a module call: it runs when backward reaches one of them."""
 
     __slots__ = ("_call", "_engine", "_record")
 
     def __init__(self, engine: Engine, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
         self._engine, self._call, self._record = engine, call, record
+
+    def register(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Hook tensors, before their other hooks: these may run a backward that needs the unit's parameters."""
+        for tensor in tensors:
+            tensor.register_hook(self)  # type: ignore[no-untyped-call]
+            hooks = tensor._backward_hooks
+            if hooks is not None and len(hooks) > 1:
+                *others, own = hooks.items()
+                hooks.clear()
+                hooks.update([own, *others])
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._engine.pre_backward(self._call, self._record)
@@ -446,8 +424,8 @@ class BackwardEndCallback:
     that clears or reads gradients after the exception would miss those of earlier backwards.
     """
 
-    def __init__(self, engine: Engine, backward_id: int) -> None:
-        self._engine, self._backward_id = weakref.ref(engine), backward_id
+    def __init__(self, engine: Engine, backward_id: int, forward_thread_id: int) -> None:
+        self._engine, self._backward_id, self._forward_thread_id = weakref.ref(engine), backward_id, forward_thread_id
 
     def __call__(self) -> None:
         engine = self._engine()
@@ -455,10 +433,33 @@ class BackwardEndCallback:
             engine.finalize_backward()
 
     def __del__(self) -> None:
-        """Tell the engine that autograd has dropped the backward, finished or not."""
+        """Abort the backward, unless it has ended.
+
+        An autograd thread may be the last to drop it, while the user's thread continues: then the next forward aborts.
+        """
         engine = self._engine()
-        if engine is not None:
-            engine.on_backward_dropped(self._backward_id)
+        if engine is None or threading.get_ident() != self._forward_thread_id:
+            return
+        backward = engine.schedule.backward
+        if backward.is_running and backward.backward_id == self._backward_id:
+            try:
+                with outside_functorch():
+                    engine.abort_backward()
+            except RuntimeError as error:  # a finalizer cannot raise: the next forward raises it
+                engine.deferred_error = error.with_traceback(None)
+
+
+def _agree_on_reduce_queue(engine: Engine) -> list[Unit]:
+    """Return the fixed reduce order: the reverse of rank 0's first forward, in which backward finishes units."""
+    units, comm, what = engine.gradients.units, engine.comm, "agree on the order of reductions"
+    ticks = [engine.schedule.backward.first_use_tick(unit) for unit in units]
+    order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
+    engine.order.check(what)
+    agreed = torch.tensor(order, dtype=torch.int64, device=comm.device)
+    comm.broadcast(agreed, 0, what)
+    if comm.consistency.is_distributed:
+        order = comm.read_to_host(agreed, what)
+    return [units[i] for i in order]
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:

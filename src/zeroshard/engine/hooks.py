@@ -150,7 +150,7 @@ class _ModuleHooks:
             self._replaced_param_detector.check(module)
             self._engine.pre_model_forward(inputs)
         with outside_functorch():
-            is_root_call = is_root and not (self._engine.is_in_forward and _is_reentrant_call(module))
+            is_root_call = is_root and not (self._engine.schedule.forward.running_calls and _is_reentrant_call(module))
             self._engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
         hooks = module._forward_hooks
         # hooks registered later also use the parameters

@@ -1,16 +1,18 @@
 """Schedule: which units a forward and its backward need, and until when. It decides; an executor performs.
 
-The schedule holds no tensors. The engine's executor (engine.py) all-gathers and reshards; the planner's writes down
-what it is asked to do.
+:class:`ForwardSchedule` follows the module calls of a forward and records them, :class:`BackwardSchedule` visits the
+records, and :class:`UnitHolds` knows why a unit must stay unsharded. They have no tensors. The engine's executor
+(engine.py) all-gathers, reshards and reduces; the planner's writes down what it is asked to do.
 
 [Note: when a unit is done in backward]
-Autograd runs the nodes of a graph in the reverse of their creation order. A node that is not ready waits for a consumer
-of its output, and that consumer was created later; so among the later nodes one is always ready, and it has priority.
+A unit's gradients can be reduced, and its parameters resharded, when backward has run all nodes that use them. Hooks on
+parameters do not show this: a parameter may be unused, or used several times. The order of autograd does: it runs the
+nodes of a graph in the reverse of their creation order. (A node that is not ready waits for a consumer of its output,
+and that consumer was created later; so among the later nodes one is always ready, and it has priority.)
 The schedule counts ticks: each start and each end of a module call in forward gets a number (``ModuleCall``). When the
 gradient of a module's output arrives, every node created after the end of that call has run. So a unit whose module
-calls all started after that tick is done: its gradients are complete and its parameters are not needed any more. This
-needs no hook per parameter and no counting of gradients, and unused parameters, auxiliary losses, shared modules and
-branches are not special cases.
+calls all started after that tick is done. Unused parameters, auxiliary losses, shared modules and branches are not
+special cases.
 
 [Note: all ranks visit all module calls]
 A loss may depend on a module on one rank and not on another. All ranks must take part in every all-gather, so on every
