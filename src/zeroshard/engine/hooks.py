@@ -37,50 +37,6 @@ from zeroshard.utils.tree import cast_floats, tensors_in
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SCANNED_TYPES = {torch.Tensor, list, tuple, dict}
 MAX_CONTAINER_ITEMS = 64  # larger containers are skipped: per-layer losses are few, a vocabulary is not
-
-
-class GraphTensorScanner:
-    """Finds graph tensors in a module's attributes and containers: see [Note: losses stored as attributes]."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        # torch's own modules store none, unless the user has added an attribute
-        is_torch_module = type(module).__module__.startswith("torch.nn.")
-        self._ignored_names = _MODULE_ATTRIBUTES.union(vars(module)) if is_torch_module else _MODULE_ATTRIBUTES
-        self._candidate_names: frozenset[str] = frozenset()  # attributes that may store a tensor
-        self._attribute_count = -1  # of all attributes, when the candidates were found
-
-    def find(self) -> list[torch.Tensor]:
-        """Return the graph tensors that the module stores now and that have no pre-backward hook yet."""
-        module = self._module()
-        attributes = vars(module) if module is not None else {}
-        if len(attributes) != self._attribute_count or not attributes.keys() >= self._candidate_names:
-            self._candidate_names, self._attribute_count = frozenset(attributes) - self._ignored_names, len(attributes)
-        if not self._candidate_names:
-            return []
-        names = [name for name in self._candidate_names if type(attributes[name]) in _SCANNED_TYPES]
-        tensors = [tensor for name in names for tensor in _tensors_in_containers(attributes[name])]
-        return [tensor for tensor in tensors if tensor.grad_fn is not None and not has_pre_backward_hook(tensor)]
-
-
-def _tensors_in_containers(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dictionaries of at most MAX_CONTAINER_ITEMS items."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        yield value
-    elif kind in _SCANNED_TYPES and depth and len(value) <= MAX_CONTAINER_ITEMS:
-        for item in value.values() if kind is dict else value:
-            yield from _tensors_in_containers(item, depth - 1)
-
-
-def scanners_for(module: nn.Module, hooked_modules: set[nn.Module]) -> list[GraphTensorScanner]:
-    """Return scanners for a module and its submodules, except submodules that have hooks themselves."""
-    scanners = [GraphTensorScanner(module)]
-    for child in module.children():
-        scanners += scanners_for(child, hooked_modules) if child not in hooked_modules else []
-    return scanners
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -91,28 +47,40 @@ def _disable_compile(hook: Callable[P, T]) -> Callable[P, T]:
     return disabled
 
 
-def _is_reentrant_call(module: nn.Module) -> bool:
-    """Return whether this call runs inside another call of the same module: in its forward or in one of its hooks."""
-    frame: FrameType | None = sys._getframe()
-    depth = 0
-    while frame is not None:
-        depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return depth > 1
-
-
-def _check_not_wrapped(model: nn.Module) -> None:
-    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
-    wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
-        raise RuntimeError(f"DistributedDataParallel {SECOND_REDUCTION_ERROR}")
-    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
-        raise RuntimeError(f"torch.distributed's replicate() {SECOND_REDUCTION_ERROR}")
-    if "_is_replica" in vars(model):
-        raise RuntimeError(
-            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
-            "one process a GPU (torchrun), and use the model without DataParallel"
-        )
+def install_hooks(
+    model: nn.Module, engine: Engine, unit_specs: list[UnitSpec]
+) -> list[RemovableHandle | AttributeOverride]:
+    """Hook the model and the modules of its units; return the handles that remove the hooks."""
+    units_by_module: dict[str, tuple[Unit, ...]] = {"": ()}
+    for spec, unit in zip(unit_specs, engine.units, strict=True):
+        for name in spec.modules:
+            units_by_module[name] = (*units_by_module.get(name, ()), unit)
+    handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
+    detector = ReplacedParamDetector(model)
+    config = engine.context.config
+    compute_dtype, cast_inputs = config.compute_dtype, config.cast_inputs
+    for name in engine.context.precision.fp32_modules:  # casts are registered first: the unit's hook below is prepended
+        module = model.get_submodule(name)
+        if compute_dtype is not None:
+            handles.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_cast_outputs, compute_dtype)))
+    hooked = {model.get_submodule(name) for name, units in units_by_module.items() if units}
+    layer_casts = _LayerCasts(compute_dtype, handles) if cast_inputs and config.has_master and compute_dtype else None
+    for name, units in units_by_module.items():
+        module = model.get_submodule(name)
+        for unit in units:
+            unit.add_module(name, module)
+        is_root = module is model
+        hooks = _ModuleHooks(engine, name, units, None if is_root else layer_casts, detector if is_root else None)
+        handles += hooks.install(module, hooked)
+    if cast_inputs and compute_dtype is not None:
+        handles.append(model.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), with_kwargs=True))
+    pre_load, post_load = partial(_pre_load_state_dict, engine), partial(_post_load_state_dict, engine, detector)
+    for module in model.modules():
+        if module is model or next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_load_state_dict_pre_hook(pre_load))  # type: ignore[no-untyped-call]
+    handles.append(model.register_load_state_dict_post_hook(post_load))  # type: ignore[no-untyped-call]
+    return handles
 
 
 class _ModuleHooks:
@@ -143,15 +111,15 @@ class _ModuleHooks:
     @_disable_compile
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run before the module's forward."""
-        inputs = tensors_in((args, kwargs))
-        is_root = self._replaced_param_detector is not None
+        engine, inputs = self._engine, tensors_in((args, kwargs))
+        is_root_call = False
         if self._replaced_param_detector is not None:
             _check_not_wrapped(module)
             self._replaced_param_detector.check(module)
-            self._engine.pre_model_forward(inputs)
+            engine.pre_model_forward(inputs)
+            is_root_call = not (engine.schedule.forward.running_calls and _is_reentrant_call(module))
         with outside_functorch():
-            is_root_call = is_root and not (self._engine.schedule.forward.running_calls and _is_reentrant_call(module))
-            self._engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
+            engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
         hooks = module._forward_hooks
         # hooks registered later also use the parameters
         if next(reversed(hooks), self._post_hook_id) != self._post_hook_id:
@@ -195,6 +163,72 @@ def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) ->
         if unit is not None and unit.is_partitioned and unit not in known_units and unit not in found:
             found.append(unit)
     return found
+
+
+def _is_reentrant_call(module: nn.Module) -> bool:
+    """Return whether this call runs inside another call of the same module: in its forward or in one of its hooks."""
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth > 1
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
+        raise RuntimeError(f"DistributedDataParallel {SECOND_REDUCTION_ERROR}")
+    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
+        raise RuntimeError(f"torch.distributed's replicate() {SECOND_REDUCTION_ERROR}")
+    if "_is_replica" in vars(model):
+        raise RuntimeError(
+            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
+            "one process a GPU (torchrun), and use the model without DataParallel"
+        )
+
+
+class GraphTensorScanner:
+    """Finds graph tensors in a module's attributes and containers: see [Note: losses stored as attributes]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # torch's own modules store none, unless the user has added an attribute
+        is_torch_module = type(module).__module__.startswith("torch.nn.")
+        self._ignored_names = _MODULE_ATTRIBUTES.union(vars(module)) if is_torch_module else _MODULE_ATTRIBUTES
+        self._candidate_names: frozenset[str] = frozenset()  # attributes that may store a tensor
+        self._attribute_count = -1  # of all attributes, when the candidates were found
+
+    def find(self) -> list[torch.Tensor]:
+        """Return the graph tensors that the module stores now and that have no pre-backward hook yet."""
+        module = self._module()
+        attributes = vars(module) if module is not None else {}
+        if len(attributes) != self._attribute_count or not attributes.keys() >= self._candidate_names:
+            self._candidate_names, self._attribute_count = frozenset(attributes) - self._ignored_names, len(attributes)
+        if not self._candidate_names:
+            return []
+        names = [name for name in self._candidate_names if type(attributes[name]) in _SCANNED_TYPES]
+        tensors = [tensor for name in names for tensor in _tensors_in_containers(attributes[name])]
+        return [tensor for tensor in tensors if tensor.grad_fn is not None and not has_pre_backward_hook(tensor)]
+
+
+def _tensors_in_containers(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries of at most MAX_CONTAINER_ITEMS items."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        yield value
+    elif kind in _SCANNED_TYPES and depth and len(value) <= MAX_CONTAINER_ITEMS:
+        for item in value.values() if kind is dict else value:
+            yield from _tensors_in_containers(item, depth - 1)
+
+
+def scanners_for(module: nn.Module, hooked_modules: set[nn.Module]) -> list[GraphTensorScanner]:
+    """Return scanners for a module and its submodules, except submodules that have hooks themselves."""
+    scanners = [GraphTensorScanner(module)]
+    for child in module.children():
+        scanners += scanners_for(child, hooked_modules) if child not in hooked_modules else []
+    return scanners
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,38 +302,3 @@ def _post_load_state_dict(
     """Hook: write the values that ``load_state_dict`` has loaded to shards and master weights."""
     detector.check(module)
     engine.state_guard.write_back_params()
-
-
-def install_hooks(
-    model: nn.Module, engine: Engine, unit_specs: list[UnitSpec]
-) -> list[RemovableHandle | AttributeOverride]:
-    """Hook the model and the modules of its units; return the handles that remove the hooks."""
-    units_by_module: dict[str, tuple[Unit, ...]] = {"": ()}
-    for spec, unit in zip(unit_specs, engine.units, strict=True):
-        for name in spec.modules:
-            units_by_module[name] = (*units_by_module.get(name, ()), unit)
-    handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
-    detector = ReplacedParamDetector(model)
-    config = engine.context.config
-    compute_dtype, cast_inputs = config.compute_dtype, config.cast_inputs
-    for name in engine.context.precision.fp32_modules:  # casts are registered first: the unit's hook below is prepended
-        module = model.get_submodule(name)
-        if compute_dtype is not None:
-            handles.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(_cast_outputs, compute_dtype)))
-    hooked = {model.get_submodule(name) for name, units in units_by_module.items() if units}
-    layer_casts = _LayerCasts(compute_dtype, handles) if cast_inputs and config.has_master and compute_dtype else None
-    for name, units in units_by_module.items():
-        module = model.get_submodule(name)
-        for unit in units:
-            unit.add_module(name, module)
-        own = (None, detector) if module is model else (layer_casts, None)
-        handles += _ModuleHooks(engine, name, units, *own).install(module, hooked)
-    if cast_inputs and compute_dtype is not None:
-        handles.append(model.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), with_kwargs=True))
-    pre_load, post_load = partial(_pre_load_state_dict, engine), partial(_post_load_state_dict, engine, detector)
-    for module in model.modules():
-        if module is model or next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_load_state_dict_pre_hook(pre_load))  # type: ignore[no-untyped-call]
-    handles.append(model.register_load_state_dict_post_hook(post_load))  # type: ignore[no-untyped-call]
-    return handles
