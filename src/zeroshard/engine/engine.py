@@ -48,8 +48,7 @@ class Engine:
         self, context: ShardContext, units: list[Unit], gradients: Gradients, buffers: BufferBroadcaster
     ) -> None:
         self.context, self.comm, self.order = context, context.comm, context.order
-        self.units = units
-        self.gradients = gradients
+        self.units, self.gradients = units, gradients
         self.state_guard = StateGuard(context, units, gradients)
         self.executor = ScheduleExecutor(context, units, gradients, self.state_guard.gather_updated_unit)
         self.schedule: Schedule[Unit] = Schedule(self.executor)
@@ -105,10 +104,9 @@ class Engine:
         schedule, record, is_training = self.schedule.forward, self.schedule.records.current, torch.is_grad_enabled()
         if not schedule.running_calls:
             raise RuntimeError(NESTED_CALL_ERROR)
-        call = schedule.end_call(has_graph=is_training and bool(outputs))
+        call = schedule.end_call(is_training, bool(outputs), returns_views, detaches_graph)
         if call.has_pre_backward_hook:
             PreBackwardHook(self, call, record).register((*outputs, *stored_tensors))
-        schedule.leave_call(call, is_training, bool(outputs), returns_views, detaches_graph)
         if not schedule.running_calls:
             if returns_views:
                 self.schedule.holds.record_returned_views(record)
@@ -194,7 +192,8 @@ class Engine:
             with outside_functorch():
                 self.schedule.backward.visit_remaining()
                 self.gradients.finalize_backward(self.executor.needs_grad_sync)
-                self._end_backward()
+                self.schedule.backward.end()
+                self._reset_after_pass()
 
     def _advance_backward_to(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
         if not self.schedule.backward.is_running:
@@ -234,9 +233,6 @@ class Engine:
     def abort_backward(self) -> None:
         """End a backward that has raised."""
         self.gradients.abort_backward()
-        self._end_backward()
-
-    def _end_backward(self) -> None:
         self.schedule.backward.end()
         self._reset_after_pass()
 

@@ -262,8 +262,8 @@ class UnitHolds(Generic[UnitT]):
 class ForwardSchedule(Generic[UnitT]):
     """The module calls of a forward, while they run.
 
-    :meth:`begin`, then for each module call :meth:`begin_call`, :meth:`enter_call`, :meth:`end_call` and
-    :meth:`leave_call`, then :meth:`end`. (The first :meth:`begin_call` precedes :meth:`begin`.)
+    :meth:`begin_call`, :meth:`enter_call` and :meth:`end_call` for each module call; :meth:`begin` in the outermost
+    one, before it is entered, and :meth:`end` after it.
     """
 
     def __init__(self, executor: UnitExecutor[UnitT], holds: UnitHolds[UnitT], records: PassRecords[UnitT]) -> None:
@@ -300,40 +300,39 @@ class ForwardSchedule(Generic[UnitT]):
         for unit in call.units:
             self._executor.unshard(unit, module)
 
-    def end_call(self, has_graph: bool) -> ModuleCall[UnitT]:
-        """Record the call that ends, and return it. ``has_graph``: it returned differentiable outputs.
+    def end_call(
+        self, is_training: bool, has_outputs: bool, returns_views: bool, detaches_graph: bool
+    ) -> ModuleCall[UnitT]:
+        """Record the innermost call, which ends, retain what backward may use without a hook, and guard the rest.
 
-        If ``has_pre_backward_hook`` is set, the caller hooks its outputs, so that backward visits it.
+        ``has_outputs``: it returned differentiable tensors. ``returns_views``, ``detaches_graph``: see
+        :meth:`Engine.post_forward`. If ``has_pre_backward_hook`` of the returned call is set, the caller hooks its
+        outputs, so that backward visits it.
         """
         call = self._pop_call()
         for use in call.view_uses.values():
             use.end_tick = call.end_tick
             call.untracked_uses.append(use)
-        if not self.running_calls:
+        is_outermost = not self.running_calls
+        if is_outermost:
             call.untracked_uses += self._untracked_uses
             self._untracked_uses = []
-        call.has_pre_backward_hook = has_graph and bool(call.units or call.untracked_uses or not self.running_calls)
+        has_graph = is_training and has_outputs
+        call.has_pre_backward_hook = has_graph and bool(call.units or call.untracked_uses or is_outermost)
         if not call.has_pre_backward_hook:
             self._untracked_uses = call.untracked_uses + self._untracked_uses
-        self._records.current.add(call)
-        return call
-
-    def leave_call(
-        self, call: ModuleCall[UnitT], is_training: bool, has_outputs: bool, returns_views: bool, detaches_graph: bool
-    ) -> None:
-        """Retain what backward may use without a hook, and guard the other units of a call that has ended.
-
-        It may be unknown what will use the values, and when. What the root module used itself, also as views, may be
-        in graphs that its outputs do not show: a loss stored as an attribute, an output that tensors_in() cannot
-        inspect. A frozen module without differentiable inputs is in no graph: it is resharded as usual.
-        """
-        holds, record = self._holds, self._records.current
-        if returns_views or (is_training and not self.running_calls):
-            holds.retain(record, (unit for use in (call, *call.untracked_uses) for unit in use.units))
+        record = self._records.current
+        record.add(call)
+        # It may be unknown what will use the values, and when. What the root module used itself, also as views, may be
+        # in graphs that its outputs do not show: a loss stored as an attribute, an output that tensors_in() cannot
+        # inspect. A frozen module without differentiable inputs is in no graph: it is resharded as usual.
+        if returns_views or (is_training and is_outermost):
+            self._holds.retain(record, (unit for use in (call, *call.untracked_uses) for unit in use.units))
         elif is_training and not has_outputs:
             is_trainable = self._executor.is_trainable
-            holds.retain(record, (unit for unit in call.units if detaches_graph or is_trainable(unit)))
-        holds.guard_idle((*call.units, *call.view_uses))
+            self._holds.retain(record, (unit for unit in call.units if detaches_graph or is_trainable(unit)))
+        self._holds.guard_idle((*call.units, *call.view_uses))
+        return call
 
     def fail_call(self) -> bool:
         """Handle an exception in the innermost call; return whether a call around it goes on.

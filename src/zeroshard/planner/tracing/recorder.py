@@ -207,12 +207,11 @@ class ScheduleRecorder:
         if self._schedule.backward.is_running or not forward.running_calls:
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        call = forward.end_call(has_graph=bool(outputs))
+        detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
+        call = forward.end_call(True, bool(outputs), returns_views=False, detaches_graph=detaches_graph)
         pre_backward = partial(self._pre_backward, call, self._schedule.records.current)
         for tensor in outputs if call.has_pre_backward_hook else ():
             tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]
-        detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
-        forward.leave_call(call, True, bool(outputs), returns_views=False, detaches_graph=detaches_graph)
         if not forward.running_calls:
             forward.end(is_training=True)
             self._schedule.holds.reshard_idle()
