@@ -31,10 +31,11 @@ reshards nothing: it only makes sure that the unit is unsharded. A reentrant che
 first forward; there the recomputation itself is the sign that backward has reached the unit.
 
 [Note: holds]
-A unit may be resharded when nothing holds it. Within a pass, it is held by running module calls, by running operations
-that use it outside its module, and by the graph that a backward creates (:class:`Hold`). Between passes, it is held by
-forwards whose backward may use it without a hook (:class:`RetainedUnits`). A unit without a hold is guarded: its next
-use belongs to another module call.
+Full parameters may still be used when their module has returned: by another call of it, by an operation outside it, by
+a backward. So a unit is resharded only when nothing holds it. Within a pass it is held by running module calls, by
+running operations that use it outside its module, and by the graph that a backward creates (:class:`Hold`). Between
+passes it is *retained* by forwards whose backward may use it without a hook (:meth:`UnitHolds.retain`). An unsharded
+unit without a hold is guarded: its next use belongs to another module call.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ForwardRecord(Generic[UnitT]):
     def __init__(self) -> None:
         self.calls: list[ModuleCall[UnitT]] = []  # in the order of their end
         self.calls_by_unit: dict[UnitT, list[ModuleCall[UnitT]]] = {}
-        self.retained_units: list[UnitT] = []  # used by its backward, perhaps without a hook: see RetainedUnits
+        self.retained_units: list[UnitT] = []  # used by its backward, perhaps without a hook: see [Note: holds]
 
     def add(self, call: ModuleCall[UnitT]) -> None:
         """Add a call that has ended."""
