@@ -23,8 +23,10 @@ holds a view. The same holds if states are offloaded, because their updates read
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -161,6 +163,49 @@ def assign_segments(sizes: Sequence[int], shard_count: int) -> list[int]:
     segment_count = min(max(MIN_SEGMENTS, -(-sum(sizes) // max_full_size)), MAX_SEGMENTS)
     doubled_middles = [2 * end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
     return [min(segment_count * middle // doubled_total, segment_count - 1) for middle in doubled_middles]
+
+
+class GradListener(Protocol):
+    """Computes updates from gradients while backward still runs: the CPU updates of offloaded states."""
+
+    def on_backward_begin(self, backward_count: int) -> None:
+        """Called when a backward begins whose gradients are reduced; ``backward_count`` counts since the last step."""
+
+    def on_shard_ready(self, flat: FlatParam) -> None:
+        """Called when this rank's shard of a flat's reduced gradient is complete."""
+
+    def invalidate(self) -> None:
+        """Invalidate speculative updates, because the gradients may change."""
+
+    def wait(self) -> None:
+        """Wait until no update is pending; raise the error of a failed one."""
+
+
+class GradListeners(list["weakref.ref[GradListener]"]):
+    """The listeners of one model; weak, because each refers to the gradients and must not keep the model alive."""
+
+    def on_backward_begin(self, backward_count: int) -> None:
+        """Tell all listeners that a backward begins."""
+        for listener in self._alive():
+            listener.on_backward_begin(backward_count)
+
+    def on_shard_ready(self, flat: FlatParam) -> None:
+        """Tell all listeners that a reduced gradient is complete."""
+        for listener in self._alive():
+            listener.on_shard_ready(flat)
+
+    def invalidate(self) -> None:
+        """Invalidate all speculative updates."""
+        for listener in self._alive():
+            listener.invalidate()
+
+    def wait(self) -> None:
+        """Wait until no update is pending."""
+        for listener in self._alive():
+            listener.wait()
+
+    def _alive(self) -> list[GradListener]:
+        return [listener for reference in self if (listener := reference()) is not None]
 
 
 class GradMemory:

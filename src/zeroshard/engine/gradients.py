@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_grad import FlatGrad, GradMemory
+from zeroshard.engine.flat_grad import FlatGrad, GradListeners, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
 from zeroshard.engine.parameter import has_autograd_grads, zero_autograd_grads
@@ -33,7 +33,8 @@ class Gradients:
         self._comm, self._order, self._tracker = context.comm, context.order, context.tracker
         self.is_partitioned = context.placement.gradients
         self.memory = GradMemory(self.flat_grads.values(), context)
-        self.reducer = GradReducer(self.flat_grads.values(), self.memory, context)
+        self.listeners = GradListeners()
+        self.reducer = GradReducer(self.flat_grads.values(), self.memory, self.listeners, context)
         self.norms = GradNorms(self.flat_grads, context.comm, context.order)
         self.scaling = GradScaling(self.flat_grads, self.norms)
         self.reduce_queue: list[Unit] | None = None  # the fixed reduce order, once all ranks have confirmed it

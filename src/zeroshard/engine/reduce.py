@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.comm import CollectiveWork, Communicator
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_grad import FlatGrad, GradMemory, compute_norms
+from zeroshard.engine.flat_grad import FlatGrad, GradListeners, GradMemory, compute_norms
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
@@ -217,16 +217,17 @@ class GradReducer:
     finishes the reductions, concurrently with compute, and autograd's gradients stay until the next unit's are ready.
     """
 
-    def __init__(self, flat_grads: Iterable[FlatGrad], memory: GradMemory, context: ShardContext) -> None:
+    def __init__(
+        self, flat_grads: Iterable[FlatGrad], memory: GradMemory, listeners: GradListeners, context: ShardContext
+    ) -> None:
         comm, config = context.comm, context.config
+        self._listeners = listeners
         self._comm, self._tracker, self._memory, self._slot_count = comm, context.tracker, memory, config.ring
         self._stream = SideStream(comm.device, comm.wait_timer)
         self._buffers = ReduceBuffers(flat_grads, comm, config.ring, context.tracker)
         self._stream_inputs: list[torch.Tensor] = []  # kept until compute has waited for the side stream
         self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
         self._can_finish_on_compute_stream = not comm.replicate_axes and config.offload is None
-        # set by the optimizer; weak; called with each FlatParam whose shard is complete
-        self.on_shard_ready: Callable[[], Callable[[FlatParam], None] | None] = lambda: None
         self.needs_overflow_check = False  # fp16: the largest magnitudes of offloaded gradients are needed too
 
     # -- partitioned gradients --------------------------------------------------------------------------------------
@@ -297,7 +298,8 @@ class GradReducer:
         self._finish(reduction.work, reduction.result, shard, reduction.what, reduction.adds_to_shard)
         if reduction.kept is not None and self._comm.device.type == "cuda":
             self._stream_inputs.append(reduction.kept)
-        self._notify(reduction)
+        if self._listeners:
+            self._notify(reduction)
 
     def _finish_offloaded(self, reduction: _Reduction) -> None:
         """Finish the reduction of an offloaded gradient: record its norms, and copy it off the device."""
@@ -317,14 +319,14 @@ class GradReducer:
             flat_grad.max_abs[reduction.bucket_index] = compute_norms([result], math.inf)
         shard.copy_(result, non_blocking=True)
         flat_grad.copy_done = self._stream.record_blocking_event()
-        self._notify(reduction)
+        if self._listeners:
+            self._notify(reduction)
 
     def _notify(self, reduction: _Reduction) -> None:
-        """Call the optimizer if all buckets of a flat are reduced."""
+        """Tell the listeners if all buckets of a flat are reduced."""
         flat = reduction.flat_grad.flat
-        callback = self.on_shard_ready() if reduction.bucket_index == len(flat.shard_ranges) - 1 else None
-        if callback is not None:
-            callback(flat)
+        if reduction.bucket_index == len(flat.shard_ranges) - 1:
+            self._listeners.on_shard_ready(flat)
 
     # -- replicated gradients -----------------------------------------------------------------------------------
 
