@@ -350,14 +350,14 @@ class Engine:
         self.state_guard.hide_reduced_grads(self.executor.unsharded)
         self.gradients.begin_backward(inverse_scale)
         needs_sync = self.executor.needs_grad_sync
-        listeners = self.gradients.listeners
+        listeners = self.gradients.reducer.listeners
         if listeners:
             listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
-        if self.gradients.is_partitioned and self.gradients.reduce_queue is None and needs_sync:
-            self.gradients.reduce_queue = self._agree_on_reduce_queue()
+        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
+            self.gradients.reduce_queue.set_order(self._agree_on_reduce_order())
 
-    def _agree_on_reduce_queue(self) -> list[Unit]:
-        """Return the fixed reduce order: the reverse of rank 0's first forward, in which backward finishes units."""
+    def _agree_on_reduce_order(self) -> list[Unit]:
+        """Return the order of :class:`ReduceQueue`, by rank 0's first forward."""
         units, what = self.gradients.units, "agree on the order of reductions"
         ticks = [self.schedule.first_use_tick(unit) for unit in units]
         order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))

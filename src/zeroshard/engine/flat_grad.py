@@ -48,9 +48,6 @@ class FlatGrad:
         self.dtype = dtype
         self.local_sum: torch.Tensor | None = None  # [numel]: this rank's sum, not reduced yet
         self.shard: torch.Tensor | None = None  # [shard_numel]: this rank's shard of the mean over the ranks
-        # for each bucket inside one parameter, its range in that; else None
-        self.single_param_buckets = [flat.layout.single_param(bucket) for bucket in flat.layout.buckets]
-        self.has_single_param_buckets = any(bucket is not None for bucket in self.single_param_buckets)
         self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket, if gradients are partitioned
         self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before ``local_sum`` was reused
         self.arena: Arena | None = None  # holds ``shard``, or ``local_sum`` if gradients are replicated
@@ -109,6 +106,22 @@ class FlatGrad:
         """Clear the norms that were recorded before the copy, because the gradient changes."""
         self.norms.clear()
         self.max_abs.clear()
+
+    def clear(self) -> None:
+        """Set the gradients of all parameters to None."""
+        pop_autograd_grads(self.flat.parameters)
+        self.is_param_used = [False] * len(self.is_param_used)
+        self.has_local_sum = self.has_shard = False
+
+    def zero(self) -> None:
+        """Set the gradients of all parameters that have one to zero."""
+        self.wait_copy()
+        self.clear_norms()
+        zero_autograd_grads(self.flat.parameters)
+        if self.has_local_sum and self.local_sum is not None:
+            self.local_sum.zero_()
+        if self.has_shard and self.shard is not None:
+            self.shard.zero_()
 
     def clear_param(self, index: int) -> None:
         """Clear the gradient of one parameter."""
@@ -281,6 +294,24 @@ class GradMemory:
             self.allocate(flat_grad)
         assert flat_grad.local_sum is not None
         return flat_grad.local_sum
+
+    def accumulate(self, flat_grad: FlatGrad) -> None:
+        """Add autograd's gradients to this rank's local sum."""
+        autograd_grads = flat_grad.pop_autograd_grads()
+        present = [index for index, tensor in enumerate(autograd_grads) if tensor is not None]
+        if not present:
+            return
+        sources = [tensor for tensor in autograd_grads if tensor is not None]
+        self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in sources]))
+        local_sum = self.allocate_local_sum(flat_grad)
+        views = [flat_grad.local_sum_views[index] for index in present]
+        if flat_grad.has_local_sum:
+            torch._foreach_add_(views, sources)
+            return
+        if len(present) < len(autograd_grads) or local_sum.numel() > sum(flat_grad.flat.layout.numels):
+            local_sum.zero_()
+        torch._foreach_copy_(views, sources)
+        flat_grad.has_local_sum = True
 
     def drop_local_sum(self, flat_grad: FlatGrad) -> None:
         """Drop the local sum of a partitioned gradient."""

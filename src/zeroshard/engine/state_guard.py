@@ -114,7 +114,7 @@ class StateGuard:
         if edited:
             self.wait_readers()
             self.invalidate_speculation()
-            self._gradients.listeners.wait()  # else a pending update would overwrite the edits
+            self._gradients.reducer.listeners.wait()  # else a pending update would overwrite the edits
             self.check_tiers()
             for unit in edited:
                 self.gather_updated_unit(unit)
@@ -156,8 +156,8 @@ class StateGuard:
 
     def invalidate_speculation(self) -> None:
         """Invalidate speculative updates, because the gradients they were computed from may change."""
-        if self._gradients.listeners:
-            self._gradients.listeners.invalidate()
+        if self._gradients.reducer.listeners:
+            self._gradients.reducer.listeners.invalidate()
 
     def wait_updates(self) -> None:
         """Wait for the updates and all-gathers that a step has started; raise if the states cannot be read."""
@@ -166,7 +166,7 @@ class StateGuard:
 
     def _wait_updates(self) -> None:
         self.check_states_reloaded()
-        self._gradients.listeners.wait()
+        self._gradients.reducer.listeners.wait()
         self.check_tiers()
         for unit in self.replicated_units:
             self.gather_updated_unit(unit)
@@ -194,7 +194,7 @@ class StateGuard:
     def _gather_order(self) -> list[Unit]:
         """Return the replicated units in the forward order that all ranks have confirmed."""
         queue = self._gradients.reduce_queue
-        return self.replicated_units if queue is None or not self.replicated_units else queue[::-1]
+        return queue.order[::-1] if queue.is_agreed and self.replicated_units else self.replicated_units
 
     # -- new values ---------------------------------------------------------------------------------------------
 

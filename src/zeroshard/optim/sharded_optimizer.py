@@ -99,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._mode_switch = _ModeSwitch(inner, engine)
         engine.state_guard.has_loss_scale = loss_scale is not None
         if self._cpu_updates is not None:
-            engine.gradients.listeners.append(weakref.ref(self._cpu_updates))
+            engine.gradients.reducer.listeners.append(weakref.ref(self._cpu_updates))
             engine.gradients.reducer.needs_overflow_check = loss_scale is not None
 
     @property
