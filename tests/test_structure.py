@@ -68,9 +68,9 @@ FACES = "activations checkpoint comm engine memory models optim page sharding te
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more
 BUDGETS = {
     "forward": (13, 108, 20, 427),
-    "backward": (17, 137, 25, 515),
+    "backward": (17, 134, 26, 505),
     "step": (15, 95, 21, 174),
-    "zero_grad": (7, 19, 7, 44),
+    "zero_grad": (7, 17, 7, 39),
 }
 
 

@@ -26,6 +26,7 @@ from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.out_of_module_use import OutOfModuleUse
 from zeroshard.engine.parameter import PICKLE_ERROR, ParamInfo, param_info
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
+from zeroshard.engine.sharded_gradient import ParamGrads
 from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
@@ -50,6 +51,7 @@ class Engine:
         self.context, self.comm, self.order = context, context.comm, context.order
         self.units, self.gradients = units, gradients
         self.state_guard = StateGuard(context, units, gradients)
+        self.param_grads = ParamGrads(context, gradients, self.state_guard)
         self.executor = ScheduleExecutor(context, units, gradients, self.state_guard.gather_updated_unit)
         self.schedule: Schedule[Unit] = Schedule(self.executor)
         self.out_of_module_use = OutOfModuleUse(self.schedule, self.executor)
@@ -57,8 +59,7 @@ class Engine:
         self.deferred_error: RuntimeError | None = None  # of a finalizer, which cannot raise: the next forward does
         self._buffer_broadcaster = buffers if buffers.has_buffers else None
         defragments = self.comm.device.type == "cuda" and context.config.defragment
-        self._segment_preallocator = SegmentPreallocator(self.comm.device) if defragments else None
-        self._cublas_workspace = CublasWorkspace(context.pool) if defragments else None
+        self._defragmenter = _Defragmenter(context) if defragments else None
         self._forward_thread_id = 0  # of the last forward
         for unit in units:
             unit.set_param_owner(self)
@@ -132,8 +133,8 @@ class Engine:
 
     def pre_model_forward(self, inputs: Iterable[torch.Tensor]) -> None:
         """Report the input size of the root module's forward to the segment preallocator."""
-        if self._segment_preallocator is not None and torch.is_grad_enabled() and not self.is_running:
-            self._segment_preallocator.on_forward_begin(sum(tensor.numel() for tensor in inputs))
+        if self._defragmenter is not None and torch.is_grad_enabled() and not self.is_running:
+            self._defragmenter.segments.on_forward_begin(sum(tensor.numel() for tensor in inputs))
 
     def _begin_forward(self, name: str) -> None:
         if self.deferred_error is not None:
@@ -145,8 +146,8 @@ class Engine:
         self.state_guard.check_before_forward()
         if is_training:
             self.gradients.memory.make_persistent()
-        if self._cublas_workspace is not None:
-            self._cublas_workspace.acquire()
+        if self._defragmenter is not None:
+            self._defragmenter.workspace.acquire()
         self._forward_thread_id = threading.get_ident()
         self.schedule.forward.begin()
         gathered = [unit.name for unit in self.executor.partitioned_units if unit.has_gathered_copy]
@@ -218,17 +219,17 @@ class Engine:
         inverse_scale = current_inverse_scale()
         self.order.begin_pass("backward" if inverse_scale is None else "backward of a scaled loss")
         self.backward_count += 1
-        if self._cublas_workspace is not None:
-            self._cublas_workspace.acquire()
+        if self._defragmenter is not None:
+            self._defragmenter.workspace.acquire()
         self.gradients.memory.record_allocated()
         self.state_guard.hide_reduced_grads(self.executor.unsharded)
         self.gradients.begin_backward(inverse_scale)
         needs_sync = self.executor.needs_grad_sync
-        listener = self.state_guard.backward_listener()
-        if listener is not None:
-            listener.on_backward_begin(self.backward_count) if needs_sync else listener.invalidate()
-        if self.gradients.is_partitioned and self.gradients.reduce_queue is None and needs_sync:
-            self.gradients.reduce_queue = _agree_on_reduce_queue(self)
+        listeners = self.gradients.reducer.listeners
+        if listeners:
+            listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
+        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
+            self.gradients.reduce_queue.set_order(_agree_on_reduce_order(self))
 
     def abort_backward(self) -> None:
         """End a backward that has raised."""
@@ -265,11 +266,11 @@ class Engine:
 
     def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
         """Return the value of ``parameter.grad`` between backward and the next forward."""
-        return self.state_guard.reduced_grad(info)
+        return self.param_grads.get(info)
 
     def clear_grad(self, info: ParamInfo) -> None:
         """Clear the gradient of one parameter."""
-        self.state_guard.clear_grad(info)
+        self.param_grads.clear(info)
 
     # -- between steps ------------------------------------------------------------------------------------------
 
@@ -285,12 +286,16 @@ class Engine:
         self.schedule.holds.reshard_idle()
         self.executor.detach_sharded()
 
+    def finish_write(self) -> None:
+        """Compute with shards and masters that were written: no backward may use the old values."""
+        self.state_guard.sync_from_masters()
+        self.release_retained()
+
     def close(self) -> None:
         """Wait for all background work: the model is about to be unwrapped."""
-        self.state_guard.wait_readers()
-        self.state_guard.wait_updates()
-        if self._segment_preallocator is not None:
-            self._segment_preallocator.stop_recording()
+        self.state_guard.prepare_write()
+        if self._defragmenter is not None:
+            self._defragmenter.segments.stop_recording()
 
 
 class ScheduleExecutor:
@@ -391,6 +396,14 @@ class ScheduleExecutor:
             prefetcher.discard()
 
 
+class _Defragmenter:
+    """What keeps a GPU's memory unfragmented (``Config.defragment``): preallocated segments, one cuBLAS workspace."""
+
+    def __init__(self, context: ShardContext) -> None:
+        self.segments = SegmentPreallocator(context.comm.device)
+        self.workspace = CublasWorkspace(context.pool)
+
+
 class PreBackwardHook:
     """Hook on the outputs of a module call: it runs when backward reaches one of them."""
 
@@ -445,8 +458,8 @@ class BackwardEndCallback:
                 engine.deferred_error = error.with_traceback(None)
 
 
-def _agree_on_reduce_queue(engine: Engine) -> list[Unit]:
-    """Return the fixed reduce order: the reverse of rank 0's first forward, in which backward finishes units."""
+def _agree_on_reduce_order(engine: Engine) -> list[Unit]:
+    """Return the order of :class:`ReduceQueue`, by rank 0's first forward."""
     units, comm, what = engine.gradients.units, engine.comm, "agree on the order of reductions"
     ticks = [engine.schedule.backward.first_use_tick(unit) for unit in units]
     order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
