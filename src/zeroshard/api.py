@@ -317,13 +317,13 @@ def report(model: nn.Module) -> Report:
     engine = sharded.engine
     comm = engine.comm
     tensor, activations = sharded.profiled_traffic or (None, None)
-    kinds = list(engine.tracker.by_kind.items())  # at once: an update under way may add to them
+    kinds = list(engine.context.tracker.by_kind.items())  # at once: an update under way may add to them
     return Report(
         rank=comm.consistency.rank,
         ranks=comm.data_parallel_size * comm.tensor_axis.size,
         parameters=sum(numel for unit in engine.units for flat in unit.flats for numel in flat.layout.numels),
         memory={kind: replace(held) for kind, held in kinds},
-        total=replace(engine.tracker.total),
+        total=replace(engine.context.tracker.total),
         collectives={kind: replace(traffic) for kind, traffic in comm.counters.last_step.items()},
         tensor_traffic=tensor,
         activation_traffic=activations,
@@ -347,7 +347,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     """
     sharded = _sharded_model(model)
     engine: Engine = sharded.engine
-    ledger, stopwatch, device = engine.tracker, engine.comm.wait_timer, engine.comm.device
+    ledger, stopwatch, device = engine.context.tracker, engine.comm.wait_timer, engine.comm.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     held = {kind: nbytes.now for (kind, tier), nbytes in ledger.by_kind.items() if tier == "device"}

@@ -548,7 +548,7 @@ def test_a_model_goes_on_after_unwrap_and_is_counted_only_while_it_is_sharded() 
         net_loss(model, batches(1)[0]).backward()
         assert zeroshard.report(model).memory["activations", "device"].now > 0
         assert_equal({name: zeroshard.full_gradient(model, name) for name in wanted}, wanted)
-        ledger = model._zeroshard.engine.tracker
+        ledger = model._zeroshard.engine.context.tracker
         zeroshard.unwrap(model)
         assert_equal(gradients(model), wanted)
         assert ledger.by_kind["activations", "device"].now == 0

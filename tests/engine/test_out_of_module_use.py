@@ -25,7 +25,7 @@ from ranks import run_processes
 from torch import nn
 from torch.nn import functional as F
 
-from zeroshard.engine.schedule import ForwardRecord, RetainedUnits
+from zeroshard.engine.schedule import ForwardRecord, PassRecords, UnitExecutor, UnitHolds
 from zeroshard.engine.unit import Unit
 
 VOCABULARY = 11  # of plain.Net
@@ -193,13 +193,13 @@ def test_a_parameters_memory_may_be_an_output(step: Step) -> None:
 
 
 def test_pins_of_forwards_whose_hooks_are_gone_are_held_as_one_until_some_backward() -> None:
-    pins, unit = RetainedUnits(), cast(Unit, object())
+    holds, unit = UnitHolds(cast(UnitExecutor[Unit], object()), PassRecords()), cast(Unit, object())
     for _ in range(3):
-        pins.retain(ForwardRecord(), [unit])
-    pins.adopt_orphans()
-    assert unit in pins
-    pins.finish([], [])
-    assert unit not in pins
+        holds.retain(ForwardRecord(), [unit])
+    holds.adopt_orphans()
+    assert holds.is_retained(unit)
+    holds.end_backward()
+    assert not holds.is_retained(unit)
 
 
 # -- one operation with several units, one unit with several modules ----------------------------------------------

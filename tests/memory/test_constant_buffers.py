@@ -538,7 +538,7 @@ def test_rank_0s_buffers_reach_all_ranks_in_packs_of_one_size(bucket_size: int) 
         sent: list[int] = []
         send = engine.comm.broadcast
         engine.comm.broadcast = lambda tensor, *args: (sent.append(tensor.nbytes), send(tensor, *args))
-        context = replace(engine.context, config=replace(engine.config, bucket_size=bucket_size))
+        context = replace(engine.context, config=replace(engine.context.config, bucket_size=bucket_size))
         BufferBroadcaster(model, context).sync_buffers()
         return sent, dict(model.named_buffers())
 
@@ -559,7 +559,9 @@ def test_a_large_buffer_is_sent_where_it_lies() -> None:
         model.register_buffer("table", torch.zeros(10_000))
         model, _ = zeroshard.shard(model)
         engine = model._zeroshard.engine
-        buffers = BufferBroadcaster(model, replace(engine.context, config=replace(engine.config, bucket_size=64)))
+        buffers = BufferBroadcaster(
+            model, replace(engine.context, config=replace(engine.context.config, bucket_size=64))
+        )
         engine.order.begin_pass("a test")
         return allocated_bytes(buffers.sync_buffers)[0] if rank == 0 else buffers.sync_buffers() or 0
 

@@ -377,7 +377,7 @@ def test_a_disk_that_is_given_is_looked_at_and_each_rank_keeps_its_own(
         offload: Any = {"optimizer": "disk", "directory": directory, "threads": rank + 1}
         offload = zeroshard.Offload(**offload) if form == "Offload" else offload
         model, _ = sharded(net, stage="auto", offload=offload)
-        return zeroshard.Offload.from_option(offload), model._zeroshard.engine.config.offload
+        return zeroshard.Offload.from_option(offload), model._zeroshard.engine.context.config.offload
 
     for given, kept_ in run_threads(2, body):
         assert given == kept_
@@ -398,7 +398,7 @@ def test_a_chosen_disk_is_in_each_ranks_own_directory(tmp_path: Path, monkeypatc
         model, example = copy.deepcopy(net), torch.zeros(3, 5, dtype=torch.int64)
         planning = {"directory": mine}
         zeroshard.shard(model, adam(model), stage=3, offload="auto", inputs=example, planning=planning)
-        return mine, model._zeroshard.engine.config.offload
+        return mine, model._zeroshard.engine.context.config.offload
 
     for mine, found in run_threads(2, body):
         assert found == replace(offload, directory=mine)
@@ -641,7 +641,10 @@ def test_auto_never_reaches_the_engine() -> None:
     with pytest.raises(ValueError, match=r"got 'auto': only zeroshard.shard\(\) accepts it"):
         zeroshard.Config(stage="auto")  # type: ignore[arg-type]
     model, _ = zeroshard.shard(gpt(), stage="auto", offload="auto", inputs=(TOKENS, TOKENS))
-    assert model._zeroshard.engine.config.stage in (0, 1, 2, 3) and model._zeroshard.engine.config.offload is None
+    assert (
+        model._zeroshard.engine.context.config.stage in (0, 1, 2, 3)
+        and model._zeroshard.engine.context.config.offload is None
+    )
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ class RecomputeContext:
         """Return the communicator of the block's model, and the axis over which the inputs are partitioned."""
         parameter = self._first_param(block)
         engine = engine_of(parameter) if parameter is not None else None
-        tracker = engine.tracker if engine is not None else None
+        tracker = engine.context.tracker if engine is not None else None
         if tracker is not self.tracker:
             self.tracker = tracker
             for store in self._stores.values():

@@ -190,7 +190,7 @@ class _PayloadBuilder:
         sharding: dict[str, Any] | None = None
         if self._engine is not None:
             tensor_degree = self._engine.comm.tensor_axis.size
-            sharding = {"stage": self._engine.config.stage, "precision": self._engine.config.precision}
+            sharding = {"stage": self._engine.context.config.stage, "precision": self._engine.context.config.precision}
             sharding |= {"tensor": tensor_degree} if tensor_degree > 1 else {}
         return {
             "sharding": sharding,

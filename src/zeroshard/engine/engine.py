@@ -1,29 +1,24 @@
 """Engine: the four events of a training step, and what begins and ends a forward and a backward.
 
-Hooks call :meth:`Engine.pre_forward` and :meth:`Engine.post_forward` around each module that has units,
-:meth:`Engine.pre_backward` when a gradient arrives at its outputs, and :meth:`Engine.finalize_backward` at the end. The
-schedule (schedule.py) decides which units to unshard and reshard, and when a unit's gradients are complete; the
-executor does it. The engine reads placements, never a stage number.
+Module hooks (hooks.py) call :meth:`Engine.pre_forward` and :meth:`Engine.post_forward` around each module that has
+units. Hooks on tensors call :meth:`Engine.pre_backward` when a gradient arrives at a module's outputs, and
+:meth:`Engine.finalize_backward` at the end. The schedule (schedule.py) decides which units to unshard and reshard, and
+when a unit's gradients are complete; the executor does it. The engine reads placements, never a stage number.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zeroshard.comm import RanksDisagreeError
-from zeroshard.engine.autograd_hooks import (
-    BackwardEndCallback,
-    PreBackwardHook,
-    is_in_backward,
-    outside_functorch,
-    prepend_hook,
-)
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.grad_scale import current_inverse_scale
 from zeroshard.engine.gradients import Gradients
@@ -36,6 +31,271 @@ from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
 from zeroshard.memory import PREFETCH_SHARDS, CublasWorkspace, DiskError, SegmentPreallocator
+
+COPY_ERROR = (
+    "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
+    "the state_dict() taken inside `with zeroshard.gathered(model):`"
+)
+NESTED_CALL_ERROR = (
+    "the model was called inside its own forward in a way that zeroshard did not notice, and the units of "
+    "the outer call are gone. Call the model before or after that call, or call one of its modules"
+)
+
+
+class Engine:
+    """Run the forward and backward of one sharded model: own its units, its gradients and the progress of a pass."""
+
+    def __init__(
+        self, context: ShardContext, units: list[Unit], gradients: Gradients, buffers: BufferBroadcaster
+    ) -> None:
+        self.context, self.comm, self.order = context, context.comm, context.order
+        self.units, self.gradients = units, gradients
+        self.state_guard = StateGuard(context, units, gradients)
+        self.param_grads = ParamGrads(context, gradients, self.state_guard)
+        self.executor = ScheduleExecutor(context, units, gradients, self.state_guard.gather_updated_unit)
+        self.schedule: Schedule[Unit] = Schedule(self.executor)
+        self.out_of_module_use = OutOfModuleUse(self.schedule, self.executor)
+        self.backward_count = 0  # since the last step
+        self.deferred_error: RuntimeError | None = None  # of a finalizer, which cannot raise: the next forward does
+        self._buffer_broadcaster = buffers if buffers.has_buffers else None
+        defragments = self.comm.device.type == "cuda" and context.config.defragment
+        self._defragmenter = _Defragmenter(context) if defragments else None
+        self._forward_thread_id = 0  # of the last forward
+        for unit in units:
+            unit.set_param_owner(self)
+
+    def __deepcopy__(self, memo: object) -> Engine:
+        """Raise: a copy would share shards and collectives with the original."""
+        raise RuntimeError(COPY_ERROR)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise: see :data:`PICKLE_ERROR`."""
+        raise RuntimeError(PICKLE_ERROR)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is running."""
+        return bool(self.schedule.forward.running_calls) or is_in_backward()
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, units: tuple[Unit, ...], name: str, is_root: bool) -> None:
+        """Unshard the units of a hooked module that is about to run. ``is_root``: it is the model itself."""
+        if is_in_backward():
+            for unit in units:
+                self._pre_recompute(unit)
+            return
+        schedule = self.schedule.forward
+        if is_root and schedule.running_calls:  # an earlier forward raised, and no hook could see it
+            self._abort_forward()
+        call = schedule.begin_call(units)  # first: if anything below raises, on_forward_error() ends it
+        if len(schedule.running_calls) == 1:
+            self._begin_forward(name)
+        schedule.enter_call(call, name)
+
+    def post_forward(
+        self, outputs: list[torch.Tensor], stored_tensors: list[torch.Tensor], returns_views: bool, detaches_graph: bool
+    ) -> None:
+        """Record the module call that has just ended, hook its outputs for backward, and guard its units.
+
+        ``outputs`` are its differentiable output tensors, ``stored_tensors`` those it stores: see [Note: losses stored
+        as attributes]. ``returns_views``: some output is a parameter or shares its storage. ``detaches_graph``: some
+        input is differentiable and no output is.
+        """
+        schedule, record, is_training = self.schedule.forward, self.schedule.records.current, torch.is_grad_enabled()
+        if not schedule.running_calls:
+            raise RuntimeError(NESTED_CALL_ERROR)
+        call = schedule.end_call(is_training, bool(outputs), returns_views, detaches_graph)
+        if call.has_pre_backward_hook:
+            PreBackwardHook(self, call, record).register((*outputs, *stored_tensors))
+        if not schedule.running_calls:
+            if returns_views:
+                self.schedule.holds.record_returned_views(record)
+                for unit in record.retained_units:
+                    unit.has_returned_views = True
+            self._end_forward(is_training)
+
+    def on_forward_error(self, error: BaseException | None) -> None:
+        """Handle an exception in the forward of a hooked module."""
+        schedule = self.schedule.forward
+        if not schedule.running_calls or schedule.fail_call():
+            return
+        if isinstance(error, DiskError):  # parameters could not be read: the other ranks already wait in the all-gather
+            self.comm.consistency.announce_failure(str(error))
+        elif not isinstance(error, RanksDisagreeError) and self.state_guard.has_valid_states:
+            # only with valid values to send
+            self.executor.drain_collectives(self.schedule.holds.reshard_unless_retained)
+            self.state_guard.gather_updated_units()
+            if error is not None:
+                self.comm.consistency.announce_failure(f"its forward raised {type(error).__name__}: {error}")
+        with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
+            self._abort_forward()  # later failures repeat the first, which says more
+
+    def pre_model_forward(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Report the input size of the root module's forward to the segment preallocator."""
+        if self._defragmenter is not None and torch.is_grad_enabled() and not self.is_running:
+            self._defragmenter.segments.on_forward_begin(sum(tensor.numel() for tensor in inputs))
+
+    def _begin_forward(self, name: str) -> None:
+        if self.deferred_error is not None:
+            error, self.deferred_error = self.deferred_error, None
+            raise error
+        if self.schedule.backward.is_running:  # it ended with an exception
+            self.abort_backward()
+        is_training = torch.is_grad_enabled()
+        self.state_guard.check_before_forward()
+        if is_training:
+            self.gradients.memory.make_persistent()
+        if self._defragmenter is not None:
+            self._defragmenter.workspace.acquire()
+        self._forward_thread_id = threading.get_ident()
+        self.schedule.forward.begin()
+        gathered = [unit.name for unit in self.executor.partitioned_units if unit.has_gathered_copy]
+        inside = f" inside gathered() of {gathered[0]!r} and {len(gathered) - 1} more" if gathered else ""
+        gradients = "with" if is_training else "without"
+        self.order.begin_pass(f"forward of {name or 'the model'} {gradients} gradients{inside}")
+        self.state_guard.hide_reduced_grads(self.executor.unsharded)
+        if self._buffer_broadcaster is not None:
+            self._buffer_broadcaster.sync_buffers()
+
+    def _end_forward(self, is_training: bool) -> None:
+        if is_training:
+            self.gradients.memory.record_allocated()
+        self.schedule.forward.end(is_training)
+        self.state_guard.gather_updated_units()
+        self.schedule.holds.reshard_idle()
+        for unit in self.executor.unsharded:  # retained
+            unit.wait_for_unshard()
+        self.schedule.holds.guard_retained()
+        if not is_training:
+            self.executor.detach_sharded()
+        self.state_guard.expose_reduced_grads(self.executor.unsharded)
+
+    def _abort_forward(self) -> None:
+        self.schedule.forward.abort()
+        self._reset_after_pass()
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def pre_backward(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
+        """Reduce the units that are done, and unshard those of a module call: a gradient has arrived at its output."""
+        backward = self.schedule.backward
+        backward.is_creating_graph = torch.is_grad_enabled()
+        with outside_functorch():
+            if backward.is_running and torch._C._current_graph_task_id() != backward.backward_id:
+                backward.visit_nested(call, record)
+            else:
+                self._advance_backward_to(call, record)
+
+    def finalize_backward(self) -> None:
+        """Reduce what is left, wait for all reductions and reshard: autograd has run all nodes."""
+        if self.schedule.backward.is_running:
+            with outside_functorch():
+                self.schedule.backward.visit_remaining()
+                self.gradients.finalize_backward(self.executor.needs_grad_sync)
+                self.schedule.backward.end()
+                self._reset_after_pass()
+
+    def _advance_backward_to(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
+        if not self.schedule.backward.is_running:
+            self._begin_backward()
+        self.schedule.backward.advance_to(call, record)
+
+    def _pre_recompute(self, unit: Unit) -> None:
+        """Unshard a unit whose module runs again inside backward: see [Note: recomputation]."""
+        unhooked = self.schedule.backward.find_unhooked_call(unit)
+        if unhooked is not None:
+            self._advance_backward_to(*unhooked)
+        self.executor.unshard(unit)
+
+    def _begin_backward(self) -> None:
+        self.state_guard.check_states_reloaded()
+        self.state_guard.detect_forward_edits()
+        backward_id = torch._C._current_graph_task_id()
+        self.schedule.backward.begin(backward_id)
+        torch.autograd.Variable._execution_engine.queue_callback(
+            BackwardEndCallback(self, backward_id, self._forward_thread_id)
+        )
+        inverse_scale = current_inverse_scale()
+        self.order.begin_pass("backward" if inverse_scale is None else "backward of a scaled loss")
+        self.backward_count += 1
+        if self._defragmenter is not None:
+            self._defragmenter.workspace.acquire()
+        self.gradients.memory.record_allocated()
+        self.state_guard.hide_reduced_grads(self.executor.unsharded)
+        self.gradients.begin_backward(inverse_scale)
+        needs_sync = self.executor.needs_grad_sync
+        listeners = self.gradients.reducer.listeners
+        if listeners:
+            listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
+        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
+            self.gradients.reduce_queue.set_order(_agree_on_reduce_order(self))
+
+    def abort_backward(self) -> None:
+        """End a backward that has raised."""
+        self.gradients.abort_backward()
+        self.schedule.backward.end()
+        self._reset_after_pass()
+
+    def _reset_after_pass(self) -> None:
+        self.schedule.holds.reshard_idle()
+        self.schedule.holds.guard_retained()
+        self.executor.detach_sharded()
+        self.state_guard.expose_reduced_grads(self.executor.unsharded)
+
+    # -- what parameters ask for ---------------------------------------------------------------------------------
+
+    def acquire_for_op(self, unit: Unit) -> bool:
+        """Unshard a unit for an operation on a guarded parameter; return whether that is possible now.
+
+        See [Note: parameters used outside their module]. If so, the unit is held until :meth:`release_after_op`.
+        """
+        self.state_guard.check_states_reloaded()
+        if unit.is_partitioned and not self.is_running:
+            return False
+        with outside_functorch():
+            self.out_of_module_use.acquire(unit, is_in_backward())
+        return True
+
+    def release_after_op(self, unit: Unit, result: object) -> None:
+        """Release a unit after an operation, whose result may be a view. Call it after each acquire_for_op()."""
+        hooked = self.out_of_module_use.release(unit, result, is_in_backward())
+        if hooked is not None:
+            tensors, use = hooked
+            PreBackwardHook(self, use, self.schedule.records.current).register(tensors)
+
+    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
+        """Return the value of ``parameter.grad`` between backward and the next forward."""
+        return self.param_grads.get(info)
+
+    def clear_grad(self, info: ParamInfo) -> None:
+        """Clear the gradient of one parameter."""
+        self.param_grads.clear(info)
+
+    # -- between steps ------------------------------------------------------------------------------------------
+
+    def reduce_pending(self) -> None:
+        """Reduce all pending gradients, also those that the user has set, and expose them on the parameters."""
+        self.gradients.reduce_pending()
+        if not self.is_running:
+            self.state_guard.expose_reduced_grads(self.executor.unsharded)
+
+    def release_retained(self) -> None:
+        """Drop all retained units: the parameters have changed, and no backward may use the old values."""
+        self.schedule.holds.clear()
+        self.schedule.holds.reshard_idle()
+        self.executor.detach_sharded()
+
+    def finish_write(self) -> None:
+        """Compute with shards and masters that were written: no backward may use the old values."""
+        self.state_guard.sync_from_masters()
+        self.release_retained()
+
+    def close(self) -> None:
+        """Wait for all background work: the model is about to be unwrapped."""
+        self.state_guard.prepare_write()
+        if self._defragmenter is not None:
+            self._defragmenter.segments.stop_recording()
 
 
 class ScheduleExecutor:
@@ -136,297 +396,79 @@ class ScheduleExecutor:
             prefetcher.discard()
 
 
-class Engine:
-    """Run the forward and backward of one sharded model: own its units, its gradients and the progress of a pass."""
+class _Defragmenter:
+    """What keeps a GPU's memory unfragmented (``Config.defragment``): preallocated segments, one cuBLAS workspace."""
 
-    def __init__(
-        self, context: ShardContext, units: list[Unit], gradients: Gradients, buffers: BufferBroadcaster
-    ) -> None:
-        self.context = context
-        self.config, self.precision = context.config, context.precision
-        self.comm, self.order, self.tracker, self.pool = context.comm, context.order, context.tracker, context.pool
-        self.units = units
-        self.gradients = gradients
-        self.state_guard = StateGuard(context, units, gradients)
-        self.param_grads = ParamGrads(context, gradients, self.state_guard)
-        self.executor = ScheduleExecutor(context, units, gradients, self.state_guard.gather_updated_unit)
-        self.schedule: Schedule[Unit] = Schedule(self.executor)
-        self.out_of_module_use = OutOfModuleUse(self.schedule, self.executor)
-        self.backward_count = 0  # since the last step
-        self._buffer_broadcaster = buffers if buffers.has_buffers else None
-        defragments = self.comm.device.type == "cuda" and self.config.defragment
-        self._segment_preallocator = SegmentPreallocator(self.comm.device) if defragments else None
-        self._cublas_workspace = CublasWorkspace(context.pool) if defragments else None
-        self._forward_thread_id = 0  # of the last forward
-        self._graph_task_id = -1  # autograd's id of the current backward
-        self._deferred_error: RuntimeError | None = None  # raised in a finalizer, which cannot propagate it
-        for unit in units:
-            unit.set_param_owner(self)
+    def __init__(self, context: ShardContext) -> None:
+        self.segments = SegmentPreallocator(context.comm.device)
+        self.workspace = CublasWorkspace(context.pool)
 
-    def __deepcopy__(self, memo: object) -> Engine:
-        """Raise: a copy would share shards and collectives with the original."""
-        raise RuntimeError(
-            "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
-            "the state_dict() taken inside `with zeroshard.gathered(model):`"
-        )
 
-    def __reduce__(self) -> NoReturn:
-        """Raise: see :data:`PICKLE_ERROR`."""
-        raise RuntimeError(PICKLE_ERROR)
+class PreBackwardHook:
+    """Hook on the outputs of a module call: it runs when backward reaches one of them."""
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward or a backward is running."""
-        return bool(self.schedule.running_calls) or torch._C._current_graph_task_id() != -1
+    __slots__ = ("_call", "_engine", "_record")
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward is running, or has ended with an exception that no hook could see."""
-        return bool(self.schedule.running_calls)
+    def __init__(self, engine: Engine, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
+        self._engine, self._call, self._record = engine, call, record
 
-    # -- forward ------------------------------------------------------------------------------------------------
+    def register(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Hook tensors, before their other hooks: these may run a backward that needs the unit's parameters."""
+        for tensor in tensors:
+            tensor.register_hook(self)  # type: ignore[no-untyped-call]
+            hooks = tensor._backward_hooks
+            if hooks is not None and len(hooks) > 1:
+                *others, own = hooks.items()
+                hooks.clear()
+                hooks.update([own, *others])
 
-    def pre_forward(self, units: tuple[Unit, ...], name: str, is_root: bool) -> None:
-        """Unshard the units of a hooked module that is about to run. ``is_root``: it is the model itself."""
-        if is_in_backward():
-            for unit in units:
-                self._pre_recompute(unit)
-            return
-        if is_root and self.schedule.running_calls:  # an earlier forward raised, and no hook could see it
-            self._abort_forward()
-        call = self.schedule.begin_call(units)  # first: if anything below raises, on_forward_error() ends it
-        if len(self.schedule.running_calls) == 1:
-            self._begin_forward(name)
-        self.schedule.enter_call(call, name)
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._engine.pre_backward(self._call, self._record)
 
-    def post_forward(
-        self, outputs: list[torch.Tensor], stored_tensors: list[torch.Tensor], returns_views: bool, detaches_graph: bool
-    ) -> None:
-        """Record the module call that has just ended, and hook its outputs for backward.
 
-        ``outputs`` are its differentiable output tensors, ``stored_tensors`` those it stores: see [Note: losses stored
-        as attributes]. ``returns_views``: some output is a parameter or shares its storage. ``detaches_graph``: some
-        input is differentiable and no output is.
-        """
-        if is_in_backward():
-            return
-        schedule, is_training = self.schedule, torch.is_grad_enabled()
-        if not schedule.running_calls:
-            raise RuntimeError(
-                "the model was called inside its own forward in a way that zeroshard did not notice, and the units of "
-                "the outer call are gone. Call the model before or after that call, or call one of its modules"
-            )
-        call = schedule.end_call(has_graph=is_training and bool(outputs))
-        if call.has_pre_backward_hook:
-            for tensor in (*outputs, *stored_tensors):
-                prepend_hook(tensor, PreBackwardHook(self.pre_backward, call, schedule.record))
-        schedule.leave_call(call, is_training, bool(outputs), returns_views, detaches_graph)
-        if not schedule.running_calls:
-            if returns_views:
-                schedule.retained.record_returned_views(schedule.record)
-                for unit in schedule.record.retained_units:
-                    unit.has_returned_views = True
-            self._end_forward(is_training)
+class BackwardEndCallback:
+    """Callback that autograd runs at the end of a backward, and drops without a call if the backward raises.
 
-    def on_forward_error(self, error: BaseException | None) -> None:
-        """Handle an exception in the forward of a hooked module."""
-        if is_in_backward() or not self.schedule.running_calls or self.schedule.fail_call():
-            return
-        if isinstance(error, DiskError):  # parameters could not be read: the other ranks already wait in the all-gather
-            self.comm.consistency.announce_failure(str(error))
-        elif not isinstance(error, RanksDisagreeError) and self.state_guard.has_valid_states:
-            # only with valid values to send
-            self.executor.drain_collectives(self.schedule.reshard_unless_retained)
-            self.state_guard.gather_updated_units()
-            if error is not None:
-                self.comm.consistency.announce_failure(f"its forward raised {type(error).__name__}: {error}")
-        with suppress(RanksDisagreeError) if isinstance(error, RanksDisagreeError) else nullcontext():
-            self._abort_forward()  # later failures repeat the first, which says more
+    In the second case the finalizer ends the backward. Without it, parameters would stay as autograd knows them: code
+    that clears or reads gradients after the exception would miss those of earlier backwards.
+    """
 
-    def pre_model_forward(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Report the input size of the root module's forward to the segment preallocator."""
-        if self._segment_preallocator is not None and torch.is_grad_enabled() and not self.is_running:
-            self._segment_preallocator.on_forward_begin(sum(tensor.numel() for tensor in inputs))
+    def __init__(self, engine: Engine, backward_id: int, forward_thread_id: int) -> None:
+        self._engine, self._backward_id, self._forward_thread_id = weakref.ref(engine), backward_id, forward_thread_id
 
-    def _begin_forward(self, name: str) -> None:
-        if self._deferred_error is not None:
-            error, self._deferred_error = self._deferred_error, None
-            raise error
-        if self.schedule.is_in_backward:  # it ended with an exception
-            self._abort_backward()
-        is_training = torch.is_grad_enabled()
-        self.state_guard.check_before_forward()
-        if is_training:
-            self.gradients.memory.make_persistent()
-        if self._cublas_workspace is not None:
-            self._cublas_workspace.acquire()
-        self._forward_thread_id = threading.get_ident()
-        self.schedule.begin_forward()
-        gathered = [unit.name for unit in self.executor.partitioned_units if unit.has_gathered_copy]
-        inside = f" inside gathered() of {gathered[0]!r} and {len(gathered) - 1} more" if gathered else ""
-        gradients = "with" if is_training else "without"
-        self.order.begin_pass(f"forward of {name or 'the model'} {gradients} gradients{inside}")
-        self.state_guard.hide_reduced_grads(self.executor.unsharded)
-        if self._buffer_broadcaster is not None:
-            self._buffer_broadcaster.sync_buffers()
+    def __call__(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.finalize_backward()
 
-    def _end_forward(self, is_training: bool) -> None:
-        if is_training:
-            self.gradients.memory.record_allocated()
-        self.schedule.end_forward(is_training)
-        self.state_guard.gather_updated_units()
-        self.schedule.reshard_idle()
-        for unit in self.executor.unsharded:  # retained
-            unit.wait_for_unshard()
-        self.schedule.guard_retained()
-        if not is_training:
-            self.executor.detach_sharded()
-        self.state_guard.expose_reduced_grads(self.executor.unsharded)
-
-    def _abort_forward(self) -> None:
-        self.schedule.abort_forward()
-        self._reset_after_pass()
-
-    # -- what parameters ask for ---------------------------------------------------------------------------------
-
-    def acquire_for_op(self, unit: Unit) -> bool:
-        """Unshard a unit for an operation on a guarded parameter; return whether that is possible now.
-
-        See [Note: parameters used outside their module]. If so, the unit is held until :meth:`release_after_op`.
-        """
-        self.state_guard.check_states_reloaded()
-        if unit.is_partitioned and not self.is_running:
-            return False
-        self.out_of_module_use.acquire(unit)
-        return True
-
-    def release_after_op(self, unit: Unit, result: object) -> None:
-        """Release a unit after an operation, whose result may be a view. Call it after each acquire_for_op()."""
-        self.out_of_module_use.release(unit, result, self.pre_backward)
-
-    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
-        """Return the value of ``parameter.grad`` between backward and the next forward."""
-        return self.param_grads.get(info)
-
-    def clear_grad(self, info: ParamInfo) -> None:
-        """Clear the gradient of one parameter."""
-        self.param_grads.clear(info)
-
-    # -- backward -----------------------------------------------------------------------------------------------
-
-    def pre_backward(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
-        """Handle the arrival of a gradient at the output of a module call."""
-        self.schedule.is_creating_graph = torch.is_grad_enabled()
-        with outside_functorch():
-            if self.schedule.is_in_backward and torch._C._current_graph_task_id() != self._graph_task_id:
-                self.schedule.visit_nested(call, record)
-            else:
-                self._advance_backward_to(call, record)
-
-    def _advance_backward_to(self, call: ModuleCall[Unit], record: ForwardRecord[Unit]) -> None:
-        if not self.schedule.is_in_backward:
-            self._begin_backward()
-        self.schedule.advance_to(call, record)
-
-    def _pre_recompute(self, unit: Unit) -> None:
-        """Unshard a unit whose module runs again inside backward: see [Note: recomputation]."""
-        unhooked = self.schedule.find_unhooked_call(unit)
-        if unhooked is not None:
-            self._advance_backward_to(*unhooked)
-        self.executor.unshard(unit)
-
-    def _begin_backward(self) -> None:
-        self.state_guard.check_states_reloaded()
-        self.state_guard.detect_forward_edits()
-        self.schedule.begin_backward()
-        self._graph_task_id = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(BackwardEndCallback(self, self.schedule.backward_id))
-        inverse_scale = current_inverse_scale()
-        self.order.begin_pass("backward" if inverse_scale is None else "backward of a scaled loss")
-        self.backward_count += 1
-        if self._cublas_workspace is not None:
-            self._cublas_workspace.acquire()
-        self.gradients.memory.record_allocated()
-        self.state_guard.hide_reduced_grads(self.executor.unsharded)
-        self.gradients.begin_backward(inverse_scale)
-        needs_sync = self.executor.needs_grad_sync
-        listeners = self.gradients.reducer.listeners
-        if listeners:
-            listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
-        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
-            self.gradients.reduce_queue.set_order(self._agree_on_reduce_order())
-
-    def _agree_on_reduce_order(self) -> list[Unit]:
-        """Return the order of :class:`ReduceQueue`, by rank 0's first forward."""
-        units, what = self.gradients.units, "agree on the order of reductions"
-        ticks = [self.schedule.first_use_tick(unit) for unit in units]
-        order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
-        self.order.check(what)
-        agreed = torch.tensor(order, dtype=torch.int64, device=self.comm.device)
-        self.comm.broadcast(agreed, 0, what)
-        if self.comm.consistency.is_distributed:
-            order = self.comm.read_to_host(agreed, what)
-        return [units[i] for i in order]
-
-    def finalize_backward(self) -> None:
-        """Finish the backward: autograd has run all nodes."""
-        if self.schedule.is_in_backward:
-            with outside_functorch():
-                self.schedule.visit_remaining()
-                self.gradients.finalize_backward(self.executor.needs_grad_sync)
-                self._end_backward()
-
-    def on_backward_dropped(self, backward_id: int) -> None:
-        """Abort a backward that autograd has dropped before its end, because of an exception.
+    def __del__(self) -> None:
+        """Abort the backward, unless it has ended.
 
         An autograd thread may be the last to drop it, while the user's thread continues: then the next forward aborts.
         """
-        is_current = self.schedule.is_in_backward and self.schedule.backward_id == backward_id
-        if is_current and threading.get_ident() == self._forward_thread_id:
+        engine = self._engine()
+        if engine is None or threading.get_ident() != self._forward_thread_id:
+            return
+        backward = engine.schedule.backward
+        if backward.is_running and backward.backward_id == self._backward_id:
             try:
                 with outside_functorch():
-                    self._abort_backward()
+                    engine.abort_backward()
             except RuntimeError as error:  # a finalizer cannot raise: the next forward raises it
-                self._deferred_error = error.with_traceback(None)
+                engine.deferred_error = error.with_traceback(None)
 
-    def _abort_backward(self) -> None:
-        self.gradients.abort_backward()
-        self._end_backward()
 
-    def _end_backward(self) -> None:
-        self.schedule.end_backward()
-        self._reset_after_pass()
-
-    def _reset_after_pass(self) -> None:
-        self.schedule.reshard_idle()
-        self.schedule.guard_retained()
-        self.executor.detach_sharded()
-        self.state_guard.expose_reduced_grads(self.executor.unsharded)
-
-    # -- between steps ------------------------------------------------------------------------------------------
-
-    def reduce_pending(self) -> None:
-        """Reduce all pending gradients, also those that the user has set, and expose them on the parameters."""
-        self.gradients.reduce_pending()
-        if not self.is_running:
-            self.state_guard.expose_reduced_grads(self.executor.unsharded)
-
-    def release_retained(self) -> None:
-        """Drop all retained units: the parameters have changed, and no backward may use the old values."""
-        self.schedule.clear()
-        self.schedule.reshard_idle()
-        self.executor.detach_sharded()
-
-    def finish_write(self) -> None:
-        """Compute with shards and masters that were written: no backward may use the old values."""
-        self.state_guard.sync_from_masters()
-        self.release_retained()
-
-    def close(self) -> None:
-        """Wait for all background work: the model is about to be unwrapped."""
-        self.state_guard.prepare_write()
-        if self._segment_preallocator is not None:
-            self._segment_preallocator.stop_recording()
+def _agree_on_reduce_order(engine: Engine) -> list[Unit]:
+    """Return the order of :class:`ReduceQueue`, by rank 0's first forward."""
+    units, comm, what = engine.gradients.units, engine.comm, "agree on the order of reductions"
+    ticks = [engine.schedule.backward.first_use_tick(unit) for unit in units]
+    order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
+    engine.order.check(what)
+    agreed = torch.tensor(order, dtype=torch.int64, device=comm.device)
+    comm.broadcast(agreed, 0, what)
+    if comm.consistency.is_distributed:
+        order = comm.read_to_host(agreed, what)
+    return [units[i] for i in order]
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:
@@ -434,3 +476,22 @@ def engine_of(parameter: torch.Tensor) -> Engine | None:
     info = param_info(parameter)
     owner = info.owner() if info is not None else None
     return owner if isinstance(owner, Engine) else None
+
+
+def has_pre_backward_hook(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a :class:`PreBackwardHook`."""
+    return any(type(hook) is PreBackwardHook for hook in (tensor._backward_hooks or {}).values())
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_NULL_CONTEXT = nullcontext()
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Return a context outside all torch.func transforms: an active one would wrap every tensor created in it."""
+    is_inactive = torch._C._functorch.peek_interpreter_stack() is None
+    return _NULL_CONTEXT if is_inactive else temporarily_clear_interpreter_stack()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,8 +26,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.engine.autograd_hooks import has_pre_backward_hook, is_in_backward, outside_functorch
-from zeroshard.engine.engine import Engine
+from zeroshard.engine.engine import Engine, has_pre_backward_hook, is_in_backward, outside_functorch
 from zeroshard.engine.parameter import is_guarded, param_info
 from zeroshard.engine.unit import Unit, unit_of
 from zeroshard.engine.unsupported_calls import SECOND_REDUCTION_ERROR, AttributeOverride, block_unsupported_calls
@@ -37,6 +37,156 @@ from zeroshard.utils.tree import cast_floats, tensors_in
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _SCANNED_TYPES = {torch.Tensor, list, tuple, dict}
 MAX_CONTAINER_ITEMS = 64  # larger containers are skipped: per-layer losses are few, a vocabulary is not
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _disable_compile(hook: Callable[P, T]) -> Callable[P, T]:
+    """Hide a hook from torch.compile. (torch's own decorator imports the compiler at the first call, not here.)"""
+    disabled: Callable[P, T] = torch._compile._disable_dynamo(hook)
+    return disabled
+
+
+def install_hooks(
+    model: nn.Module, engine: Engine, unit_specs: list[UnitSpec]
+) -> list[RemovableHandle | AttributeOverride]:
+    """Hook the model and the modules of its units; return the handles that remove the hooks."""
+    units_by_module: dict[str, tuple[Unit, ...]] = {"": ()}
+    for spec, unit in zip(unit_specs, engine.units, strict=True):
+        for name in spec.modules:
+            units_by_module[name] = (*units_by_module.get(name, ()), unit)
+    handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
+    detector = ReplacedParamDetector(model)
+    config = engine.context.config
+    compute_dtype, cast_inputs = config.compute_dtype, config.cast_inputs
+    for name in engine.context.precision.fp32_modules:  # casts are registered first: the unit's hook below is prepended
+        module = model.get_submodule(name)
+        if compute_dtype is not None:
+            handles.append(module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_cast_outputs, compute_dtype)))
+    hooked = {model.get_submodule(name) for name, units in units_by_module.items() if units}
+    layer_casts = _LayerCasts(compute_dtype, handles) if cast_inputs and config.has_master and compute_dtype else None
+    for name, units in units_by_module.items():
+        module = model.get_submodule(name)
+        for unit in units:
+            unit.add_module(name, module)
+        is_root = module is model
+        hooks = _ModuleHooks(engine, name, units, None if is_root else layer_casts, detector if is_root else None)
+        handles += hooks.install(module, hooked)
+    if cast_inputs and compute_dtype is not None:
+        handles.append(model.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), with_kwargs=True))
+    pre_load, post_load = partial(_pre_load_state_dict, engine), partial(_post_load_state_dict, engine, detector)
+    for module in model.modules():
+        if module is model or next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_load_state_dict_pre_hook(pre_load))  # type: ignore[no-untyped-call]
+    handles.append(model.register_load_state_dict_post_hook(post_load))  # type: ignore[no-untyped-call]
+    return handles
+
+
+class _ModuleHooks:
+    """The hooks before and after the forward of one module: the model, which has a detector, or one that has units."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        units: tuple[Unit, ...],
+        layer_casts: _LayerCasts | None,
+        replaced_param_detector: ReplacedParamDetector | None,
+    ) -> None:
+        self._engine, self._name, self._units = engine, name, units
+        self._layer_casts, self._replaced_param_detector = layer_casts, replaced_param_detector
+        self._scanners: list[GraphTensorScanner] = []
+        self._post_hook_id = -1
+
+    def install(self, module: nn.Module, hooked_modules: set[nn.Module]) -> Iterator[RemovableHandle]:
+        """Register both hooks; yield their handles."""
+        if self._units:
+            self._scanners = scanners_for(module, hooked_modules)
+        post_handle = module.register_forward_hook(self.post_forward, always_call=True)
+        self._post_hook_id = post_handle.id
+        yield module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        yield post_handle
+
+    @_disable_compile
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run before the module's forward."""
+        engine, inputs = self._engine, tensors_in((args, kwargs))
+        is_root_call = False
+        if self._replaced_param_detector is not None:
+            _check_not_wrapped(module)
+            self._replaced_param_detector.check(module)
+            engine.pre_model_forward(inputs)
+            is_root_call = not (engine.schedule.forward.running_calls and _is_reentrant_call(module))
+        with outside_functorch():
+            engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
+        hooks = module._forward_hooks
+        # hooks registered later also use the parameters
+        if next(reversed(hooks), self._post_hook_id) != self._post_hook_id:
+            hooks.move_to_end(self._post_hook_id)  # type: ignore[attr-defined]
+        if self._layer_casts is not None and self._layer_casts.are_needed(inputs):
+            casts, self._layer_casts = self._layer_casts, None
+            return casts.install(module, args, kwargs)
+        return None
+
+    @_disable_compile
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Run after the module's forward, also if it raised."""
+        if is_in_backward():  # recomputation
+            return
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            with outside_functorch():
+                self._engine.on_forward_error(error)
+            return
+        owns_storage_of = self._engine.out_of_module_use.owns_storage_of
+        outputs, returns_views = [], False
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                outputs.append(tensor)
+            base = tensor._base if tensor._is_view() else tensor
+            returns_views = returns_views or (isinstance(base, nn.Parameter) and param_info(base) is not None)
+            # a detached tensor is not a view for autograd
+            returns_views = returns_views or (tensor.grad_fn is None and owns_storage_of(tensor))
+        detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
+        has_graph = bool(outputs) and torch.is_grad_enabled()
+        stored_tensors = [tensor for scanner in self._scanners for tensor in scanner.find()] if has_graph else []
+        with outside_functorch():
+            self._engine.post_forward(outputs, stored_tensors, returns_views, detaches_graph)
+
+
+def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) -> list[Unit]:
+    """Return the other units whose storage the inputs of a module are views of: the module reads their parameters."""
+    found: list[Unit] = []
+    for tensor in inputs:
+        base = tensor._base if type(tensor) is torch.Tensor and tensor._is_view() else None
+        unit = unit_of(base) if isinstance(base, nn.Parameter) else None
+        if unit is not None and unit.is_partitioned and unit not in known_units and unit not in found:
+            found.append(unit)
+    return found
+
+
+def _is_reentrant_call(module: nn.Module) -> bool:
+    """Return whether this call runs inside another call of the same module: in its forward or in one of its hooks."""
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth > 1
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
+        raise RuntimeError(f"DistributedDataParallel {SECOND_REDUCTION_ERROR}")
+    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
+        raise RuntimeError(f"torch.distributed's replicate() {SECOND_REDUCTION_ERROR}")
+    if "_is_replica" in vars(model):
+        raise RuntimeError(
+            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
+            "one process a GPU (torchrun), and use the model without DataParallel"
+        )
 
 
 class GraphTensorScanner:
@@ -81,140 +231,21 @@ def scanners_for(module: nn.Module, hooked_modules: set[nn.Module]) -> list[Grap
     return scanners
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hook: cast a module's floating-point inputs."""
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
-def _disable_compile(hook: Callable[P, T]) -> Callable[P, T]:
-    """Hide a hook from torch.compile. (torch's own decorator imports the compiler at the first call, not here.)"""
-    disabled: Callable[P, T] = torch._compile._disable_dynamo(hook)
-    return disabled
-
-
-def _is_reentrant_call(module: nn.Module) -> bool:
-    """Return whether this call runs inside another call of the same module: in its forward or in one of its hooks."""
-    frame: FrameType | None = sys._getframe()
-    depth = 0
-    while frame is not None:
-        depth += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return depth > 1
-
-
-def _check_not_wrapped(model: nn.Module) -> None:
-    """Raise if the forward runs inside a wrapper that would also reduce the model's gradients, or that copies it."""
-    wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and any(param_info(parameter) is not None for parameter in wrapper._module_parameters):
-        raise RuntimeError(f"DistributedDataParallel {SECOND_REDUCTION_ERROR}")
-    if "replicate" in vars(model).get(REGISTRY_KEY, ()):
-        raise RuntimeError(f"torch.distributed's replicate() {SECOND_REDUCTION_ERROR}")
-    if "_is_replica" in vars(model):
-        raise RuntimeError(
-            "nn.DataParallel copies a model to several GPUs of one process, which a sharded model cannot follow: start "
-            "one process a GPU (torchrun), and use the model without DataParallel"
-        )
-
-
-class _PreForwardHook:
-    """Runs before a hooked module's forward."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        units: tuple[Unit, ...],
-        name: str,
-        replaced_param_detector: ReplacedParamDetector | None,
-        layer_casts: _LayerCasts | None,
-        post_hook: RemovableHandle,
-    ) -> None:
-        self._engine, self._units, self._name, self._replaced_param_detector = (
-            engine,
-            units,
-            name,
-            replaced_param_detector,
-        )
-        self._is_root = replaced_param_detector is not None
-        self._layer_casts = layer_casts
-        self._post_hook_id = post_hook.id
-
-    @_disable_compile
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = tensors_in((args, kwargs))
-        if self._replaced_param_detector is not None:
-            _check_not_wrapped(module)
-            self._replaced_param_detector.check(module)
-            self._engine.pre_model_forward(inputs)
-        with outside_functorch():
-            is_root_call = self._is_root and not (self._engine.is_in_forward and _is_reentrant_call(module))
-            self._engine.pre_forward((*self._units, *units_of_views(inputs, self._units)), self._name, is_root_call)
-        hooks = module._forward_hooks
-        # hooks registered later also use the parameters
-        if next(reversed(hooks), self._post_hook_id) != self._post_hook_id:
-            hooks.move_to_end(self._post_hook_id)  # type: ignore[attr-defined]
-        if self._layer_casts is not None and self._layer_casts.are_needed(inputs):
-            casts, self._layer_casts = self._layer_casts, None
-            return casts.install(module, args, kwargs)
+def _cast_layer_inputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hook: cast a layer's inputs; return early in the common case that no cast is needed."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is dtype:
         return None
+    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
-def units_of_views(inputs: list[torch.Tensor], known_units: tuple[Unit, ...]) -> list[Unit]:
-    """Return the other units whose storage the inputs of a module are views of: the module reads their parameters."""
-    found: list[Unit] = []
-    for tensor in inputs:
-        base = tensor._base if type(tensor) is torch.Tensor and tensor._is_view() else None
-        unit = unit_of(base) if isinstance(base, nn.Parameter) else None
-        if unit is not None and unit.is_partitioned and unit not in known_units and unit not in found:
-            found.append(unit)
-    return found
-
-
-class _PostForwardHook:
-    """Runs after a hooked module's forward, also if it raised."""
-
-    def __init__(self, engine: Engine, scanners: list[GraphTensorScanner]) -> None:
-        self._engine, self._scanners = engine, scanners
-        self._owns_storage_of = engine.out_of_module_use.owns_storage_of
-
-    @_disable_compile
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if output is None and (error := sys.exc_info()[1]) is not None:
-            with outside_functorch():
-                self._engine.on_forward_error(error)
-            return
-        outputs, returns_views = [], False
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                outputs.append(tensor)
-            base = tensor._base if tensor._is_view() else tensor
-            returns_views = returns_views or (isinstance(base, nn.Parameter) and param_info(base) is not None)
-            # a detached tensor is not a view for autograd
-            returns_views = returns_views or (tensor.grad_fn is None and self._owns_storage_of(tensor))
-        detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
-        has_graph = bool(outputs) and torch.is_grad_enabled() and not is_in_backward()
-        stored_tensors = [tensor for scanner in self._scanners for tensor in scanner.find()] if has_graph else []
-        with outside_functorch():
-            self._engine.post_forward(outputs, stored_tensors, returns_views, detaches_graph)
-
-
-class _CastInputs:
-    """Casts a module's floating-point inputs."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
-
-
-class _CastLayerInputs(_CastInputs):
-    """Casts a layer's inputs; returns early in the common case that no cast is needed."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is self._dtype:
-            return None
-        return super().__call__(module, args, kwargs)
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Hook: cast a module's floating-point outputs."""
+    return cast_floats(output, dtype)
 
 
 class _LayerCasts:
@@ -234,8 +265,8 @@ class _LayerCasts:
     def install(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook the layers of a module that is about to run; return its cast inputs if it is such a layer itself."""
         layers = [layer for layer in module.modules() if self._needs_cast(layer)]
+        cast = partial(_cast_layer_inputs, self._dtype)
         for layer in layers:
-            cast = _CastLayerInputs(self._dtype)
             self._handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
         # if it is such a layer itself: its hooks are running already, so the new one is not called yet
         return cast(module, args, kwargs) if module in layers else None
@@ -246,85 +277,28 @@ class _LayerCasts:
         return is_torch_layer and self._dtype in dtypes
 
 
-class _CastOutputs:
-    """Casts a module's floating-point outputs."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return cast_floats(output, self._dtype)
-
-
-class _PreLoadStateDictHook:
-    """Runs before ``load_state_dict`` changes anything: raises on what would fail halfway."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self, module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object) -> None:
-        self._engine.state_guard.check_states_reloaded()
-        if metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.') or 'the model'} by "
-                "others, which nobody would train: leave assign out, or load before zeroshard.shard()"
-            )
-        for parameter in module.parameters():
-            info, unit = param_info(parameter), unit_of(parameter)
-            if info is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
-                raise RuntimeError(
-                    f"load_state_dict() cannot write into {info.name!r}, whose values are not there: load inside `with "
-                    "zeroshard.gathered(model, write_rank=0):`, or call zeroshard.load(path, model)"
-                )
-
-
-class _PostLoadStateDictHook:
-    """Runs after ``load_state_dict``: writes the loaded values back to shards and master weights."""
-
-    def __init__(self, engine: Engine, replaced_param_detector: ReplacedParamDetector) -> None:
-        self._engine, self._replaced_param_detector = engine, replaced_param_detector
-
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        self._replaced_param_detector.check(module)
-        self._engine.state_guard.write_back_params()
-
-
-def install_hooks(
-    model: nn.Module, engine: Engine, unit_specs: list[UnitSpec]
-) -> list[RemovableHandle | AttributeOverride]:
-    """Hook the model and the modules of its units; return the handles that remove the hooks."""
-    units_by_module: dict[str, tuple[Unit, ...]] = {"": ()}
-    for spec, unit in zip(unit_specs, engine.units, strict=True):
-        for name in spec.modules:
-            units_by_module[name] = (*units_by_module.get(name, ()), unit)
-    handles: list[RemovableHandle | AttributeOverride] = list(block_unsupported_calls(model))
-    detector = ReplacedParamDetector(model)
-    compute_dtype, cast_inputs = engine.config.compute_dtype, engine.config.cast_inputs
-    for name in engine.precision.fp32_modules:  # casts are registered first: the unit's hook below is prepended
-        module = model.get_submodule(name)
-        if compute_dtype is not None:
-            handles.append(module.register_forward_pre_hook(_CastInputs(torch.float32), with_kwargs=True))
-            handles.append(module.register_forward_hook(_CastOutputs(compute_dtype)))
-    hooked = {model.get_submodule(name) for name, units in units_by_module.items() if units}
-    layer_casts = (
-        _LayerCasts(compute_dtype, handles) if cast_inputs and engine.config.has_master and compute_dtype else None
-    )
-    for name, units in units_by_module.items():
-        module = model.get_submodule(name)
-        for unit in units:
-            unit.add_module(name, module)
-        is_root = module is model
-        post_hook = _PostForwardHook(engine, scanners_for(module, hooked) if units else [])
-        post_handle = module.register_forward_hook(post_hook, always_call=True)
-        pre_hook = _PreForwardHook(
-            engine, units, name, detector if is_root else None, None if is_root else layer_casts, post_handle
+def _pre_load_state_dict(
+    engine: Engine, module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    """Hook: before ``load_state_dict`` changes anything, raise on what would fail halfway."""
+    engine.state_guard.check_states_reloaded()
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            f"load_state_dict(assign=True) would replace the parameters of {prefix.rstrip('.') or 'the model'} by "
+            "others, which nobody would train: leave assign out, or load before zeroshard.shard()"
         )
-        handles.append(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True))
-        handles.append(post_handle)
-    if cast_inputs and compute_dtype is not None:
-        handles.append(model.register_forward_pre_hook(_CastInputs(compute_dtype), with_kwargs=True))
-    for module in model.modules():
-        if module is model or next(module.parameters(recurse=False), None) is not None:
-            handles.append(module.register_load_state_dict_pre_hook(_PreLoadStateDictHook(engine)))  # type: ignore[no-untyped-call]
-    handles.append(model.register_load_state_dict_post_hook(_PostLoadStateDictHook(engine, detector)))  # type: ignore[no-untyped-call]
-    return handles
+    for parameter in module.parameters():
+        info, unit = param_info(parameter), unit_of(parameter)
+        if info is not None and unit is not None and unit.is_partitioned and is_guarded(parameter):
+            raise RuntimeError(
+                f"load_state_dict() cannot write into {info.name!r}, whose values are not there: load inside `with "
+                "zeroshard.gathered(model, write_rank=0):`, or call zeroshard.load(path, model)"
+            )
+
+
+def _post_load_state_dict(
+    engine: Engine, detector: ReplacedParamDetector, module: nn.Module, incompatible: Any
+) -> None:
+    """Hook: write the values that ``load_state_dict`` has loaded to shards and master weights."""
+    detector.check(module)
+    engine.state_guard.write_back_params()

@@ -36,25 +36,25 @@ class OffloadedStates:
         self._synchronize()
         for storage in storages.values():
             storage.resize_(0)
-        kinds = {kind: engine.tracker.by_kind.get((kind, "device")) for kind in MODEL_STATE_KINDS}
+        kinds = {kind: engine.context.tracker.by_kind.get((kind, "device")) for kind in MODEL_STATE_KINDS}
         self._tracked_bytes = {kind: usage.now for kind, usage in kinds.items() if usage is not None}
         for kind, nbytes in self._tracked_bytes.items():
-            engine.tracker.add(kind, -nbytes)
+            engine.context.tracker.add(kind, -nbytes)
         for unit in engine.state_guard.replicated_units:
             unit.release_to_host()
-        engine.pool.reset()
+        engine.context.pool.reset()
 
     def reload(self) -> None:
         """Copy all states back to the device, and free the host copies."""
-        self._engine.pool.reserve(host_copy.nbytes for _, host_copy in self._host_copies)
-        with self._engine.pool:
+        self._engine.context.pool.reserve(host_copy.nbytes for _, host_copy in self._host_copies)
+        with self._engine.context.pool:
             for storage, host_copy in self._host_copies:
                 storage.resize_(host_copy.nbytes)
                 _as_bytes(storage).copy_(host_copy, non_blocking=True)
         self._synchronize()
         self._free_host_copies()
         for kind, nbytes in self._tracked_bytes.items():
-            self._engine.tracker.add(kind, nbytes)
+            self._engine.context.tracker.add(kind, nbytes)
         for unit in self._engine.state_guard.replicated_units:
             unit.restore_from_host()
 

@@ -13,13 +13,10 @@ its forward ends: the unit stays unsharded until then, and the hook of that modu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from zeroshard.engine.autograd_hooks import PreBackwardHook, is_in_backward, outside_functorch, prepend_hook
 from zeroshard.engine.parameter import is_functorch_wrapped
-from zeroshard.engine.schedule import ForwardRecord, Hold, ModuleCall, Schedule, UnitExecutor
+from zeroshard.engine.schedule import Hold, ModuleCall, Schedule, UnitExecutor
 from zeroshard.engine.unit import Unit
 
 
@@ -29,55 +26,55 @@ class OutOfModuleUse:
     def __init__(self, schedule: Schedule[Unit], executor: UnitExecutor[Unit]) -> None:
         self._schedule, self._executor = schedule, executor
 
-    def acquire(self, unit: Unit) -> None:
+    def acquire(self, unit: Unit, is_in_backward: bool) -> None:
         """Unshard a unit for an operation; it is held until :meth:`release`, also if the operation acquires others."""
-        if not self._schedule.has_hold(unit, Hold.OPERATION):
-            with outside_functorch():
-                self._acquire(unit)
-        self._schedule.hold(unit, Hold.OPERATION)
+        holds = self._schedule.holds
+        if not holds.has_hold(unit, Hold.OPERATION):
+            if is_in_backward or not unit.is_partitioned:
+                self._executor.unshard(unit)
+            else:
+                self._unshard_in_forward(unit)
+        holds.hold(unit, Hold.OPERATION)
 
-    def _acquire(self, unit: Unit) -> None:
-        if unit.is_partitioned and not is_in_backward():
-            if unit not in self._executor.unsharded_this_pass:
-                # it may be unsharding already, as the expected next unit
-                self._schedule.reshard_idle(except_unit=unit)
-            self._schedule.add_untracked_use(unit)
-            if unit.is_guarded and unit in self._executor.unsharded_this_pass:
-                return  # this operation proceeds; the unit stays guarded
+    def _unshard_in_forward(self, unit: Unit) -> None:
+        if unit not in self._executor.unsharded_this_pass:
+            # it may be unsharding already, as the expected next unit
+            self._schedule.holds.reshard_idle(except_unit=unit)
+        self._schedule.forward.add_untracked_use(unit)
+        if unit.is_guarded and unit in self._executor.unsharded_this_pass:
+            return  # this operation proceeds; the unit stays guarded
         self._executor.unshard(unit)
 
     def release(
-        self,
-        unit: Unit,
-        result: object,
-        pre_backward: Callable[[ModuleCall[Unit], ForwardRecord[Unit]], None],
-    ) -> None:
-        """Release the hold of an operation. If the result is a view, keep the unit; otherwise guard it again."""
-        schedule = self._schedule
-        schedule.drop(unit, Hold.OPERATION)
-        if schedule.has_hold(unit, Hold.OPERATION) or not unit.is_partitioned:
-            return
-        if is_in_backward() or not schedule.running_calls:
-            return
+        self, unit: Unit, result: object, is_in_backward: bool
+    ) -> tuple[list[torch.Tensor], ModuleCall[Unit]] | None:
+        """Release the hold of an operation. If the result is a view, keep the unit; otherwise guard it again.
+
+        Return the tensors to hook for backward, and the use that they belong to.
+        """
+        forward, holds = self._schedule.forward, self._schedule.holds
+        holds.drop(unit, Hold.OPERATION)
+        if holds.has_hold(unit, Hold.OPERATION) or not unit.is_partitioned:
+            return None
+        if is_in_backward or not forward.running_calls:
+            return None
         results = result if isinstance(result, (list, tuple)) else (result,)
         tensors = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
-        use = schedule.last_use(unit)
+        use = self._schedule.records.current.calls_by_unit[unit][-1]
         if any(unit.owns_storage_of(tensor) for tensor in tensors):
-            schedule.add_view_use(unit, use)
-            return
-        if torch.is_grad_enabled():
-            hooked = [tensor for tensor in tensors if tensor.grad_fn is not None and not is_functorch_wrapped(tensor)]
-            for tensor in hooked:
-                prepend_hook(tensor, PreBackwardHook(pre_backward, use, schedule.record))
-            if hooked:
-                schedule.mark_hooked(use)
-        schedule.guard_idle((unit,))
+            forward.add_view_use(unit, use)
+            return None
+        has_graph = torch.is_grad_enabled()
+        hooked = [t for t in tensors if has_graph and t.grad_fn is not None and not is_functorch_wrapped(t)]
+        if hooked:
+            forward.mark_hooked(use)
+        holds.guard_idle((unit,))
+        return hooked, use
 
     def owns_storage_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor shares the storage of a unit that the running module uses."""
-        schedule = self._schedule
-        calls = () if is_in_backward() else schedule.running_calls[-1:]
-        units = [unit for call in calls for unit in (*call.units, *call.view_uses)]
-        if len(schedule.running_calls) == 1:  # the model may return what a submodule has returned
-            units += schedule.record.retained_units
+        running_calls = self._schedule.forward.running_calls
+        units = [unit for call in running_calls[-1:] for unit in (*call.units, *call.view_uses)]
+        if len(running_calls) == 1:  # the model may return what a submodule has returned
+            units += self._schedule.records.current.retained_units
         return any(unit.is_partitioned and unit.owns_storage_of(tensor) for unit in units)

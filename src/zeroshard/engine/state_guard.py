@@ -247,8 +247,9 @@ class StateGuard:
         The same for the partitioned units in ``unsharded``. During forward and backward, parameters have autograd's
         gradients.
         """
-        has_grads = self._gradients.has_grads
-        for unit in (*self.replicated_units, *unsharded):
+        units = (*self.replicated_units, *unsharded)
+        has_grads = bool(units) and self._gradients.has_grads
+        for unit in units:
             if has_grads or unit.needs_master_sync:
                 unit.expose_reduced_grads()
                 self._has_exposed_grads = True

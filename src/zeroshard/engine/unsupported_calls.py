@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -45,8 +46,8 @@ def block_unsupported_calls(model: nn.Module) -> Iterator[AttributeOverride]:
         if module is model or next(module.parameters(recurse=False), None) is not None:
             yield AttributeOverride(module, "_apply", _ApplyOverride(module))
     for name, parameter in model.named_parameters():
-        yield AttributeOverride(parameter, "register_post_accumulate_grad_hook", _PostAccumulateHookBlocker(name))
-        yield AttributeOverride(parameter, "share_memory_", _ShareMemoryBlocker(name))
+        yield AttributeOverride(parameter, "register_post_accumulate_grad_hook", partial(_raise_on_post_hook, name))
+        yield AttributeOverride(parameter, "share_memory_", partial(_raise_on_share_memory, name))
 
 
 class _DDPBlocker:
@@ -64,27 +65,17 @@ def raise_on_join(**_: object) -> NoReturn:
     )
 
 
-class _PostAccumulateHookBlocker:
-    """Replaces a parameter's ``register_post_accumulate_grad_hook``."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, hook: object) -> NoReturn:
-        raise RuntimeError(f"a post-accumulate-grad hook cannot be registered on {self._name!r}. {POST_HOOK_ERROR}")
+def _raise_on_post_hook(name: str, hook: object) -> NoReturn:
+    """Replace a parameter's ``register_post_accumulate_grad_hook``: raise."""
+    raise RuntimeError(f"a post-accumulate-grad hook cannot be registered on {name!r}. {POST_HOOK_ERROR}")
 
 
-class _ShareMemoryBlocker:
-    """Replaces a parameter's ``share_memory_``."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name!r} is sharded: its memory is zeroshard's own and cannot be shared with other processes. "
-            "Share the model before zeroshard.shard(), or a state_dict() taken inside `with zeroshard.gathered(model):`"
-        )
+def _raise_on_share_memory(name: str) -> NoReturn:
+    """Replace a parameter's ``share_memory_``: raise."""
+    raise RuntimeError(
+        f"{name!r} is sharded: its memory is zeroshard's own and cannot be shared with other processes. "
+        "Share the model before zeroshard.shard(), or a state_dict() taken inside `with zeroshard.gathered(model):`"
+    )
 
 
 class _ApplyOverride:
@@ -129,7 +120,7 @@ def _check_keeps_params(module: nn.Module, fn: Callable[[torch.Tensor], torch.Te
         info = param_info(parameter)
         full_name = info.name if info is not None else name
         if result.untyped_storage().is_shared() and result.device.type == "cpu":
-            _ShareMemoryBlocker(full_name)()
+            _raise_on_share_memory(full_name)
         if result is not probe:
             raise RuntimeError(
                 f"{full_name!r} is sharded as {_describe(probe)}, and this call would replace it by a new tensor, "

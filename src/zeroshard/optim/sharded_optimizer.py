@@ -80,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.inner = inner
         self._engine = engine
-        config = engine.config
+        config = engine.context.config
         loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
         self._loss_scale = loss_scale
         self._cpu_updates = CpuUpdates(inner, engine) if config.offload is not None else None
@@ -262,8 +262,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{info.name!r} is already in a parameter group")
             names.append(info.name)
         engine.state_guard.check_not_gathered("add_param_group()")
-        dtype = None if engine.config.precision is None else torch.float32
-        check_elementwise_group(self.inner, {**param_group, "params": params}, engine.config.elementwise, dtype)
+        dtype = None if engine.context.config.precision is None else torch.float32
+        check_elementwise_group(self.inner, {**param_group, "params": params}, engine.context.config.elementwise, dtype)
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         placeholder = torch.zeros(0, requires_grad=True)  # the inner optimizer checks the group and adds defaults
@@ -345,7 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _track_state_bytes(self) -> None:
         for tier in TIERS if self._cpu_updates is not None else TIERS[:1]:
             nbytes = sum([tensor.nbytes for tensor in self._groups.state_tensors(tier)])
-            self._engine.tracker.set("optimizer states", nbytes, tier)
+            self._engine.context.tracker.set("optimizer states", nbytes, tier)
 
 
 def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:

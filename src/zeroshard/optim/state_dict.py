@@ -218,10 +218,10 @@ class OptimizerStates:
 def allocate_masters(engine: Engine, names: set[str]) -> None:
     """Allocate fp32 master weights for flats that had none because no group trained the named parameters."""
     for flat in engine.gradients.flat_grads:
-        if flat.master is None and names & set(flat.names) and engine.precision.has_master(flat.dtype):
+        if flat.master is None and names & set(flat.names) and engine.context.precision.has_master(flat.dtype):
             master = torch.empty(flat.layout.shard_numel, device=flat.device)
             flat.master = TieredTensor([TierSegment(Range(0, flat.layout.shard_numel), "device", master)])
-            engine.tracker.add("master weights", master.nbytes)
+            engine.context.tracker.add("master weights", master.nbytes)
             for shard_range, local_shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
                 flat.master.write(shard_range, local_shard)
             flat.known_versions = param_versions(flat.parameters)

@@ -78,7 +78,7 @@ class OptimizerStep:
         self.slice_guard = self._torch.slice_guard
         # None: no limit, since one call updates all slices anyway
         is_batchable = type(inner) in ELEMENTWISE_OPTIMIZERS
-        self.max_slice_numel = max_slice_numel(engine.config.bucket_size) if is_batchable else None
+        self.max_slice_numel = max_slice_numel(engine.context.config.bucket_size) if is_batchable else None
 
     def run(self, slices: list[OptimizerSlice], backwards: int) -> list[FlatParam] | None:
         """Update the slices, which all have a gradient; ``backwards`` have run since the last step.
@@ -159,7 +159,7 @@ class TorchUpdater:
         self._inner: Any = inner
         self._engine, self._has_cpu_updates = engine, has_cpu_updates
         self.slice_guard = SliceGuard(engine)
-        self._max_batch_numel = max_slice_numel(engine.config.bucket_size)
+        self._max_batch_numel = max_slice_numel(engine.context.config.bucket_size)
         self._is_single_call = False  # in this step, one call must update all slices
 
     def decide_single_call(self) -> bool:
@@ -211,12 +211,12 @@ class TorchUpdater:
         batches = self._split_batches([self._slice_grad(slice_) for slice_ in slices])
         nbytes = max([sum([slice_grad.copy_bytes for slice_grad in batch]) for batch in batches])
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._engine.comm.device)
-        self._engine.tracker.add("step", nbytes)
+        self._engine.context.tracker.add("step", nbytes)
         try:
             for batch in batches:
                 self._step_batch(batch, buffer, grad_scale)
         finally:
-            self._engine.tracker.add("step", -nbytes)
+            self._engine.context.tracker.add("step", -nbytes)
 
     def _slice_grad(self, slice_: OptimizerSlice) -> SliceGrad:
         parameter, views = slice_.parameter, slice_.grad_views(self._engine.gradients.flat_grads)
@@ -280,7 +280,7 @@ class TorchUpdater:
         """Move new states out of the step's temporaries: [Note: separate pool for long-lived tensors]."""
         if self._engine.comm.device.type == "cpu":
             return
-        state, pool = self._inner.state, self._engine.pool
+        state, pool = self._inner.state, self._engine.context.pool
         keys = [
             (parameter, key)
             for parameter in parameters

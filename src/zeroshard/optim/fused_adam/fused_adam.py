@@ -130,7 +130,7 @@ class FusedAdam:
     def step(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> bool:
         """Update the slices. Each must have a gradient."""
         new_state_bytes = [slice_.parameter.nbytes for slice_ in slices if not self._inner.state.get(slice_.parameter)]
-        self._engine.pool.reserve(new_state_bytes * len(ADAM_STATE_KEYS))
+        self._engine.context.pool.reserve(new_state_bytes * len(ADAM_STATE_KEYS))
         by_group: dict[int, list[OptimizerSlice]] = {}
         for slice_ in slices:
             by_group.setdefault(id(slice_.param_group), []).append(slice_)
@@ -179,7 +179,7 @@ class FusedAdam:
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=slice_.parameter.device)
             for key in ADAM_STATE_KEYS:
-                with self._engine.pool:
+                with self._engine.context.pool:
                     state[key] = torch.zeros_like(slice_.parameter.data)
         return state
 

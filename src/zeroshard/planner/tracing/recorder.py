@@ -191,44 +191,45 @@ class ScheduleRecorder:
             handle.remove()
 
     def _pre_forward(self, units: tuple[int, ...], module: nn.Module, args: Any) -> None:
-        if self._schedule.is_in_backward:
+        if self._schedule.backward.is_running:
             self._recorder.record_recompute()
             for unit in units:
                 self._executor.unshard(unit)
             return
-        call = self._schedule.begin_call(units)
-        if len(self._schedule.running_calls) == 1:
-            self._schedule.begin_forward()
-        self._schedule.enter_call(call)
+        forward = self._schedule.forward
+        call = forward.begin_call(units)
+        if len(forward.running_calls) == 1:
+            forward.begin()
+        forward.enter_call(call)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        schedule = self._schedule
-        if schedule.is_in_backward or not schedule.running_calls:
+        forward = self._schedule.forward
+        if self._schedule.backward.is_running or not forward.running_calls:
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        call = schedule.end_call(has_graph=bool(outputs))
-        for tensor in outputs if call.has_pre_backward_hook else ():
-            tensor.register_hook(partial(self._pre_backward, call, schedule.record))  # type: ignore[no-untyped-call]
         detaches_graph = not outputs and any(tensor.requires_grad for tensor in tensors_in(args))
-        schedule.leave_call(call, True, bool(outputs), returns_views=False, detaches_graph=detaches_graph)
-        if not schedule.running_calls:
-            schedule.end_forward(is_training=True)
-            schedule.reshard_idle()
+        call = forward.end_call(True, bool(outputs), returns_views=False, detaches_graph=detaches_graph)
+        pre_backward = partial(self._pre_backward, call, self._schedule.records.current)
+        for tensor in outputs if call.has_pre_backward_hook else ():
+            tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]
+        if not forward.running_calls:
+            forward.end(is_training=True)
+            self._schedule.holds.reshard_idle()
 
     def _pre_backward(self, call: ModuleCall[int], record: ForwardRecord[int], gradient: torch.Tensor) -> None:
-        self._schedule.advance_to(call, record)
+        self._schedule.backward.advance_to(call, record)
 
     def begin_backward(self) -> None:
         """Record that the loss is computed."""
         self._recorder.flush_frees()
         self._recorder.record_engine_event("end forward")
         self._recorder.is_backward = True
-        self._schedule.begin_backward()
+        self._schedule.backward.begin(backward_id=0)
 
     def end_backward(self) -> None:
         """Record the end of backward: all remaining gradients are ready."""
-        self._schedule.visit_remaining()
+        self._schedule.backward.visit_remaining()
         self._executor.finish_remaining_grads()
-        self._schedule.end_backward()
-        self._schedule.reshard_idle()
+        self._schedule.backward.end()
+        self._schedule.holds.reshard_idle()
         self._recorder.record_engine_event("end backward")
