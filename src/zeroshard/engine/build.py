@@ -111,7 +111,7 @@ class UnitBuilder:
     def _make_flat(self, spec: FlatSpec) -> FlatParam:
         tp_params = self._tp_state.tp_params if self._tp_state is not None else {}
         parameters = [self._parameters[name] for name in spec.names]
-        return FlatParam(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm.device)
+        return FlatParam(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm)
 
     def build(self) -> list[Unit]:
         """Allocate all shards, then fill them unit by unit: memory never exceeds the shards and one full unit."""
@@ -125,18 +125,19 @@ class UnitBuilder:
         sharded = [
             flat
             for flat in flats
-            if self._has_partitioned_params and not flat.is_offloaded and not flat.spec.is_cast_from_master
+            if self._has_partitioned_params and not flat.spec.has_offloaded_params and not flat.spec.is_cast_from_master
         ]
         for dtype in dict.fromkeys(flat.dtype for flat in sharded):
             numel = sum(flat.layout.shard_numel for flat in sharded if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._tracker)
+        on_disk = {flat for flat in flats if flat.spec.tier_placement.parameters == "disk"}
         prefetcher = self._tiers.make_prefetcher(
-            [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.is_on_disk]
+            [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat in on_disk]
         )
         for unit, spec in zip(self.units, self._plan.units, strict=True):
             for flat in unit.flats:
                 self._allocate_flat(flat, shards)
-                flat.prefetcher = prefetcher if flat.is_on_disk else None
+                flat.prefetcher = prefetcher if flat in on_disk else None
                 if flat.spec.has_master:
                     flat.master = self._make_master(flat, masters, device_ranges[flat])
             self._init_unit(unit, spec)
@@ -148,20 +149,20 @@ class UnitBuilder:
     def _allocate_flat(self, flat: FlatParam, shards: dict[torch.dtype, Arena]) -> None:
         """Allocate a flat: its shard in its tier, if it has one, or all of it on the device."""
         shard, numel = None, flat.layout.shard_numel
-        if self._has_partitioned_params and flat.is_offloaded:
-            shard = self._tiers.zeros("parameters", flat.tier_placement.parameters, numel, flat.dtype, pinned=True)
+        if self._has_partitioned_params and flat.spec.has_offloaded_params:
+            shard = self._tiers.zeros("parameters", flat.spec.tier_placement.parameters, numel, flat.dtype, pinned=True)
         elif self._has_partitioned_params and not flat.spec.is_cast_from_master:
             shard = shards[flat.dtype].allocate(numel)
         # Partitioned flats have full memory only briefly: the pool would keep that of one unit.
         with nullcontext() if self._has_partitioned_params else self._pool:
-            flat.allocate(self._comm, self._has_partitioned_params, shard)
+            flat.allocate(self._has_partitioned_params, shard)
         if not self._has_partitioned_params:
             self._tracker.add("parameters", flat.full.nbytes)
 
     def _make_master(self, flat: FlatParam, arena: Arena | None, device_ranges: list[Range]) -> TieredTensor:
         """Return the master weights: segments in their tiers, or the local shard itself where no copy is needed."""
         segments: list[TierSegment] = []
-        for range_, tier in flat.tier_placement.optimizer:
+        for range_, tier in flat.spec.tier_placement.optimizer:
             if tier != "device":
                 for part in split_chunks(range_, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
                     tensor = self._tiers.zeros("master weights", tier, part.numel, flat.spec.master_dtype)
@@ -184,7 +185,7 @@ class UnitBuilder:
             self._broadcast_over_tensor_axis(flat, values, full_tensors)
             for bucket in flat.layout.buckets:  # rank 0's values count, as in DDP
                 self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
-            flat.load_full(values, self._comm.shard_axis.rank)
+            flat.load_full(values)
             self._install_dtensors(flat)
         unit.bind(self._original_classes)
         for values, full_tensors in staged:

@@ -20,7 +20,6 @@ from zeroshard.engine.parameter import (
     ParamInfo,
     ParamOwner,
     param_info,
-    param_versions,
 )
 from zeroshard.engine.user_edits import GatheredEditDetector, ReplicatedEditDetector
 from zeroshard.memory import SideStream
@@ -61,7 +60,7 @@ class Unit:
         self.name = name
         self.flats = flats
         self.is_partitioned = context.placement.parameters
-        self.is_trainable = any(flat.is_trainable for flat in flats)
+        self.is_trainable = any(flat.spec.is_trainable for flat in flats)
         self.state = UnitState.UNSHARDED
         # inside gathered(): the parameters have full values in separate memory, in any state
         self.gathered_block: GatheredBlock | None = None
@@ -104,7 +103,7 @@ class Unit:
     @cached_property
     def full_bytes(self) -> int:
         """Allocated bytes of the full parameters."""
-        return sum(flat.alloc_bytes for flat in self.flats)
+        return sum(flat.spec.alloc_bytes for flat in self.flats)
 
     # -- construction -------------------------------------------------------------------------------------------
 
@@ -116,7 +115,7 @@ class Unit:
                 set_data(parameter, flat.views[index])
                 parameter._zeroshard = ParamInfo(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
                 self._param_classes.append(ParamClasses(parameter, original))
-            flat.known_versions = param_versions(flat.parameters)
+        self.replicated_edits.record_versions()
         if self.is_partitioned:
             self._set_classes("guarded")
             self._enter(UnitState.SHARDED)
@@ -151,10 +150,10 @@ class Unit:
             self._set_classes("guarded")  # until the new values have arrived
         elif self.state is UnitState.SHARDED:
             for flat in self.flats:
-                flat.full.untyped_storage().resize_(flat.alloc_bytes)
+                flat.full.untyped_storage().resize_(flat.spec.alloc_bytes)
             self._tracker.add("gathered", self.full_bytes)
             self.gathered_edits.record_versions()
-        gathered = [flat for flat in self.flats if self.is_partitioned or flat.is_trainable or include_frozen]
+        gathered = [flat for flat in self.flats if self.is_partitioned or flat.spec.is_trainable or include_frozen]
         for flat in gathered:
             flat.wait_for_update()
         with self._all_gather_stream:
@@ -262,8 +261,7 @@ class Unit:
     def restore_from_host(self) -> None:
         """Undo :meth:`release_to_host`."""
         self._enter(UnitState.UNSHARDED)
-        for flat in self.flats:
-            flat.known_data_ptrs = None  # their memory has moved
+        self.replicated_edits.forget_data_ptrs()
         self._point_params_at("views")
         self._set_classes("reduced_grad" if self._exposes_grads else "original")
 

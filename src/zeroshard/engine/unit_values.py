@@ -139,7 +139,7 @@ def _write_bucket(flat: FlatParam, index: int, values: torch.Tensor, comm: Commu
         flat.master.write(flat.shard_ranges[index], updated)
     if not flat.is_partitioned:
         flat.bucket_views[index].copy_(values)
-    elif not flat.is_cast_from_master:
+    elif not flat.spec.is_cast_from_master:
         flat.local_shards[index].copy_(new)
     return changed
 

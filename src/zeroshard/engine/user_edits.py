@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_not
 from typing import Any
@@ -105,6 +106,9 @@ class ReplicatedEditDetector:
 
     def __init__(self, flats: list[FlatParam]) -> None:
         self._flats = flats
+        # the parameters' addresses and version counters when last checked
+        self._known_data_ptrs: dict[FlatParam, list[int]] = {}
+        self._known_versions: dict[FlatParam, list[int]] = {}
         self._data_aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` in the user's hands
         self._forward_checks_left = MAX_FORWARD_EDIT_CHECKS
         self._has_forward_edits = False  # a forward was found that writes through ``parameter.data``
@@ -118,11 +122,15 @@ class ReplicatedEditDetector:
         """Remember that the user got ``parameter.data`` and may write to it while it is alive."""
         self._data_aliases.append(weakref.ref(values))
 
-    def record_versions(self) -> None:
-        """Record that the masters match the current values."""
-        for flat in self._flats:
+    def record_versions(self, flats: Iterable[FlatParam] | None = None) -> None:
+        """Record that the masters, of all flats or of these, match the current values."""
+        for flat in self._flats if flats is None else flats:
             if flat.master is not None:
-                flat.known_versions = param_versions(flat.parameters)
+                self._known_versions[flat] = param_versions(flat.parameters)
+
+    def forget_data_ptrs(self) -> None:
+        """Accept that the parameters' memory has moved."""
+        self._known_data_ptrs.clear()
 
     def check_forward(self) -> None:
         """Check after a forward whether it has changed the parameters through ``parameter.data``.
@@ -141,13 +149,13 @@ class ReplicatedEditDetector:
         """
         is_edited = has_values and self.has_masters and self._may_have_data_edits()
         for flat in self._flats:
-            if flat.known_data_ptrs is None:
-                flat.known_data_ptrs = [view.data_ptr() for view in flat.views]
+            if flat not in self._known_data_ptrs:
+                self._known_data_ptrs[flat] = [view.data_ptr() for view in flat.views]
             addresses = data_ptrs(flat.parameters, flat.has_dtensors)
-            if addresses != flat.known_data_ptrs:
-                _raise_data_replaced(flat, addresses)
+            if addresses != self._known_data_ptrs[flat]:
+                _raise_data_replaced(flat.names, self._known_data_ptrs[flat], addresses)
             is_edited = is_edited or (
-                flat.master is not None and param_versions(flat.parameters) != flat.known_versions
+                flat.master is not None and param_versions(flat.parameters) != self._known_versions[flat]
             )
         return is_edited
 
@@ -158,9 +166,8 @@ class ReplicatedEditDetector:
         return was_read or self._has_forward_edits
 
 
-def _raise_data_replaced(flat: FlatParam, addresses: list[int]) -> None:
-    known = zip(flat.names, flat.known_data_ptrs or (), addresses, strict=True)
-    name = next(name for name, old, new in known if old != new)
+def _raise_data_replaced(names: Sequence[str], known: list[int], addresses: list[int]) -> None:
+    name = next(name for name, old, new in zip(names, known, addresses, strict=True) if old != new)
     raise RuntimeError(
         f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
         "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
