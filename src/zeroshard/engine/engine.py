@@ -159,7 +159,7 @@ class Engine:
         self._graph_task_id = -1  # autograd's id of the current backward
         self._deferred_error: RuntimeError | None = None  # raised in a finalizer, which cannot propagate it
         for unit in units:
-            unit.set_param_owner(self)
+            unit.access.set_owner(self)
 
     def __deepcopy__(self, memo: object) -> Engine:
         """Raise: a copy would share shards and collectives with the original."""

@@ -27,10 +27,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.autograd_hooks import has_pre_backward_hook, is_in_backward, outside_functorch
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.param_access import ReplacedParamDetector
 from zeroshard.engine.parameter import is_guarded, param_info
 from zeroshard.engine.unit import Unit, unit_of
 from zeroshard.engine.unsupported_calls import SECOND_REDUCTION_ERROR, AttributeOverride, block_unsupported_calls
-from zeroshard.engine.user_edits import ReplacedParamDetector
 from zeroshard.sharding import UnitSpec
 from zeroshard.utils.tree import cast_floats, tensors_in
 
@@ -312,7 +312,7 @@ def install_hooks(
     for name, units in units_by_module.items():
         module = model.get_submodule(name)
         for unit in units:
-            unit.add_module(name, module)
+            unit.access.add_module(name, module)
         is_root = module is model
         post_hook = _PostForwardHook(engine, scanners_for(module, hooked) if units else [])
         post_handle = module.register_forward_hook(post_hook, always_call=True)

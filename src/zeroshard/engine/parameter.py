@@ -464,42 +464,6 @@ def is_guarded(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, _GuardedMixin)
 
 
-class ParamClasses:
-    """The classes of a parameter, looked up once: its class changes several times a step."""
-
-    def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
-        self.parameter: Any = parameter
-        self.original = original
-        kinds: dict[str, tuple[type, type]] = {
-            "guarded": (GuardedParameter, GuardedDTensor),
-            "gathered": (GatheredParameter, GatheredDTensor),
-            "reduced_grad": (ReducedGradParameter, ReducedGradDTensor),
-        }
-        is_dtensor = isinstance(parameter, DTensor)
-        self.by_kind: dict[str, type] = {"original": original} | {
-            kind: dtensor if is_dtensor else _subclass_for(plain, original, parameter)
-            for kind, (plain, dtensor) in kinds.items()
-        }
-
-
-@functools.cache
-def _subclass(kind: type, original: type) -> type:
-    return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
-
-
-def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
-    """Return ``kind``, or a class derived from it and the user's parameter class, so that isinstance() still holds."""
-    if original is nn.Parameter or issubclass(nn.Parameter, original):
-        return kind
-    try:
-        derived = _subclass(kind, original)
-        parameter.__class__ = derived  # Python swaps only classes with the same layout
-        parameter.__class__ = original
-    except TypeError:
-        return kind
-    return derived
-
-
 def _meta_like(parameter: Any) -> torch.Tensor:
     """Return a meta tensor with the shape and strides of the unsharded parameter."""
     info = param_info(parameter)

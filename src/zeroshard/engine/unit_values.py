@@ -23,7 +23,7 @@ def gather_copy(unit: Unit, comm: Communicator) -> None:
     They point there until :func:`drop_copy`.
     """
     if unit.is_partitioned and unit.state is not UnitState.SHARDED:
-        error = unit.gathered_edits.find_edit(keep_record=True)
+        error = unit.access.find_edit(keep_record=True)
         if error is not None:
             raise error
     copies = []

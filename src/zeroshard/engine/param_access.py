@@ -1,4 +1,4 @@
-"""User edits: find out that the user's code has changed parameters, and take over or refuse the change.
+"""ParamAccess: what an access to a unit's parameters meets, and whether the user's code has changed them.
 
 [Note: edits of parameters]
 Replicated parameters without a master weight are what the optimizer updates, so an in-place edit (an initialisation,
@@ -13,6 +13,7 @@ Partitioned parameters are a copy that is gathered for a pass: an edit would be 
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import weakref
@@ -23,33 +24,151 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import data_ptrs, param_info, param_versions
+from zeroshard.engine.parameter import (
+    GatheredDTensor,
+    GatheredParameter,
+    GuardedDTensor,
+    GuardedParameter,
+    ParamOwner,
+    ReducedGradDTensor,
+    ReducedGradParameter,
+    data_ptrs,
+    param_info,
+    param_versions,
+)
 
 MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared
 MAX_CHECKSUMS = 4  # all-gathers of a partitioned unit whose values are compared: two forwards, two backwards
 
 
-class GatheredEditDetector:
-    """Detects in-place changes to a partitioned unit's parameters while they are unsharded.
+class ParamClasses:
+    """The classes of a parameter, looked up once: its class changes several times a step."""
 
-    Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first few
-    times the values are compared as well: a forward that changes its weights does so every time.
+    def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
+        self.parameter: Any = parameter
+        self.original = original
+        kinds: dict[str, tuple[type, type]] = {
+            "guarded": (GuardedParameter, GuardedDTensor),
+            "gathered": (GatheredParameter, GatheredDTensor),
+            "reduced_grad": (ReducedGradParameter, ReducedGradDTensor),
+        }
+        is_dtensor = isinstance(parameter, DTensor)
+        self.by_kind: dict[str, type] = {"original": original} | {
+            kind: dtensor if is_dtensor else _subclass_for(plain, original, parameter)
+            for kind, (plain, dtensor) in kinds.items()
+        }
+
+
+@functools.cache
+def _subclass(kind: type, original: type) -> type:
+    return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
+
+
+def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
+    """Return ``kind``, or a class derived from it and the user's parameter class, so that isinstance() still holds."""
+    if original is nn.Parameter or issubclass(nn.Parameter, original):
+        return kind
+    try:
+        derived = _subclass(kind, original)
+        parameter.__class__ = derived  # Python swaps only classes with the same layout
+        parameter.__class__ = original
+    except TypeError:
+        return kind
+    return derived
+
+
+class ParamAccess:
+    """What an access to a unit's parameters meets, by their class (see parameter.py), and whether it has changed them.
+
+    A partitioned unit guards its parameters while no running module uses them; a replicated unit guards them while
+    their values are not there.
     """
 
-    def __init__(self, flats: list[FlatParam]) -> None:
-        self._flats = flats
-        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
+    def __init__(self, flats: list[FlatParam], is_partitioned: bool) -> None:
+        self._flats, self._is_partitioned = flats, is_partitioned
+        self._param_classes: list[ParamClasses] = []  # of all parameters
+        self._param_classes_by_module: dict[str, list[ParamClasses]] = {}  # the parameters that each module may use
+        self.unguarded: list[ParamClasses] = []  # partitioned: all other parameters are guarded
+        self.unguarded_kind = "original"  # replicated: "reduced_grad" if ``grad`` is the reduced gradient
+        self._guarded_kind = "guarded"  # partitioned: "gathered" inside gathered()
+        self._versions: list[int] = []  # partitioned: the version counters when the all-gather started
+        self._checksums: list[torch.Tensor] = []  # partitioned: of each flat when the all-gather was complete
         self._checksums_left = MAX_CHECKSUMS
-        self._versions: list[int] = []
-        self._checksums: list[torch.Tensor] = []
+
+    def add_param(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
+        """Register a parameter of the unit, and the class it had."""
+        self._param_classes.append(ParamClasses(parameter, original))
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        """Record which of the unit's parameters a module has."""
+        own = {id(parameter) for parameter in module.parameters()}
+        self._param_classes_by_module[name] = [
+            classes for classes in self._param_classes if id(classes.parameter) in own
+        ]
+
+    def set_owner(self, owner: ParamOwner) -> None:
+        """Let the parameters ask ``owner``, the engine, for their values and gradients."""
+        reference = weakref.ref(owner)  # weak: parameter → owner → unit → parameter would be a cycle
+        for classes in self._param_classes:
+            info = param_info(classes.parameter)
+            if info is not None:
+                info.owner = reference
+
+    # -- classes ------------------------------------------------------------------------------------------------
+
+    def unguard(self, module: str | None) -> None:
+        """Unguard the parameters of a module of a partitioned unit, or all of them."""
+        every = self._param_classes
+        if len(self.unguarded) == len(every):
+            return
+        wanted = every if module is None else self._param_classes_by_module.get(module, every)
+        guarded = [classes for classes in wanted if classes.parameter.__class__ is not classes.original]
+        for classes in guarded:
+            classes.parameter.__class__ = classes.original
+        self.unguarded = self.unguarded + guarded if self.unguarded else guarded
+
+    def guard(self) -> None:
+        """Guard all parameters of a partitioned unit."""
+        for classes in self.unguarded:
+            classes.parameter.__class__ = classes.by_kind[self._guarded_kind]
+        self.unguarded = []
+
+    def set_classes(self, kind: str) -> None:
+        """Set the class of all parameters; ``kind`` is a key of ``ParamClasses.by_kind``."""
+        for classes in self._param_classes:
+            classes.parameter.__class__ = classes.by_kind[kind]
+
+    def set_unguarded_kind(self, kind: str, has_values: bool) -> None:
+        """Set the class of unguarded parameters; of a replicated unit's, now and whenever it has its values."""
+        if self._is_partitioned:
+            for classes in self.unguarded:
+                classes.parameter.__class__ = classes.by_kind[kind]
+            return
+        self.unguarded_kind = kind
+        if has_values:
+            self.set_classes(kind)
+
+    def set_guarded_kind(self, kind: str) -> None:
+        """Set the class that a partitioned unit's parameters have while no running module uses them."""
+        self._guarded_kind = kind
+        unguarded = {id(classes) for classes in self.unguarded}
+        for classes in self._param_classes if self._is_partitioned else ():
+            if id(classes) not in unguarded:
+                classes.parameter.__class__ = classes.by_kind[kind]
+
+    # -- edits of a partitioned unit's parameters while they are unsharded --------------------------------------
+    #
+    # Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first
+    # few times the values are compared as well: a forward that changes its weights does so every time.
 
     def record_versions(self) -> None:
         """Record the version counters when an all-gather starts."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [parameter._version for parameter in self._parameters]
+            self._versions = [classes.parameter._version for classes in self._param_classes]
         self._checksums = []
 
     def record_checksums(self) -> None:
@@ -57,11 +176,12 @@ class GatheredEditDetector:
         if self._checksums_left:
             self._checksums = [_checksum(flat.full) for flat in self._flats]
 
-    def reset(self) -> None:
+    def accept_edits(self) -> None:
         """Record versions and checksums again, after the changes have been written back."""
+        has_checksums = bool(self._checksums)
         if self._versions:
-            self._versions = param_versions(self._parameters)
-        if self._checksums:
+            self.record_versions()
+        if has_checksums:
             self.record_checksums()
 
     def find_edit(self, keep_record: bool = False) -> RuntimeError | None:
@@ -70,7 +190,7 @@ class GatheredEditDetector:
         if not keep_record:
             self._versions, self._checksums = [], []
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [parameter._version for parameter in self._parameters]
+            versions = [classes.parameter._version for classes in self._param_classes]
         if versions != old_versions:
             names = [name for flat in self._flats for name in flat.names]
             changed = [n for n, old, new in zip(names, old_versions, versions, strict=True) if old != new]
