@@ -12,7 +12,8 @@ from zeroshard.engine.hooks import install_hooks
 from zeroshard.engine.model_checks import check_max_norm
 from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.offload_states import OffloadedStates
-from zeroshard.engine.parameter import PICKLE_ERROR, local_data, param_info, param_versions
+from zeroshard.engine.param_data import local_data, param_versions
+from zeroshard.engine.parameter import PICKLE_ERROR, param_info
 from zeroshard.engine.rank_checks import (
     open_consistency_checker,
     open_tiers,

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.model_checks import check_modules, check_parameters
+from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
-from zeroshard.engine.unit_values import set_data_and_dtype
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
 from zeroshard.sharding import (
     MAX_CHUNK_ELEMENTS,

@@ -30,7 +30,7 @@ import torch
 
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import pop_autograd_grads, zero_autograd_grads
+from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
 from zeroshard.memory import Arena
 from zeroshard.sharding import Range
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator
+from zeroshard.engine.param_data import set_data
 from zeroshard.memory import ParamPrefetcher, TieredTensor
 from zeroshard.sharding import FlatSpec, Range
 from zeroshard.tensor_parallel import TPParam, TPShard
@@ -275,14 +275,6 @@ class FlatParam(FlatMetadata):
         """Start to read a shard on disk, unless an update of it is pending."""
         if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
             self.prefetcher.prefetch(self.shard)
-
-
-def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Set the values of a parameter, or the local tensor of a DTensor."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = values
-    else:
-        parameter.data = values
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import get_autograd_grad
+from zeroshard.engine.param_data import get_autograd_grad
 from zeroshard.engine.sharded_gradient import assemble_full_grad
 from zeroshard.engine.unit import Unit
 from zeroshard.engine.unit_values import (

@@ -11,7 +11,7 @@ from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
-from zeroshard.engine.parameter import has_autograd_grads, zero_autograd_grads
+from zeroshard.engine.param_data import has_autograd_grads, zero_autograd_grads
 from zeroshard.engine.reduce import GradReducer
 from zeroshard.engine.unit import Unit
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 
 from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.param_data import data_ptrs, param_versions
 from zeroshard.engine.parameter import (
     GatheredDTensor,
     GatheredParameter,
@@ -36,9 +37,7 @@ from zeroshard.engine.parameter import (
     ParamOwner,
     ReducedGradDTensor,
     ReducedGradParameter,
-    data_ptrs,
     param_info,
-    param_versions,
 )
 
 MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared

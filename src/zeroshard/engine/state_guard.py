@@ -11,12 +11,8 @@ from torch import nn
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.parameter import (
-    ParamInfo,
-    get_autograd_grad,
-    param_info,
-    pop_autograd_grads,
-)
+from zeroshard.engine.param_data import get_autograd_grad, pop_autograd_grads
+from zeroshard.engine.parameter import ParamInfo, param_info
 from zeroshard.engine.sharded_gradient import ParamGradHandle, ShardedGradient
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import edited_params, write_back

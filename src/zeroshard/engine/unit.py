@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import CollectiveWork
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_param import FlatParam, set_data
+from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.param_access import ParamAccess, ReplicatedEditDetector
+from zeroshard.engine.param_data import set_data
 from zeroshard.engine.parameter import GatheredBlock, ParamInfo, param_info
 from zeroshard.memory import SideStream
 

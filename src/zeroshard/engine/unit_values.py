@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator
-from zeroshard.engine.flat_param import FlatParam, set_data
-from zeroshard.engine.parameter import GatheredBlock, data_ptrs, local_data, param_versions
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.param_data import data_ptrs, local_data, param_versions, set_data_and_dtype
+from zeroshard.engine.parameter import GatheredBlock
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.sharding import Range
-from zeroshard.tensor_parallel import TPParam
 
 
 @torch.no_grad()
@@ -161,13 +161,6 @@ def make_plain(unit: Unit, comm: Communicator) -> None:
                 view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
             )
             set_data_and_dtype(parameter, plain.copy_(view), flat.tp_params[index])
-
-
-def set_data_and_dtype(parameter: nn.Parameter, values: torch.Tensor, tp_param: TPParam | None) -> None:
-    """Set a parameter's values, perhaps of another dtype; the dtype of a DTensor changes with them."""
-    if tp_param is not None:
-        parameter.data = tp_param.to_dtensor(values)
-    set_data(parameter, values)
 
 
 def _all_gather_bucket(comm: Communicator, output: torch.Tensor, shard: torch.Tensor, what: str) -> None:
