@@ -16,14 +16,11 @@ from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
 from zeroshard.sharding import (
-    MAX_CHUNK_ELEMENTS,
     FlatSpec,
     ParamSpec,
-    Range,
     ShardPlan,
     UnitSpec,
     plan_shards,
-    split_chunks,
 )
 from zeroshard.tensor_parallel import TensorParallelState
 
@@ -72,7 +69,7 @@ def plan_model(
         placement=context.placement,
         shard_count=context.comm.shard_axis.size,
         state_bytes_per_element=state_bytes_per_element,
-        staging_bytes=context.tiers.staging_bytes,
+        on_gpu=context.comm.device.type == "cuda",
     )
 
 
@@ -117,8 +114,7 @@ class UnitBuilder:
         """Allocate all shards, then fill them unit by unit: memory never exceeds the shards and one full unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
         self._tiers.spare_host_bytes = self._plan.spare_host_bytes
-        device_ranges = {flat: [r for r, tier in flat.spec.master_ranges() if tier == "device"] for flat in flats}
-        numel = sum(range_.numel for ranges in device_ranges.values() for range_ in ranges)
+        numel = sum(range_.numel for flat in flats for range_, tier in flat.spec.master_ranges() if tier == "device")
         masters = Arena("master weights", numel, torch.float32, self._pool, self._tracker) if numel else None
         shards: dict[torch.dtype, Arena] = {}
         self._tracker.add("parameters", 0)  # to appear in reports even if this rank has none
@@ -139,7 +135,7 @@ class UnitBuilder:
                 self._allocate_flat(flat, shards)
                 flat.prefetcher = prefetcher if flat in on_disk else None
                 if flat.spec.has_master:
-                    flat.master = self._make_master(flat, masters, device_ranges[flat])
+                    flat.master = self._make_master(flat, masters)
             self._init_unit(unit, spec)
         self._move_buffers_to_device()
         if self._comm.device.type == "cuda" and self._defragments:
@@ -159,23 +155,22 @@ class UnitBuilder:
         if not self._has_partitioned_params:
             self._tracker.add("parameters", flat.full.nbytes)
 
-    def _make_master(self, flat: FlatParam, arena: Arena | None, device_ranges: list[Range]) -> TieredTensor:
+    def _make_master(self, flat: FlatParam, arena: Arena | None) -> TieredTensor:
         """Return the master weights: segments in their tiers, or the local shard itself where no copy is needed."""
         segments: list[TierSegment] = []
-        for range_, tier in flat.spec.tier_placement.optimizer:
+        for range_, tier in flat.spec.master_ranges():
             if tier != "device":
-                for part in split_chunks(range_, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
-                    tensor = self._tiers.zeros("master weights", tier, part.numel, flat.spec.master_dtype)
-                    segments.append(TierSegment(part, tier, tensor))
-            elif range_ in device_ranges and arena is not None:
+                tensor = self._tiers.zeros("master weights", tier, range_.numel, flat.spec.master_dtype)
+                segments.append(TierSegment(range_, tier, tensor))
+            elif arena is not None:
                 segments.append(TierSegment(range_, tier, arena.allocate(range_.numel)))
-            else:
+        if not any(segment.tier == "device" for segment in segments):
+            for range_ in (range_ for range_, tier in flat.spec.tier_placement.optimizer if tier == "device"):
                 for shard_range, shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
                     common = range_.intersect(shard_range)
                     if common is not None:
-                        part = common.shift(-shard_range.start)
-                        segments.append(TierSegment(common, tier, shard[part.start : part.end]))
-        return TieredTensor(segments)
+                        segments.append(TierSegment(common, "device", shard[common.shift(-shard_range.start).slice]))
+        return TieredTensor(sorted(segments, key=lambda segment: segment.span.start))
 
     @torch.no_grad()
     def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:

@@ -34,7 +34,8 @@ from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
 from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
-from zeroshard.memory import PREFETCH_SHARDS, CublasWorkspace, DiskError, SegmentPreallocator
+from zeroshard.memory import CublasWorkspace, DiskError, SegmentPreallocator
+from zeroshard.sharding import PREFETCH_SHARDS
 
 
 class ScheduleExecutor:
