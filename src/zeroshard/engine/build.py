@@ -1,4 +1,4 @@
-"""Build: turns a plain model into sharded units, one unit at a time."""
+"""Build: makes the shard plan of a plain model, fills its units one at a time, and makes its engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.context import ShardContext
+from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.hooks import install_hooks
 from zeroshard.engine.model_checks import check_modules, check_parameters
+from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
+from zeroshard.engine.unsupported_calls import AttributeOverride
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
 from zeroshard.sharding import (
     FlatSpec,
@@ -77,6 +83,15 @@ def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a meta parameter memory, and keep its object identity."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+
+
+def build_engine(
+    context: ShardContext, model: nn.Module, plan: ShardPlan, tp_state: TensorParallelState | None
+) -> tuple[Engine, list[RemovableHandle | AttributeOverride]]:
+    """Shard a model as the plan says. Return its engine, and the handles that remove its hooks."""
+    units = UnitBuilder(context, model, plan, tp_state).build()
+    engine = Engine(context, units, Gradients(context, units), BufferBroadcaster(model, context))
+    return engine, install_hooks(model, engine, plan.units)
 
 
 class UnitBuilder:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zeroshard.comm import Communicator
+from zeroshard.comm import CollectiveOrder, Communicator
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.param_data import data_ptrs, local_data, param_versions, set_data_and_dtype
 from zeroshard.engine.parameter import GatheredBlock
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.sharding import Range
+from zeroshard.tensor_parallel import TensorParallelState
 
 
 @torch.no_grad()
@@ -145,7 +146,24 @@ def _write_bucket(flat: FlatParam, index: int, values: torch.Tensor, comm: Commu
 
 
 @torch.no_grad()
-def make_plain(unit: Unit, comm: Communicator) -> None:
+def make_plain(
+    units: list[Unit], comm: Communicator, order: CollectiveOrder, tp_state: TensorParallelState | None
+) -> None:
+    """Make all parameters of a model plain, and the user's own again where they were split over the tensor axis."""
+    for unit in units:
+        order.check(unit.all_gather_label)
+        _make_unit_plain(unit, comm)
+    if tp_state is None:
+        return
+    for flat in (flat for unit in units for flat in unit.flats):
+        for index, (name, parameter) in enumerate(flat.named_parameters):
+            if name in tp_state.original_params:
+                full = gather_tp_shards(comm, local_data(parameter), flat, index)
+                tp_state.original_params[name].data = full
+    tp_state.restore()
+
+
+def _make_unit_plain(unit: Unit, comm: Communicator) -> None:
     """Make the parameters plain: separate memory, original dtype, the master weights' values if there are any."""
     unit.wait_for_unshard()
     unit.release_params()
