@@ -68,9 +68,9 @@ FACES = "activations checkpoint comm engine memory models optim page sharding te
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more
 BUDGETS = {
     "forward": (15, 111, 23, 445),
-    "backward": (18, 142, 25, 521),
+    "backward": (18, 139, 26, 511),
     "step": (16, 98, 23, 178),
-    "zero_grad": (7, 19, 7, 44),
+    "zero_grad": (7, 17, 7, 39),
 }
 
 

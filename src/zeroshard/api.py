@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -61,11 +62,10 @@ class ShardedModel:
         engine: Engine,
         hook_handles: list[Any],
         tp_state: TensorParallelState | None,
-        tiers: TierAllocator,
         plan_reason: str = "",
     ) -> None:
         self.engine = engine
-        self.tiers = tiers
+        self.optimizer: weakref.ref[ShardedOptimizer] | None = None  # weak: without it, its states are freed
         self.plan_reason = plan_reason  # this stage and offload, where they were chosen by a plan
         self.hook_handles = hook_handles
         self.tp_state = tp_state
@@ -144,13 +144,15 @@ def shard_model(
         if tp_state is not None:
             tp_state.restore()
         raise
-    model._zeroshard = ShardedModel(engine, handles, tp_state, context.tiers, chosen.reason)  # type: ignore[assignment]
+    sharded = model._zeroshard = ShardedModel(engine, handles, tp_state, chosen.reason)  # type: ignore[assignment]
     engine.state_guard.expose_reduced_grads()
     for _ in range(2):  # the collectives of building belong to no step
         context.comm.counters.end_step()
     if optimizer is None:
         return model, None
-    return model, ShardedOptimizer(optimizer, engine, names, context.tiers)
+    sharded_optimizer = ShardedOptimizer(optimizer, engine, names)
+    sharded.optimizer = weakref.ref(sharded_optimizer)
+    return model, sharded_optimizer
 
 
 def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
@@ -249,9 +251,12 @@ def offload_states(model: nn.Module) -> None:
     torch.Size([1, 64])
     """
     sharded = _sharded_model(model)
-    sharded.engine.state_guard.check_not_gathered("offload_states()")
-    if sharded.engine.state_guard.offloaded_states is None:
-        sharded.engine.state_guard.offloaded_states = OffloadedStates(sharded.engine, sharded.tiers)
+    guard = sharded.engine.state_guard
+    guard.check_not_gathered("offload_states()")
+    if guard.offloaded_states is None:
+        optimizer = sharded.optimizer() if sharded.optimizer is not None else None
+        states = optimizer.states_on_device if optimizer is not None else list
+        guard.offloaded_states = OffloadedStates(sharded.engine, states)
 
 
 def reload_states(model: nn.Module) -> None:

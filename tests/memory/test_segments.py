@@ -144,6 +144,17 @@ def test_the_order_is_found_again_when_the_cache_was_emptied_and_left_alone_othe
     assert allocator.reserved() == settled
 
 
+@pytest.mark.parametrize("passes", range(1, 7))
+def test_an_emptied_cache_is_not_mistaken_for_a_candidate_that_reserves_little(
+    allocator: Allocator, passes: int
+) -> None:
+    segments = SegmentPreallocator(torch.device("cuda", 0))
+    train(segments, allocator, passes)
+    allocator.empty_cache()
+    train(segments, allocator, 7 - passes)
+    assert NEEDED <= allocator.reserved() < 1.1 * NEEDED
+
+
 def test_larger_inputs_begin_it_anew(allocator: Allocator) -> None:
     segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 6, length=0.5)

@@ -135,8 +135,7 @@ class ShardedTrainState(TrainState):
 
     def sync_loaded_parameters(self) -> None:
         """Update the compute parameters from the master weights."""
-        self._engine.state_guard.sync_from_masters()
-        self._engine.release_retained()
+        self._engine.finish_write()
 
 
 class PlainTrainState(TrainState):

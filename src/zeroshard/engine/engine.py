@@ -31,6 +31,7 @@ from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.out_of_module_use import OutOfModuleUse
 from zeroshard.engine.parameter import PICKLE_ERROR, ParamInfo, param_info
 from zeroshard.engine.schedule import ForwardRecord, ModuleCall, Schedule
+from zeroshard.engine.sharded_gradient import ParamGrads
 from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
@@ -148,6 +149,7 @@ class Engine:
         self.units = units
         self.gradients = gradients
         self.state_guard = StateGuard(context, units, gradients)
+        self.param_grads = ParamGrads(context, gradients, self.state_guard)
         self.executor = ScheduleExecutor(context, units, gradients, self.state_guard.gather_updated_unit)
         self.schedule: Schedule[Unit] = Schedule(self.executor)
         self.out_of_module_use = OutOfModuleUse(self.schedule, self.executor)
@@ -305,11 +307,11 @@ class Engine:
 
     def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
         """Return the value of ``parameter.grad`` between backward and the next forward."""
-        return self.state_guard.reduced_grad(info)
+        return self.param_grads.get(info)
 
     def clear_grad(self, info: ParamInfo) -> None:
         """Clear the gradient of one parameter."""
-        self.state_guard.clear_grad(info)
+        self.param_grads.clear(info)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -349,14 +351,14 @@ class Engine:
         self.state_guard.hide_reduced_grads(self.executor.unsharded)
         self.gradients.begin_backward(inverse_scale)
         needs_sync = self.executor.needs_grad_sync
-        listener = self.state_guard.backward_listener()
-        if listener is not None:
-            listener.on_backward_begin(self.backward_count) if needs_sync else listener.invalidate()
-        if self.gradients.is_partitioned and self.gradients.reduce_queue is None and needs_sync:
-            self.gradients.reduce_queue = self._agree_on_reduce_queue()
+        listeners = self.gradients.reducer.listeners
+        if listeners:
+            listeners.on_backward_begin(self.backward_count) if needs_sync else listeners.invalidate()
+        if self.gradients.is_partitioned and not self.gradients.reduce_queue.is_agreed and needs_sync:
+            self.gradients.reduce_queue.set_order(self._agree_on_reduce_order())
 
-    def _agree_on_reduce_queue(self) -> list[Unit]:
-        """Return the fixed reduce order: the reverse of rank 0's first forward, in which backward finishes units."""
+    def _agree_on_reduce_order(self) -> list[Unit]:
+        """Return the order of :class:`ReduceQueue`, by rank 0's first forward."""
         units, what = self.gradients.units, "agree on the order of reductions"
         ticks = [self.schedule.first_use_tick(unit) for unit in units]
         order = sorted(range(len(units)), key=lambda i: (ticks[i] is None, -(ticks[i] or 0)))
@@ -416,10 +418,14 @@ class Engine:
         self.schedule.reshard_idle()
         self.executor.detach_sharded()
 
+    def finish_write(self) -> None:
+        """Compute with shards and masters that were written: no backward may use the old values."""
+        self.state_guard.sync_from_masters()
+        self.release_retained()
+
     def close(self) -> None:
         """Wait for all background work: the model is about to be unwrapped."""
-        self.state_guard.wait_readers()
-        self.state_guard.wait_updates()
+        self.state_guard.prepare_write()
         if self._segment_preallocator is not None:
             self._segment_preallocator.stop_recording()
 

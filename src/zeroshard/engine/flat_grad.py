@@ -23,8 +23,10 @@ holds a view. The same holds if states are offloaded, because their updates read
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -46,9 +48,6 @@ class FlatGrad:
         self.dtype = dtype
         self.local_sum: torch.Tensor | None = None  # [numel]: this rank's sum, not reduced yet
         self.shard: torch.Tensor | None = None  # [shard_numel]: this rank's shard of the mean over the ranks
-        # for each bucket inside one parameter, its range in that; else None
-        self.single_param_buckets = [flat.layout.single_param(bucket) for bucket in flat.layout.buckets]
-        self.has_single_param_buckets = any(bucket is not None for bucket in self.single_param_buckets)
         self.bucket_shards: list[torch.Tensor] = []  # views of ``shard``, by bucket, if gradients are partitioned
         self.carried_over: torch.Tensor | None = None  # [shard_numel]: reduced before ``local_sum`` was reused
         self.arena: Arena | None = None  # holds ``shard``, or ``local_sum`` if gradients are replicated
@@ -108,6 +107,22 @@ class FlatGrad:
         self.norms.clear()
         self.max_abs.clear()
 
+    def clear(self) -> None:
+        """Set the gradients of all parameters to None."""
+        pop_autograd_grads(self.flat.parameters)
+        self.is_param_used = [False] * len(self.is_param_used)
+        self.has_local_sum = self.has_shard = False
+
+    def zero(self) -> None:
+        """Set the gradients of all parameters that have one to zero."""
+        self.wait_copy()
+        self.clear_norms()
+        zero_autograd_grads(self.flat.parameters)
+        if self.has_local_sum and self.local_sum is not None:
+            self.local_sum.zero_()
+        if self.has_shard and self.shard is not None:
+            self.shard.zero_()
+
     def clear_param(self, index: int) -> None:
         """Clear the gradient of one parameter."""
         self.is_param_used[index] = False
@@ -161,6 +176,49 @@ def assign_segments(sizes: Sequence[int], shard_count: int) -> list[int]:
     segment_count = min(max(MIN_SEGMENTS, -(-sum(sizes) // max_full_size)), MAX_SEGMENTS)
     doubled_middles = [2 * end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
     return [min(segment_count * middle // doubled_total, segment_count - 1) for middle in doubled_middles]
+
+
+class GradListener(Protocol):
+    """Computes updates from gradients while backward still runs: the CPU updates of offloaded states."""
+
+    def on_backward_begin(self, backward_count: int) -> None:
+        """Called when a backward begins whose gradients are reduced; ``backward_count`` counts since the last step."""
+
+    def on_shard_ready(self, flat: FlatParam) -> None:
+        """Called when this rank's shard of a flat's reduced gradient is complete."""
+
+    def invalidate(self) -> None:
+        """Invalidate speculative updates, because the gradients may change."""
+
+    def wait(self) -> None:
+        """Wait until no update is pending; raise the error of a failed one."""
+
+
+class GradListeners(list["weakref.ref[GradListener]"]):
+    """The listeners of one model; weak, because each refers to the gradients and must not keep the model alive."""
+
+    def on_backward_begin(self, backward_count: int) -> None:
+        """Tell all listeners that a backward begins."""
+        for listener in self._alive():
+            listener.on_backward_begin(backward_count)
+
+    def on_shard_ready(self, flat: FlatParam) -> None:
+        """Tell all listeners that a reduced gradient is complete."""
+        for listener in self._alive():
+            listener.on_shard_ready(flat)
+
+    def invalidate(self) -> None:
+        """Invalidate all speculative updates."""
+        for listener in self._alive():
+            listener.invalidate()
+
+    def wait(self) -> None:
+        """Wait until no update is pending."""
+        for listener in self._alive():
+            listener.wait()
+
+    def _alive(self) -> list[GradListener]:
+        return [listener for reference in self if (listener := reference()) is not None]
 
 
 class GradMemory:
@@ -236,6 +294,24 @@ class GradMemory:
             self.allocate(flat_grad)
         assert flat_grad.local_sum is not None
         return flat_grad.local_sum
+
+    def accumulate(self, flat_grad: FlatGrad) -> None:
+        """Add autograd's gradients to this rank's local sum."""
+        autograd_grads = flat_grad.pop_autograd_grads()
+        present = [index for index, tensor in enumerate(autograd_grads) if tensor is not None]
+        if not present:
+            return
+        sources = [tensor for tensor in autograd_grads if tensor is not None]
+        self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in sources]))
+        local_sum = self.allocate_local_sum(flat_grad)
+        views = [flat_grad.local_sum_views[index] for index in present]
+        if flat_grad.has_local_sum:
+            torch._foreach_add_(views, sources)
+            return
+        if len(present) < len(autograd_grads) or local_sum.numel() > sum(flat_grad.flat.layout.numels):
+            local_sum.zero_()
+        torch._foreach_copy_(views, sources)
+        flat_grad.has_local_sum = True
 
     def drop_local_sum(self, flat_grad: FlatGrad) -> None:
         """Drop the local sum of a partitioned gradient."""

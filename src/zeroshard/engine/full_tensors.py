@@ -56,10 +56,7 @@ def find_parameter(units: list[Unit], name: str) -> tuple[FlatParam, int]:
 def full_parameter(engine: Engine, name: str) -> torch.Tensor:
     """Return a copy of one full parameter, from the master if there is one. All ranks call it together."""
     flat, index = find_parameter(engine.units, name)
-    engine.state_guard.check_no_pending_edits()
-    engine.order.begin_pass(f"to read the parameter {name!r}")
-    engine.state_guard.wait_updates()
-    engine.state_guard.check_valid("weights")
+    engine.state_guard.prepare_read(f"read the parameter {name!r}", "weights")
     if flat.master is None and not flat.is_partitioned:  # every rank has the full values
         if flat.tp_shards[index] is not None:
             engine.order.check(f"assemble {name!r}")
@@ -92,7 +89,7 @@ def full_gradient(engine: Engine, name: str) -> torch.Tensor | None:
     if not engine.comm.read_to_host(used, what)[0] or gradient.shard is None or not gradient.has_shard:
         return None
     full = assemble_full_grad(engine.comm, engine.gradients, gradient, index)
-    return full if engine.state_guard.loss_scale is None else full.float()
+    return full.float() if engine.state_guard.has_loss_scale else full
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
-from zeroshard.engine.param_data import has_autograd_grads, zero_autograd_grads
-from zeroshard.engine.reduce import GradReducer
+from zeroshard.engine.param_data import has_autograd_grads
+from zeroshard.engine.reduce import GradReducer, ReduceQueue
 from zeroshard.engine.unit import Unit
 
 
@@ -32,15 +32,13 @@ class Gradients:
         self._unit_grads = {
             unit: [self.flat_grads[flat] for flat in unit.flats if flat.spec.is_trainable] for unit in units
         }
-        self._comm, self._order, self._tracker = context.comm, context.order, context.tracker
+        self._context = context
         self.is_partitioned = context.placement.gradients
         self.memory = GradMemory(self.flat_grads.values(), context)
         self.reducer = GradReducer(self.flat_grads.values(), self.memory, context)
         self.norms = GradNorms(self.flat_grads, context.comm, context.order)
         self.scaling = GradScaling(self.flat_grads, self.norms)
-        self.reduce_queue: list[Unit] | None = None  # the fixed reduce order, once all ranks have confirmed it
-        self._queue_position = 0  # index in the reduce order of the next unit to reduce
-        self._done_units: set[Unit] = set()
+        self.reduce_queue = ReduceQueue(self.units)
         self.has_unreduced = False  # whether a backward has only summed locally
         self.clear_count = 0  # how often gradients were set to None
         self._has_accumulated = False  # whether a backward has added gradients since they were cleared
@@ -58,19 +56,15 @@ class Gradients:
         if not (self.is_partitioned and needs_grad_sync):
             self._accumulate_local(unit)
             return
-        self._done_units.add(unit)
-        queue = self._reduce_order()
-        while self._queue_position < len(queue) and queue[self._queue_position] in self._done_units:
-            self._start_reduce(queue[self._queue_position])
-            self._queue_position += 1
+        for done in self.reduce_queue.add(unit):
+            self._start_reduce(done)
 
     @torch.no_grad()
     def finalize_backward(self, needs_grad_sync: bool) -> None:
         """Reduce the remaining units; those without a gradient on this rank contribute zeros."""
         if self.is_partitioned and needs_grad_sync:
-            for unit in self._reduce_order()[self._queue_position :]:
+            for unit in self.reduce_queue.drain():
                 self._start_reduce(unit)
-            self._reset_queue()
             self.has_unreduced = False
         else:
             self.has_unreduced = bool(self.units)
@@ -81,7 +75,7 @@ class Gradients:
     def abort_backward(self) -> None:
         """Finish the pending reductions of a backward that raised, and restart the reduce queue."""
         self.wait_reductions()
-        self._reset_queue()
+        self.reduce_queue.drain()
         with torch.no_grad():
             self._add_untracked_grads()
         if not any(gradient.has_local_sum or gradient.has_shard for gradient in self.flat_grads.values()):
@@ -92,17 +86,13 @@ class Gradients:
         if self.reducer.is_busy:
             self.reducer.wait()
 
-    def _reset_queue(self) -> None:
-        self._queue_position = 0
-        self._done_units.clear()
-
     def clear_if_empty(self) -> None:
         """Clear all gradients and free their memory if the last one was cleared individually.
 
         With several ranks, do so only if their usage is synced: a parameter without a gradient on this rank may have
         one on another.
         """
-        is_single_rank = self._comm.data_parallel_size == 1 and self._comm.tensor_axis.size == 1
+        is_single_rank = self._context.comm.data_parallel_size == 1 and self._context.comm.tensor_axis.size == 1
         if (
             (is_single_rank or self._is_usage_synced)
             and not self.has_used_params
@@ -123,11 +113,11 @@ class Gradients:
         self._add_untracked_grads()
         if not self.has_unreduced:
             return
-        for unit in self._reduce_order():
+        for unit in self.reduce_queue.order:
             if self.is_partitioned:
                 self._start_reduce(unit)
                 continue
-            self._order.check(unit.reduce_label)
+            self._context.order.check(unit.reduce_label)
             for flat_grad in self._unit_grads[unit]:
                 self.reducer.reduce_local_sum(flat_grad, unit.reduce_label)
         self.reducer.wait()
@@ -216,12 +206,15 @@ class Gradients:
         if self._is_usage_synced:
             return
         self.reduce_pending()
-        if self._comm.data_parallel_size * self._comm.tensor_axis.size > 1 and self._comm.consistency.is_distributed:
+        if (
+            self._context.comm.data_parallel_size * self._context.comm.tensor_axis.size > 1
+            and self._context.comm.consistency.is_distributed
+        ):
             flags = [flag for gradient in self.flat_grads.values() for flag in gradient.is_param_used]
-            merged = torch.tensor(flags, dtype=torch.uint8, device=self._comm.device)
+            merged = torch.tensor(flags, dtype=torch.uint8, device=self._context.comm.device)
             what = "agree on unused parameters"
-            self._order.check(what)
-            self._comm.all_reduce_over_mesh(merged, what, dist.ReduceOp.MAX)
+            self._context.order.check(what)
+            self._context.comm.all_reduce_over_mesh(merged, what, dist.ReduceOp.MAX)
             self.set_used_params([bool(flag) for flag in merged.tolist()])
         self._is_usage_synced = True
 
@@ -247,17 +240,9 @@ class Gradients:
             if set_to_none:
                 if self.is_partitioned and gradient.local_sum is not None:  # summed inside ``no_sync``
                     self.memory.drop_local_sum(gradient)
-                gradient.pop_autograd_grads()
-                gradient.is_param_used = [False] * len(gradient.is_param_used)
-                gradient.has_local_sum = gradient.has_shard = False
+                gradient.clear()
             else:
-                gradient.wait_copy()
-                gradient.clear_norms()
-                zero_autograd_grads(gradient.flat.parameters)
-                if gradient.has_local_sum and gradient.local_sum is not None:
-                    gradient.local_sum.zero_()
-                if gradient.has_shard and gradient.shard is not None:
-                    gradient.shard.zero_()
+                gradient.zero()
         if set_to_none:
             self.has_unreduced = False
             self.memory.free()
@@ -267,34 +252,17 @@ class Gradients:
     def _accumulate_local(self, unit: Unit) -> None:
         """Add autograd's gradients of a unit to this rank's local sum."""
         for gradient in self._unit_grads[unit]:
-            autograd_grads = gradient.pop_autograd_grads()
-            present = [index for index, tensor in enumerate(autograd_grads) if tensor is not None]
-            if not present:
-                continue
-            sources = [tensor for tensor in autograd_grads if tensor is not None]
-            self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in sources]))
-            local_sum = self.memory.allocate_local_sum(gradient)
-            views = [gradient.local_sum_views[index] for index in present]
-            if gradient.has_local_sum:
-                torch._foreach_add_(views, sources)
-                continue
-            if len(present) < len(autograd_grads) or local_sum.numel() > sum(gradient.flat.layout.numels):
-                local_sum.zero_()
-            torch._foreach_copy_(views, sources)
-            gradient.has_local_sum = True
+            self.memory.accumulate(gradient)
 
     def _start_reduce(self, unit: Unit) -> None:
         """Start to reduce a unit's gradients, concurrently with compute."""
-        self._order.check(unit.reduce_label)
+        self._context.order.check(unit.reduce_label)
         self.reducer.begin_unit()
         flat_grads = self._unit_grads[unit]
         if True in [flat_grad.has_local_sum for flat_grad in flat_grads]:
             self._accumulate_local(unit)
         for flat_grad in flat_grads:
             self.reducer.start(flat_grad, unit.reduce_label)
-
-    def _reduce_order(self) -> list[Unit]:
-        return self.reduce_queue if self.reduce_queue is not None else self.units[::-1]
 
     def _units_with_autograd_grads(self) -> list[Unit]:
         return [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zeroshard.engine.engine import Engine
-from zeroshard.memory import MODEL_STATE_KINDS, TierAllocator
+from zeroshard.memory import MODEL_STATE_KINDS
 
 
 class OffloadedStates:
@@ -14,20 +16,18 @@ class OffloadedStates:
     Tensors keep viewing the same storages, so references to them stay valid.
     """
 
-    def __init__(self, engine: Engine, tiers: TierAllocator) -> None:
-        self._engine, self._tiers = engine, tiers
+    def __init__(self, engine: Engine, optimizer_states: Callable[[], list[torch.Tensor]]) -> None:
+        self._engine, self._tiers = engine, engine.context.tiers
         self._host_copies: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        _check_resizable(_device_tensors(engine))  # before anything changes
-        engine.state_guard.wait_readers()
-        engine.state_guard.invalidate_speculation()  # first: a speculative update reads gradients
-        engine.state_guard.wait_updates()
+        _check_resizable(_device_tensors(engine) + optimizer_states())  # before anything changes
+        engine.state_guard.prepare_write()
         engine.gradients.wait_reductions()
         engine.release_retained()
-        tensors = _device_tensors(engine)
+        tensors = _device_tensors(engine) + optimizer_states()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.untyped_storage().size()}
         try:
             for storage in storages.values():
-                host_copy = tiers.alloc_temp(storage.nbytes())
+                host_copy = self._tiers.alloc_temp(storage.nbytes())
                 self._host_copies.append((storage, host_copy))
                 host_copy.copy_(_as_bytes(storage), non_blocking=True)
         except BaseException:
@@ -69,7 +69,7 @@ class OffloadedStates:
 
 
 def _device_tensors(engine: Engine) -> list[torch.Tensor]:
-    """Return all tensors of a model's states that are on the device."""
+    """Return the tensors on the device that hold parameters, master weights and gradients."""
     flats = [flat for unit in engine.units for flat in unit.flats]
     tensors = [flat.full for flat in flats if not flat.is_partitioned]
     tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.spec.has_offloaded_params]
@@ -82,8 +82,7 @@ def _device_tensors(engine: Engine) -> list[torch.Tensor]:
     for gradient in engine.gradients.flat_grads.values():
         on_device = [gradient.local_sum, gradient.carried_over, None if gradient.is_offloaded else gradient.shard]
         tensors += [tensor for tensor in on_device if tensor is not None]
-    states = engine.state_guard.device_states()
-    return tensors + (states() if states is not None else [])
+    return tensors
 
 
 def _check_resizable(tensors: list[torch.Tensor]) -> None:

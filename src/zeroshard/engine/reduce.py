@@ -13,8 +13,9 @@ import torch
 
 from zeroshard.comm import CollectiveWork, Communicator
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_grad import FlatGrad, GradMemory, compute_norms
+from zeroshard.engine.flat_grad import FlatGrad, GradListeners, GradMemory, compute_norms
 from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.unit import Unit
 from zeroshard.memory import BucketRing, BucketSlot, MemoryTracker, SideStream, buffer_lengths
 from zeroshard.sharding import ParamRange, Range
 
@@ -81,8 +82,7 @@ class ReduceBuffers:
         self._in_place = {
             flat_grad
             for flat_grad in self._flat_grads
-            if not (comm.reduce_scatter_overwrites_input or flat_grad.is_offloaded)
-            and flat_grad.flat.dtype == flat_grad.dtype
+            if flat_grad.flat.spec.can_reduce_in_place and not comm.reduce_scatter_overwrites_input
         }
         self._rings: dict[torch.dtype, BucketRing] = {}
         self._shard_buffers: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -111,7 +111,7 @@ class ReduceBuffers:
             return [local_sum[bucket.slice] for bucket in buckets]
         return [
             None if param_range is None else self._in_place_input(flat_grad, bucket, param_range, autograd_grads)
-            for bucket, param_range in zip(buckets, flat_grad.single_param_buckets, strict=True)
+            for bucket, param_range in zip(buckets, flat_grad.flat.spec.single_param_buckets, strict=True)
         ]
 
     def acquire_slots(self, flat_grad: FlatGrad, in_place_inputs: list[torch.Tensor | None]) -> list[BucketSlot]:
@@ -131,7 +131,7 @@ class ReduceBuffers:
             if needs_reduce_buffer:
                 slot.output_buffers.alloc_storage(flat_grad.flat.shard_ranges[bucket_index].numel)
             slots.append(slot)
-        self.is_reading_autograd_grads |= flat_grad in self._in_place and flat_grad.has_single_param_buckets
+        self.is_reading_autograd_grads |= flat_grad in self._in_place and flat_grad.flat.spec.has_single_param_buckets
         return slots
 
     def pack(
@@ -162,7 +162,9 @@ class ReduceBuffers:
         packed_lengths = {
             bucket.numel
             for gradient in self._grads_of_dtype(dtype)
-            for bucket, param_range in zip(gradient.flat.layout.buckets, gradient.single_param_buckets, strict=True)
+            for bucket, param_range in zip(
+                gradient.flat.layout.buckets, gradient.flat.spec.single_param_buckets, strict=True
+            )
             if param_range is None or gradient not in self._in_place
         }
         lengths = buffer_lengths(packed_lengths), buffer_lengths(self._shard_numels(dtype))
@@ -205,6 +207,37 @@ class _Reduction(NamedTuple):
     kept: torch.Tensor | None  # the tensor that is reduced in place; if offloaded, device memory for the earlier sum
 
 
+class ReduceQueue:
+    """The fixed order in which all ranks reduce their units, whatever order each finishes them in.
+
+    It is the reverse of rank 0's first forward, in which backward usually finishes units.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.order = units[::-1]
+        self.is_agreed = False  # whether all ranks have agreed on the order
+        self._position = 0  # of the next unit to reduce
+        self._done: set[Unit] = set()
+
+    def set_order(self, order: list[Unit]) -> None:
+        """Use the order that all ranks have agreed on."""
+        self.order, self.is_agreed = order, True
+
+    def add(self, unit: Unit) -> list[Unit]:
+        """Add a unit that is done in this backward; return the units to reduce now."""
+        self._done.add(unit)
+        first = self._position
+        while self._position < len(self.order) and self.order[self._position] in self._done:
+            self._position += 1
+        return self.order[first : self._position]
+
+    def drain(self) -> list[Unit]:
+        """Return the units that were not reduced in this backward, and start again with the first."""
+        remaining, self._position = self.order[self._position :], 0
+        self._done.clear()
+        return remaining
+
+
 class GradReducer:
     """Reduces gradients over the ranks, concurrently with compute, and writes each rank's shard.
 
@@ -219,14 +252,13 @@ class GradReducer:
 
     def __init__(self, flat_grads: Iterable[FlatGrad], memory: GradMemory, context: ShardContext) -> None:
         comm, config = context.comm, context.config
+        self.listeners = GradListeners()
         self._comm, self._tracker, self._memory, self._slot_count = comm, context.tracker, memory, config.ring
         self._stream = SideStream(comm.device, comm.wait_timer)
         self._buffers = ReduceBuffers(flat_grads, comm, config.ring, context.tracker)
         self._stream_inputs: list[torch.Tensor] = []  # kept until compute has waited for the side stream
         self.is_busy = False  # whether a reduction may be pending, or memory is kept for one
         self._can_finish_on_compute_stream = not comm.replicate_axes and config.offload is None
-        # set by the optimizer; weak; called with each FlatParam whose shard is complete
-        self.on_shard_ready: Callable[[], Callable[[FlatParam], None] | None] = lambda: None
         self.needs_overflow_check = False  # fp16: the largest magnitudes of offloaded gradients are needed too
 
     # -- partitioned gradients --------------------------------------------------------------------------------------
@@ -248,8 +280,7 @@ class GradReducer:
         self._tracker.record_transient("autograd", sum([tensor.nbytes for tensor in present]))
         on_compute_stream = (
             self._can_finish_on_compute_stream
-            and len(slots) == 1
-            and not flat_grad.has_single_param_buckets
+            and flat_grad.flat.spec.fits_one_packed_bucket
             and not flat_grad.has_local_sum
         )
         if not on_compute_stream:
@@ -297,7 +328,8 @@ class GradReducer:
         self._finish(reduction.work, reduction.result, shard, reduction.what, reduction.adds_to_shard)
         if reduction.kept is not None and self._comm.device.type == "cuda":
             self._stream_inputs.append(reduction.kept)
-        self._notify(reduction)
+        if self.listeners:
+            self._notify(reduction)
 
     def _finish_offloaded(self, reduction: _Reduction) -> None:
         """Finish the reduction of an offloaded gradient: record its norms, and copy it off the device."""
@@ -317,14 +349,14 @@ class GradReducer:
             flat_grad.max_abs[reduction.bucket_index] = compute_norms([result], math.inf)
         shard.copy_(result, non_blocking=True)
         flat_grad.copy_done = self._stream.record_blocking_event()
-        self._notify(reduction)
+        if self.listeners:
+            self._notify(reduction)
 
     def _notify(self, reduction: _Reduction) -> None:
-        """Call the optimizer if all buckets of a flat are reduced."""
+        """Tell the listeners if all buckets of a flat are reduced."""
         flat = reduction.flat_grad.flat
-        callback = self.on_shard_ready() if reduction.bucket_index == len(flat.shard_ranges) - 1 else None
-        if callback is not None:
-            callback(flat)
+        if reduction.bucket_index == len(flat.shard_ranges) - 1:
+            self.listeners.on_shard_ready(flat)
 
     # -- replicated gradients -----------------------------------------------------------------------------------
 

@@ -18,15 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zeroshard.comm import CollectiveOrder, Communicator
+from zeroshard.comm import Communicator
+from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.param_data import get_autograd_grad, pop_autograd_grads
+from zeroshard.engine.parameter import ParamInfo
+from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit_values import assemble_full_tensor
 
 # They change each element on its own: a rank needs only its own elements of the operands.
@@ -37,31 +41,73 @@ ELEMENTWISE_OPS = set(
 LINEAR_OPS = {"mul_", "div_", "neg_", "zero_"}  # with a scalar operand, they commute with the loss scale
 
 
-class GradGuard(Protocol):
-    """What a gradient needs of the StateGuard."""
+class ParamGrads:
+    """The gradients of one model as ``parameter.grad``, between backward and the next forward."""
+
+    def __init__(self, context: ShardContext, gradients: Gradients, state_guard: StateGuard) -> None:
+        self.comm, self.order = context.comm, context.order
+        self.gradients, self.state_guard = gradients, state_guard
+
+    def get(self, info: ParamInfo) -> torch.Tensor | None:
+        """Return the value of ``parameter.grad``."""
+        flat, gradients = info.flat(), self.gradients
+        gradient = gradients.flat_grads.get(flat) if flat is not None else None
+        if flat is None:
+            return None
+        if gradient is None or not gradients.has_grads:
+            return get_autograd_grad(flat.parameters[info.index])  # set by the user
+        self.state_guard.check_states_reloaded()
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"the gradient of {info.name!r} is read inside a backward, which has not reduced it yet: read "
+                "parameter.grad when backward() has returned"
+            )
+        self.order.begin_pass("read the gradients")
+        gradients.sync_used_params()
+        if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
+            return None
+        if self.comm.shard_axis.size > 1 or self.comm.tensor_axis.size > 1 or self.is_scaled:
+            return ShardedGradient(ParamGradHandle(self, gradient, info.index, gradients.clear_count))
+        gradients.scaling.apply()
+        self.state_guard.invalidate_speculation()  # the user may write into the result
+        gradients.prepare_write(gradient)
+        gradients.memory.is_exposed = True
+        return flat.view(gradient.shard, info.index)
+
+    def clear(self, info: ParamInfo) -> None:
+        """Clear the gradient of one parameter."""
+        flat, gradients = info.flat(), self.gradients
+        gradient = gradients.flat_grads.get(flat) if flat is not None else None
+        if flat is not None and gradient is None:  # frozen
+            pop_autograd_grads([flat.parameters[info.index]])
+        if flat is not None and gradient is not None:
+            if gradients.memory.has_grads:
+                self.state_guard.check_states_reloaded()
+            self.state_guard.invalidate_speculation()
+            gradients.prepare_write(gradient)
+            gradient.clear_param(info.index)
+            if not any(gradient.is_param_used):
+                gradients.clear_if_empty()
 
     @property
-    def loss_scale(self) -> object | None:
-        """The loss scale of fp16, if there is one."""
-
-    def check_states_reloaded(self) -> None:
-        """Raise while the states are offloaded."""
-
-    def invalidate_speculation(self) -> None:
-        """Discard updates that were computed from the gradients."""
+    def is_scaled(self) -> bool:
+        """Whether the gradients carry a loss scale."""
+        return self.state_guard.has_loss_scale or self.gradients.scaling.scale.inv_scale is not None
 
 
 @dataclass(frozen=True)
 class ParamGradHandle:
     """Locates the gradient of one parameter, and waits for and invalidates what depends on it."""
 
-    state_guard: GradGuard
-    gradients: Gradients
-    comm: Communicator
-    order: CollectiveOrder
+    param_grads: ParamGrads
     flat_grad: FlatGrad
     index: int
     clear_count: int  # of ``gradients``, when ``parameter.grad`` was read
+
+    @property
+    def gradients(self) -> Gradients:
+        """Return all gradients of the model."""
+        return self.param_grads.gradients
 
     @property
     def name(self) -> str:
@@ -71,18 +117,18 @@ class ParamGradHandle:
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the unscaled gradient: for fp16, fp32, whose range it needs without the loss scale."""
-        unscaled = self.state_guard.loss_scale is not None or self.gradients.scaling.scale.inv_scale is not None
-        return torch.float32 if unscaled and self.flat_grad.dtype == torch.float16 else self.flat_grad.dtype
+        is_scaled_half = self.param_grads.is_scaled and self.flat_grad.dtype == torch.float16
+        return torch.float32 if is_scaled_half else self.flat_grad.dtype
 
     def finish_reduction(self, what: str) -> None:
         """Reduce pending gradients on all ranks; raise if this gradient was cleared."""
-        self.state_guard.check_states_reloaded()
+        self.param_grads.state_guard.check_states_reloaded()
         if self.clear_count != self.gradients.clear_count or not self.flat_grad.is_param_used[self.index]:
             raise RuntimeError(
                 f"this gradient of {self.name!r} was cleared after parameter.grad was read: read it again after the "
                 "next backward(), or keep parameter.grad.clone()"
             )
-        self.order.begin_pass(what)
+        self.param_grads.order.begin_pass(what)
         self.gradients.sync_used_params()
 
     def norm(self, norm_type: float) -> torch.Tensor:
@@ -99,14 +145,14 @@ class ParamGradHandle:
     def full(self) -> torch.Tensor:
         """Return the assembled full gradient."""
         self.finish_reduction("read a gradient")
-        self.order.check(f"read the gradient of {self.name!r}")
-        return assemble_full_grad(self.comm, self.gradients, self.flat_grad, self.index).to(self.dtype)
+        self.param_grads.order.check(f"read the gradient of {self.name!r}")
+        return assemble_full_grad(self.param_grads.comm, self.gradients, self.flat_grad, self.index).to(self.dtype)
 
     def writable_shards(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Return (elements in the flat's order, values) of this rank's shard; the caller may write the values."""
         self.finish_reduction("change the gradients")
         self.gradients.scaling.apply()
-        self.state_guard.invalidate_speculation()
+        self.param_grads.state_guard.invalidate_speculation()
         self.gradients.prepare_write(self.flat_grad)
         return ((elements.slice, values) for elements, values in self.flat_grad.param_shards(self.index))
 
@@ -252,7 +298,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
     for model, handles in by_model.items():
         first = handles[0]
         shards = [shard for handle in handles for _, shard in handle.writable_shards() if shard.numel()]
-        overflow = torch.zeros((), device=first.comm.device)
+        overflow = torch.zeros((), device=first.param_grads.comm.device)
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for shard in shards:
             groups.setdefault((shard.device, shard.dtype), []).append(shard)
@@ -260,11 +306,11 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse
             norms = torch.stack(compute_norms(group, math.inf)).to(overflow.device)
             overflow = torch.maximum(overflow, torch.logical_not((norms < math.inf).all()).float())
         what = "look for overflow"
-        first.order.check(what)
-        first.comm.all_reduce_over_mesh(overflow, what, dist.ReduceOp.MAX)
+        first.param_grads.order.check(what)
+        first.param_grads.comm.all_reduce_over_mesh(overflow, what, dist.ReduceOp.MAX)
         found_inf.copy_(torch.maximum(found_inf, overflow.to(found_inf.device)))
         used_count = sum(sum(gradient.is_param_used) for gradient in model.flat_grads.values())
-        factor = inverse_scale.to(first.comm.device)
+        factor = inverse_scale.to(first.param_grads.comm.device)
         if len({(handle.flat_grad, handle.index) for handle in handles}) == used_count:
             model.scaling.clip(factor.clone())
         else:

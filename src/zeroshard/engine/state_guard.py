@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,33 +10,17 @@ from torch import nn
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.param_data import get_autograd_grad, pop_autograd_grads
-from zeroshard.engine.parameter import ParamInfo, param_info
-from zeroshard.engine.sharded_gradient import ParamGradHandle, ShardedGradient
+from zeroshard.engine.parameter import param_info
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import edited_params, write_back
-
-
-class BackwardListener(Protocol):
-    """CPU updates of offloaded states, on a worker thread."""
-
-    def on_backward_begin(self, backward_count: int) -> None:
-        """Called when a backward begins; ``backward_count`` counts them since the last step."""
-
-    def invalidate(self) -> None:
-        """Invalidate speculative updates, because the gradients may change."""
-
-    def wait(self) -> None:
-        """Wait until no update is pending; raise the error of a failed one."""
 
 
 class StateGuard:
     """Guards the parameters, gradients and optimizer states of one model outside forward and backward.
 
-    A step returns while CPU updates, and all-gathers of their results, may be pending: :meth:`wait_updates` waits for
-    them. A caller that changes parameters or optimizer states also waits for their pending readers
-    (:meth:`wait_readers`). A caller that may change the inputs of an update invalidates speculative updates
-    (:meth:`invalidate_speculation`).
+    A step returns while CPU updates, and all-gathers of their results, may be pending. So every access between steps
+    begins with :meth:`prepare_read` or :meth:`prepare_write`, and a write that goes to the master weights ends with
+    :meth:`sync_from_masters`. Changing only gradients takes less: :meth:`invalidate_speculation`.
     """
 
     def __init__(self, context: ShardContext, units: list[Unit], gradients: Gradients) -> None:
@@ -45,12 +28,9 @@ class StateGuard:
         self.replicated_units = [unit for unit in units if not unit.is_partitioned]
         self.invalid_states: dict[str, str] = {}  # states that are invalid → error text
         self.pending_reads: list[Callable[[], None]] = []  # waits, to be called before the states change
-        # set by the optimizer, weak: the updates of offloaded states, and the states on the device
-        self.backward_listener: Callable[[], BackwardListener | None] = lambda: None
-        self.device_states: Callable[[], Callable[[], list[torch.Tensor]] | None] = lambda: None
         self.check_tiers = context.tiers.check_disk  # raises if offloaded states cannot be read
         self.offloaded_states: object | None = None  # set while offload_states() holds all states
-        self.loss_scale: object | None = None  # fp16's, set by the optimizer
+        self.has_loss_scale = False  # set by the optimizer with fp16
         self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.spec.is_trainable]
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
@@ -134,8 +114,7 @@ class StateGuard:
         if edited:
             self.wait_readers()
             self.invalidate_speculation()
-            if (listener := self.backward_listener()) is not None:
-                listener.wait()  # else a pending update would overwrite the edits
+            self._gradients.reducer.listeners.wait()  # else a pending update would overwrite the edits
             self.check_tiers()
             for unit in edited:
                 self.gather_updated_unit(unit)
@@ -153,7 +132,21 @@ class StateGuard:
             else:
                 unit.replicated_edits.record_versions()
 
-    # -- pending work -------------------------------------------------------------------------------------------
+    # -- access between steps -----------------------------------------------------------------------------------
+
+    def prepare_read(self, what: str, part: str) -> None:
+        """Prepare to read one part of the states, "weights" or "optimizer". All ranks call it together."""
+        if part == "weights":
+            self.check_no_pending_edits()
+        self._order.begin_pass(f"to {what}")
+        self.wait_updates()
+        self.check_valid(part)
+
+    def prepare_write(self) -> None:
+        """Prepare to change the states: nobody else reads or writes them until the next forward or step."""
+        self.wait_readers()
+        self.invalidate_speculation()  # first: a speculative update reads gradients
+        self.wait_updates()
 
     def wait_readers(self) -> None:
         """Wait for pending readers of the states, before these change."""
@@ -163,9 +156,8 @@ class StateGuard:
 
     def invalidate_speculation(self) -> None:
         """Invalidate speculative updates, because the gradients they were computed from may change."""
-        listener = self.backward_listener()
-        if listener is not None:
-            listener.invalidate()
+        if self._gradients.reducer.listeners:
+            self._gradients.reducer.listeners.invalidate()
 
     def wait_updates(self) -> None:
         """Wait for the updates and all-gathers that a step has started; raise if the states cannot be read."""
@@ -174,9 +166,7 @@ class StateGuard:
 
     def _wait_updates(self) -> None:
         self.check_states_reloaded()
-        listener = self.backward_listener()
-        if listener is not None:
-            listener.wait()
+        self._gradients.reducer.listeners.wait()
         self.check_tiers()
         for unit in self.replicated_units:
             self.gather_updated_unit(unit)
@@ -204,7 +194,7 @@ class StateGuard:
     def _gather_order(self) -> list[Unit]:
         """Return the replicated units in the forward order that all ranks have confirmed."""
         queue = self._gradients.reduce_queue
-        return self.replicated_units if queue is None or not self.replicated_units else queue[::-1]
+        return queue.order[::-1] if queue.is_agreed and self.replicated_units else self.replicated_units
 
     # -- new values ---------------------------------------------------------------------------------------------
 
@@ -243,9 +233,7 @@ class StateGuard:
 
     def write_back_params(self) -> None:
         """Write values of replicated parameters, the same on all ranks, back to shards and masters."""
-        self.wait_readers()
-        self.wait_updates()
-        self.invalidate_speculation()
+        self.prepare_write()
         for unit in self.replicated_units:
             if not unit.has_gathered_copy:  # else gathered() decides about the edit
                 write_back(unit, self._comm, None)
@@ -271,50 +259,3 @@ class StateGuard:
             for unit in (*self.replicated_units, *unsharded):
                 unit.hide_reduced_grads()
             self._has_exposed_grads = False
-
-    def reduced_grad(self, info: ParamInfo) -> torch.Tensor | None:
-        """Return the value of ``parameter.grad`` between backward and the next forward."""
-        flat = info.flat()
-        gradient = self._gradients.flat_grads.get(flat) if flat is not None else None
-        if flat is None:
-            return None
-        if gradient is None or not self._gradients.has_grads:
-            return get_autograd_grad(flat.parameters[info.index])  # set by the user
-        self.check_states_reloaded()
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"the gradient of {info.name!r} is read inside a backward, which has not reduced it yet: read "
-                "parameter.grad when backward() has returned"
-            )
-        self._order.begin_pass("read the gradients")
-        self._gradients.sync_used_params()
-        if not gradient.is_param_used[info.index] or gradient.shard is None or not gradient.has_shard:
-            return None
-        is_unsharded = self._comm.shard_axis.size == 1 and self._comm.tensor_axis.size == 1
-        if not is_unsharded or self.loss_scale is not None or self._gradients.scaling.scale.inv_scale is not None:
-            clear_count = self._gradients.clear_count
-            return ShardedGradient(
-                ParamGradHandle(self, self._gradients, self._comm, self._order, gradient, info.index, clear_count)
-            )
-        self._gradients.scaling.apply()
-        self.invalidate_speculation()  # the user may write into the result
-        flat.wait_for_update()  # a pending update may still read the gradient
-        gradient.clear_norms()
-        gradient.wait_copy()
-        self._gradients.memory.is_exposed = True
-        return flat.view(gradient.shard, info.index)
-
-    def clear_grad(self, info: ParamInfo) -> None:
-        """Clear the gradient of one parameter."""
-        flat = info.flat()
-        gradient = self._gradients.flat_grads.get(flat) if flat is not None else None
-        if flat is not None and gradient is None:  # frozen
-            pop_autograd_grads([flat.parameters[info.index]])
-        if flat is not None and gradient is not None:
-            if self._gradients.memory.has_grads:
-                self.check_states_reloaded()
-            self.invalidate_speculation()
-            self._gradients.prepare_write(gradient)
-            gradient.clear_param(info.index)
-            if not any(gradient.is_param_used):
-                self._gradients.clear_if_empty()

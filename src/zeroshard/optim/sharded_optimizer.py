@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.config.offload import TIERS
 from zeroshard.engine import PICKLE_ERROR, Engine, param_info, raise_on_join
-from zeroshard.memory import TierAllocator
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.elementwise_check import check_elementwise_group
@@ -40,12 +39,10 @@ class _ModeSwitch:
             raise RuntimeError(f"optimizer.{name}() was called in a forward or backward: call it between steps")
         engine.order.begin_pass(f"optimizer.{name}()")
         engine.state_guard.check_valid("weights", "optimizer")
-        engine.state_guard.wait_readers()
-        engine.state_guard.wait_updates()
+        engine.state_guard.prepare_write()
         with torch.no_grad():
             result = self.methods[name]()
-        engine.state_guard.sync_from_masters()
-        engine.release_retained()
+        engine.finish_write()
         return result
 
     def restore(self) -> None:
@@ -80,14 +77,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         engine: Engine,
         names: dict[int, str],
-        tiers: TierAllocator,
     ) -> None:
         self.inner = inner
         self._engine = engine
         config = engine.config
         loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
-        self._loss_scale = engine.state_guard.loss_scale = loss_scale
-        self._cpu_updates = CpuUpdates(inner, engine, tiers) if tiers.offload is not None else None
+        self._loss_scale = loss_scale
+        self._cpu_updates = CpuUpdates(inner, engine) if config.offload is not None else None
         self._step_runner = step = OptimizerStep(inner, engine, loss_scale, self._cpu_updates)
         self._groups = ParamGroups(inner, engine, self._cpu_updates, step.slice_guard, step.max_slice_numel)
         self._states = OptimizerStates(engine, self._groups, self._cpu_updates)
@@ -101,10 +97,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._groups.add(group)
         self._load_states(states)
         self._mode_switch = _ModeSwitch(inner, engine)
-        engine.state_guard.device_states = weakref.WeakMethod(self._states_on_device)
+        engine.state_guard.has_loss_scale = loss_scale is not None
         if self._cpu_updates is not None:
-            engine.state_guard.backward_listener = weakref.ref(self._cpu_updates)
-            engine.gradients.reducer.on_shard_ready = weakref.WeakMethod(self._cpu_updates.on_shard_ready)
+            engine.gradients.reducer.listeners.append(weakref.ref(self._cpu_updates))
             engine.gradients.reducer.needs_overflow_check = loss_scale is not None
 
     @property
@@ -269,8 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.state_guard.check_not_gathered("add_param_group()")
         dtype = None if engine.config.precision is None else torch.float32
         check_elementwise_group(self.inner, {**param_group, "params": params}, engine.config.elementwise, dtype)
-        engine.state_guard.wait_readers()
-        engine.state_guard.wait_updates()
+        engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         placeholder = torch.zeros(0, requires_grad=True)  # the inner optimizer checks the group and adds defaults
         self.inner.add_param_group({**param_group, "params": [("", placeholder) if param_names else placeholder]})
@@ -300,8 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full state dict, of a plain optimizer or of :meth:`state_dict`. Each rank keeps its shard."""
-        self._engine.state_guard.wait_readers()
-        self._engine.state_guard.wait_updates()
+        self._engine.state_guard.prepare_write()
         groups, states = state_dict["param_groups"], state_dict["state"]
         sizes, expected = [len(group["params"]) for group in groups], [len(names) for names in self.group_param_names]
         if sizes != expected:
@@ -345,7 +338,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if states:
             self._track_state_bytes()
 
-    def _states_on_device(self) -> list[torch.Tensor]:
+    def states_on_device(self) -> list[torch.Tensor]:
+        """Return the optimizer states on the device."""
         return [tensor for tensor in self._groups.state_tensors("device") if tensor.device == self._engine.comm.device]
 
     def _track_state_bytes(self) -> None:

@@ -33,9 +33,7 @@ class OptimizerStates:
         ``what`` names the operation in errors.
         """
         engine = self._engine
-        engine.order.begin_pass(f"to {what}")
-        engine.state_guard.wait_updates()
-        engine.state_guard.check_valid("optimizer")
+        engine.state_guard.prepare_read(what, "optimizer")
         local: dict[str, dict[str, Any]] = {
             name: {} for name in (names or [name for group in self._groups.names for name in group])
         }
@@ -172,8 +170,7 @@ class OptimizerStates:
         optimizer's kernels need them.
         """
         check_shardable_states(states)
-        self._engine.state_guard.wait_updates()
-        self._engine.state_guard.invalidate_speculation()
+        self._engine.state_guard.prepare_write()
         before = dict(self._states)
         self._states.clear()
         self._allocate_frozen(states)

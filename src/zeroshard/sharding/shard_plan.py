@@ -101,10 +101,15 @@ class FlatSpec:
         """For each bucket inside one parameter, its range in that; else None."""
         return tuple(self.layout.single_param(bucket) for bucket in self.layout.buckets)
 
-    @property
+    @cached_property
+    def has_single_param_buckets(self) -> bool:
+        """Whether some bucket is inside one parameter."""
+        return any(param_range is not None for param_range in self.single_param_buckets)
+
+    @cached_property
     def fits_one_packed_bucket(self) -> bool:
         """Whether the gradients are packed into a single bucket: see [Note: packing on the compute stream]."""
-        return len(self.layout.buckets) == 1 and self.single_param_buckets[0] is None
+        return len(self.layout.buckets) == 1 and not self.has_single_param_buckets
 
     @property
     def sizes(self) -> FlatSizes:

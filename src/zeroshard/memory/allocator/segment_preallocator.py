@@ -72,12 +72,12 @@ class SegmentPreallocator:
         elif self._is_recording:
             self._evaluated, self._candidates = [], SegmentSearch(self._recorded_requests()).search(SEARCH_SECONDS)
             self._preallocate(self._candidates[0].sizes)
+        elif reserved < 0.9 * self._last_reserved:  # the user emptied the cache: the last pass tells nothing
+            self._preallocate(self._segment_sizes)
         elif self._candidates and self._last_input_numel > self._searched_input_numel:
             self._candidates = []  # not comparable: the pass had larger inputs than the recorded one
         elif self._candidates:
             self._evaluate(reserved - self._reserved_without_cache)
-        elif reserved < 0.9 * self._last_reserved:  # the user emptied the cache
-            self._preallocate(self._segment_sizes)
         if (
             input_numel > self._searched_input_numel * INPUT_GROWTH_RATIO
             and self._search_count < MAX_SEARCHES

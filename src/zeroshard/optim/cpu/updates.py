@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zeroshard.engine import Engine, FlatParam, GradScale
-from zeroshard.memory import DiskError, TierAllocator, TierSegment, available_host_memory, local_world_size
+from zeroshard.memory import DiskError, TierSegment, available_host_memory, local_world_size
 from zeroshard.optim.cpu.apply import ChunkUpdate, ChunkUpdater, GradScaleReadback, UpdateSpec, make_update_spec
 from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.cpu.kernels import CpuKernels, load_kernels
@@ -58,7 +58,8 @@ class PendingParams:
 class CpuUpdates:
     """Update the offloaded tier segments of one model: see [Note: overlapping CPU updates]."""
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, tiers: TierAllocator) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+        tiers = engine.context.tiers
         self._inner, self._engine, self._tiers = inner, engine, tiers
         flats = list(engine.gradients.flat_grads)
         self._chunks_by_flat: dict[FlatParam, list[StateChunk]] = {
