@@ -1,6 +1,6 @@
 """The engine: module and autograd events (hooks) → order of collectives → the life of a unit."""
 
-from zeroshard.engine.build import build_engine, check_model, plan_model
+from zeroshard.engine.build import build_engine, plan_model
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_grad import FlatGrad, assign_segments, compute_norms
@@ -8,7 +8,7 @@ from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.full_tensors import find_parameter
 from zeroshard.engine.grad_scale import GradScale, on_scaled_loss
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.model_checks import check_max_norm
+from zeroshard.engine.model_checks import check_max_norm, check_model
 from zeroshard.engine.offload_states import OffloadedStates
 from zeroshard.engine.param_data import param_versions
 from zeroshard.engine.parameter import PICKLE_ERROR, param_info

@@ -15,37 +15,13 @@ from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.gradients import Gradients
 from zeroshard.engine.hooks import install_hooks
-from zeroshard.engine.model_checks import check_modules, check_parameters
 from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
 from zeroshard.engine.unsupported_calls import AttributeOverride
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
-from zeroshard.sharding import (
-    FlatSpec,
-    ParamSpec,
-    ShardPlan,
-    UnitSpec,
-    plan_shards,
-)
+from zeroshard.sharding import FlatSpec, ParamSpec, ShardPlan, UnitSpec, plan_shards
 from zeroshard.tensor_parallel import TensorParallelState
-
-
-def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
-    """Raise if the model cannot be sharded, and name the parameter. ``has_tensor_axis``: the mesh has a tensor axis."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
-    check_modules(model)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
-        if isinstance(parameter, DTensor) and not has_tensor_axis:
-            raise ValueError(
-                f"{name!r} is a DTensor: give shard() the mesh it is divided over, whose last axis is named 'tensor'"
-            )
-        if hasattr(parameter, "_zeroshard"):
-            raise ValueError(f"{name!r} is sharded already: call zeroshard.unwrap() on its model first")
-    check_parameters(model)
 
 
 def plan_model(

@@ -274,7 +274,7 @@ class ReplicatedEditDetector:
             if addresses != self._known_data_ptrs[flat]:
                 _raise_data_replaced(flat.names, self._known_data_ptrs[flat], addresses)
             is_edited = is_edited or (
-                flat.master is not None and param_versions(flat.parameters) != self._known_versions[flat]
+                flat.master is not None and param_versions(flat.parameters) != self._known_versions.get(flat)
             )
         return is_edited
 
