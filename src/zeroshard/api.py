@@ -28,25 +28,17 @@ from zeroshard.comm import (
 )
 from zeroshard.config.config import Config
 from zeroshard.engine import (
-    BufferBroadcaster,
     Engine,
-    Gradients,
     OffloadedStates,
     ShardContext,
-    Unit,
-    UnitBuilder,
+    build_engine,
     check_max_norm,
     check_model,
-    engine_of,
     full_tensors,
-    gather_tp_shards,
-    install_hooks,
-    local_data,
     make_plain,
     open_consistency_checker,
     open_tiers,
     plan_model,
-    unit_of,
     verify_same_model,
     verify_same_tensor_plan,
 )
@@ -147,13 +139,11 @@ def shard_model(
     try:
         verify_same_tensor_plan(tp_state, consistency)
         plan = plan_model(context, model, unit_specs, optimized_ids, state_bytes, tp_state)
-        units = UnitBuilder(context, model, plan, tp_state).build()
+        engine, handles = build_engine(context, model, plan, tp_state)
     except BaseException:
         if tp_state is not None:
             tp_state.restore()
         raise
-    engine = Engine(context, units, Gradients(context, units), BufferBroadcaster(model, context))
-    handles = install_hooks(model, engine, unit_specs)
     sharded = model._zeroshard = ShardedModel(engine, handles, tp_state, chosen.reason)  # type: ignore[assignment]
     engine.state_guard.expose_reduced_grads()
     for _ in range(2):  # the collectives of building belong to no step
@@ -182,11 +172,7 @@ def unwrap(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Any:
     state = optimizer.state_dict() if optimizer is not None else None
     engine.close()
     engine.order.begin_pass("unwrap")
-    for unit in engine.units:
-        engine.order.check(unit.all_gather_label)
-        make_plain(unit, engine.comm)
-    if sharded.tp_state is not None:
-        _restore_original_params(engine, sharded.tp_state)
+    make_plain(engine.units, engine.comm, engine.order, sharded.tp_state)
     for handle in sharded.hook_handles:
         handle.remove()
     del model._zeroshard
@@ -237,7 +223,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     tensor([[0., 0.],
             [0., 0.]], requires_grad=True)
     """
-    engine, units = _find_units(module)
+    engine, units = full_tensors.find_units(module)
     if write_rank is not None and not 0 <= write_rank < engine.comm.data_parallel_size:
         raise ValueError(
             f"write_rank is a rank of the mesh (of its data axes), 0 to {engine.comm.data_parallel_size - 1}, "
@@ -246,7 +232,7 @@ def gathered(module: nn.Module, write_rank: int | None = None) -> Iterator[None]
     with full_tensors.gathered_copies(engine, units, write_rank):
         yield
         if write_rank is not None:
-            _find_units(module)  # raises if a parameter was replaced
+            full_tensors.find_units(module)  # raises if a parameter was replaced
 
 
 def offload_states(model: nn.Module) -> None:
@@ -427,36 +413,6 @@ def _parallelize(
     if mesh is None or name is None or tensor.size == 1:  # one rank has nothing to divide
         return None
     return parallelize(model, mesh[name], plan)
-
-
-@torch.no_grad()
-def _restore_original_params(engine: Engine, tp_state: TensorParallelState) -> None:
-    """Restore the user's own parameters, with full values."""
-    for unit in engine.units:
-        for flat in unit.flats:
-            for index, (name, parameter) in enumerate(flat.named_parameters):
-                if name in tp_state.original_params:
-                    part = local_data(parameter)
-                    tp_state.original_params[name].data = gather_tp_shards(engine.comm, part, flat, index)
-    tp_state.restore()
-
-
-def _find_units(module: nn.Module) -> tuple[Engine, list[Unit]]:
-    """Return the engine of a model or of one of its modules, and the units of the module's parameters."""
-    units: dict[Unit, None] = {}
-    engine = None
-    for name, parameter in module.named_parameters():
-        unit = unit_of(parameter)
-        if unit is None:
-            raise ValueError(
-                f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules, and a "
-                "parameter must not be replaced after zeroshard.shard() (by load_state_dict(assign=True), setattr)"
-            )
-        engine = engine_of(parameter)
-        units[unit] = None
-    if engine is None:
-        raise ValueError(f"this {type(module).__name__} has no sharded parameters")
-    return engine, [unit for unit in engine.units if unit in units]
 
 
 def _resolve_device(model: nn.Module, mesh: DeviceMesh | None, config: Config) -> torch.device:

@@ -221,7 +221,7 @@ def test_only_what_is_trained_in_sixteen_bits_has_no_copy() -> None:
         model, optimizer = case.make()
         loop(model, optimizer, case, rank, 2)
         assert_no_copy_of(model)
-        kinds = {(flat.is_trainable, flat.dtype, flat.shard is None) for flat in flats_of(model)}
+        kinds = {(flat.spec.is_trainable, flat.dtype, flat.shard is None) for flat in flats_of(model)}
         assert kinds == {
             (True, torch.bfloat16, True),
             (False, torch.bfloat16, False),

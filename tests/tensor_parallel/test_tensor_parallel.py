@@ -525,6 +525,27 @@ def test_an_optimizers_states_go_into_and_out_of_a_model_that_was_parallelised_a
 
 
 @pytest.mark.slow
+def test_a_forward_that_changes_a_divided_parameter_is_told_in_any_step() -> None:
+    for message in run_threads(4, _told_of_a_change):
+        assert "qkv.weight' were changed in place during a forward" in message
+
+
+def _told_of_a_change(rank: int) -> str:
+    model, _ = zeroshard.shard(gpt(), mesh=mesh_of((2, 2)))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    for _ in range(4):
+        gpt_step(model, ids)
+    divided = next(m for m in model.modules() if isinstance(m, nn.Linear) and isinstance(m.weight, DTensor))
+
+    def change(module: nn.Linear, args: object, output: object) -> None:
+        module.weight.mul_(2)
+
+    divided.register_forward_hook(change)
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        model(ids, ids)
+    return str(error.value)
+
+
 def test_a_divided_model_goes_with_its_last_reference() -> None:
     assert run_processes(2, _is_gone) == [True, True]
 

@@ -231,7 +231,7 @@ def _assign_tp_writers(tensors: dict[str, LocalTensor], engine: Engine) -> None:
     members = [(flat, index) for unit in engine.units for flat in unit.flats for index in range(len(flat.names))]
     members.sort(key=lambda member: member[0].tp_shards[member[1]] is None)  # tensor-parallel ones first
     for flat, index in members:
-        load, tp_shard = loads[flat.is_trainable], flat.tp_shards[index]
+        load, tp_shard = loads[flat.spec.is_trainable], flat.tp_shards[index]
         if tp_shard is not None:
             for rank in range(axis.size):
                 load[rank] += tp_shard.shape_on_rank(rank).numel() * flat.dtype.itemsize

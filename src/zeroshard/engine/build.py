@@ -1,4 +1,4 @@
-"""Build: turns a plain model into sharded units, one unit at a time."""
+"""Build: makes the shard plan of a plain model, fills its units one at a time, and makes its engine."""
 
 from __future__ import annotations
 
@@ -8,41 +8,20 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.context import ShardContext
+from zeroshard.engine.engine import Engine
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.model_checks import check_modules, check_parameters
+from zeroshard.engine.gradients import Gradients
+from zeroshard.engine.hooks import install_hooks
+from zeroshard.engine.module_buffers import BufferBroadcaster
+from zeroshard.engine.param_data import set_data_and_dtype
 from zeroshard.engine.unit import Unit
-from zeroshard.engine.unit_values import set_data_and_dtype
+from zeroshard.engine.unsupported_calls import AttributeOverride
 from zeroshard.memory import Arena, SideStream, TieredTensor, TierSegment
-from zeroshard.sharding import (
-    MAX_CHUNK_ELEMENTS,
-    FlatSpec,
-    ParamSpec,
-    Range,
-    ShardPlan,
-    UnitSpec,
-    plan_shards,
-    split_chunks,
-)
+from zeroshard.sharding import FlatSpec, ParamSpec, ShardPlan, UnitSpec, plan_shards
 from zeroshard.tensor_parallel import TensorParallelState
-
-
-def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
-    """Raise if the model cannot be sharded, and name the parameter. ``has_tensor_axis``: the mesh has a tensor axis."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
-    check_modules(model)
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
-        if isinstance(parameter, DTensor) and not has_tensor_axis:
-            raise ValueError(
-                f"{name!r} is a DTensor: give shard() the mesh it is divided over, whose last axis is named 'tensor'"
-            )
-        if hasattr(parameter, "_zeroshard"):
-            raise ValueError(f"{name!r} is sharded already: call zeroshard.unwrap() on its model first")
-    check_parameters(model)
 
 
 def plan_model(
@@ -72,7 +51,7 @@ def plan_model(
         placement=context.placement,
         shard_count=context.comm.shard_axis.size,
         state_bytes_per_element=state_bytes_per_element,
-        staging_bytes=context.tiers.staging_bytes,
+        on_gpu=context.comm.device.type == "cuda",
     )
 
 
@@ -80,6 +59,15 @@ def _materialize(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a meta parameter memory, and keep its object identity."""
     real = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+
+
+def build_engine(
+    context: ShardContext, model: nn.Module, plan: ShardPlan, tp_state: TensorParallelState | None
+) -> tuple[Engine, list[RemovableHandle | AttributeOverride]]:
+    """Shard a model as the plan says. Return its engine, and the handles that remove its hooks."""
+    units = UnitBuilder(context, model, plan, tp_state).build()
+    engine = Engine(context, units, Gradients(context, units), BufferBroadcaster(model, context))
+    return engine, install_hooks(model, engine, plan.units)
 
 
 class UnitBuilder:
@@ -111,34 +99,34 @@ class UnitBuilder:
     def _make_flat(self, spec: FlatSpec) -> FlatParam:
         tp_params = self._tp_state.tp_params if self._tp_state is not None else {}
         parameters = [self._parameters[name] for name in spec.names]
-        return FlatParam(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm.device)
+        return FlatParam(spec, parameters, [tp_params.get(name) for name in spec.names], self._comm)
 
     def build(self) -> list[Unit]:
         """Allocate all shards, then fill them unit by unit: memory never exceeds the shards and one full unit."""
         flats = [flat for unit in self.units for flat in unit.flats]
         self._tiers.spare_host_bytes = self._plan.spare_host_bytes
-        device_ranges = {flat: [r for r, tier in flat.spec.master_ranges() if tier == "device"] for flat in flats}
-        numel = sum(range_.numel for ranges in device_ranges.values() for range_ in ranges)
+        numel = sum(range_.numel for flat in flats for range_, tier in flat.spec.master_ranges() if tier == "device")
         masters = Arena("master weights", numel, torch.float32, self._pool, self._tracker) if numel else None
         shards: dict[torch.dtype, Arena] = {}
         self._tracker.add("parameters", 0)  # to appear in reports even if this rank has none
         sharded = [
             flat
             for flat in flats
-            if self._has_partitioned_params and not flat.is_offloaded and not flat.spec.is_cast_from_master
+            if self._has_partitioned_params and not flat.spec.has_offloaded_params and not flat.spec.is_cast_from_master
         ]
         for dtype in dict.fromkeys(flat.dtype for flat in sharded):
             numel = sum(flat.layout.shard_numel for flat in sharded if flat.dtype == dtype)
             shards[dtype] = Arena("parameters", numel, dtype, self._pool, self._tracker)
+        on_disk = {flat for flat in flats if flat.spec.tier_placement.parameters == "disk"}
         prefetcher = self._tiers.make_prefetcher(
-            [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat.is_on_disk]
+            [flat.layout.shard_numel * flat.dtype.itemsize for flat in flats if flat in on_disk]
         )
         for unit, spec in zip(self.units, self._plan.units, strict=True):
             for flat in unit.flats:
                 self._allocate_flat(flat, shards)
-                flat.prefetcher = prefetcher if flat.is_on_disk else None
+                flat.prefetcher = prefetcher if flat in on_disk else None
                 if flat.spec.has_master:
-                    flat.master = self._make_master(flat, masters, device_ranges[flat])
+                    flat.master = self._make_master(flat, masters)
             self._init_unit(unit, spec)
         self._move_buffers_to_device()
         if self._comm.device.type == "cuda" and self._defragments:
@@ -148,33 +136,32 @@ class UnitBuilder:
     def _allocate_flat(self, flat: FlatParam, shards: dict[torch.dtype, Arena]) -> None:
         """Allocate a flat: its shard in its tier, if it has one, or all of it on the device."""
         shard, numel = None, flat.layout.shard_numel
-        if self._has_partitioned_params and flat.is_offloaded:
-            shard = self._tiers.zeros("parameters", flat.tier_placement.parameters, numel, flat.dtype, pinned=True)
+        if self._has_partitioned_params and flat.spec.has_offloaded_params:
+            shard = self._tiers.zeros("parameters", flat.spec.tier_placement.parameters, numel, flat.dtype, pinned=True)
         elif self._has_partitioned_params and not flat.spec.is_cast_from_master:
             shard = shards[flat.dtype].allocate(numel)
         # Partitioned flats have full memory only briefly: the pool would keep that of one unit.
         with nullcontext() if self._has_partitioned_params else self._pool:
-            flat.allocate(self._comm, self._has_partitioned_params, shard)
+            flat.allocate(self._has_partitioned_params, shard)
         if not self._has_partitioned_params:
             self._tracker.add("parameters", flat.full.nbytes)
 
-    def _make_master(self, flat: FlatParam, arena: Arena | None, device_ranges: list[Range]) -> TieredTensor:
+    def _make_master(self, flat: FlatParam, arena: Arena | None) -> TieredTensor:
         """Return the master weights: segments in their tiers, or the local shard itself where no copy is needed."""
         segments: list[TierSegment] = []
-        for range_, tier in flat.tier_placement.optimizer:
+        for range_, tier in flat.spec.master_ranges():
             if tier != "device":
-                for part in split_chunks(range_, flat.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
-                    tensor = self._tiers.zeros("master weights", tier, part.numel, flat.spec.master_dtype)
-                    segments.append(TierSegment(part, tier, tensor))
-            elif range_ in device_ranges and arena is not None:
+                tensor = self._tiers.zeros("master weights", tier, range_.numel, flat.spec.master_dtype)
+                segments.append(TierSegment(range_, tier, tensor))
+            elif arena is not None:
                 segments.append(TierSegment(range_, tier, arena.allocate(range_.numel)))
-            else:
+        if not any(segment.tier == "device" for segment in segments):
+            for range_ in (range_ for range_, tier in flat.spec.tier_placement.optimizer if tier == "device"):
                 for shard_range, shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
                     common = range_.intersect(shard_range)
                     if common is not None:
-                        part = common.shift(-shard_range.start)
-                        segments.append(TierSegment(common, tier, shard[part.start : part.end]))
-        return TieredTensor(segments)
+                        segments.append(TierSegment(common, "device", shard[common.shift(-shard_range.start).slice]))
+        return TieredTensor(sorted(segments, key=lambda segment: segment.span.start))
 
     @torch.no_grad()
     def _init_unit(self, unit: Unit, spec: UnitSpec) -> None:
@@ -184,7 +171,7 @@ class UnitBuilder:
             self._broadcast_over_tensor_axis(flat, values, full_tensors)
             for bucket in flat.layout.buckets:  # rank 0's values count, as in DDP
                 self._comm.broadcast(values[bucket.start : bucket.end], 0, f"share unit {unit.name!r}")
-            flat.load_full(values, self._comm.shard_axis.rank)
+            flat.load_full(values)
             self._install_dtensors(flat)
         unit.bind(self._original_classes)
         for values, full_tensors in staged:

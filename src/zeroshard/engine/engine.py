@@ -30,7 +30,8 @@ from zeroshard.engine.sharded_gradient import ParamGrads
 from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.engine.unit_values import drop_copy, gather_copy
-from zeroshard.memory import PREFETCH_SHARDS, CublasWorkspace, DiskError, SegmentPreallocator
+from zeroshard.memory import CublasWorkspace, DiskError, SegmentPreallocator
+from zeroshard.sharding import PREFETCH_SHARDS
 
 COPY_ERROR = (
     "a sharded model cannot be deep-copied: copy it before zeroshard.shard(), or build a second model and load "
@@ -62,7 +63,7 @@ class Engine:
         self._defragmenter = _Defragmenter(context) if defragments else None
         self._forward_thread_id = 0  # of the last forward
         for unit in units:
-            unit.set_param_owner(self)
+            unit.access.set_owner(self)
 
     def __deepcopy__(self, memo: object) -> Engine:
         """Raise: a copy would share shards and collectives with the original."""

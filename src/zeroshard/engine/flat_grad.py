@@ -32,7 +32,7 @@ import torch
 
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import pop_autograd_grads, zero_autograd_grads
+from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
 from zeroshard.memory import Arena
 from zeroshard.sharding import Range
 
@@ -58,7 +58,7 @@ class FlatGrad:
         self.max_abs: dict[int, list[torch.Tensor]] = {}  # the same for the infinity norm, under fp16
         self.copy_done: torch.cuda.Event | None = None  # when an offloaded shard is complete
         self.local_sum_views: list[torch.Tensor] = []  # each parameter's view of ``local_sum``
-        self.is_offloaded = flat.tier_placement.gradients != "device"
+        self.is_offloaded = flat.spec.has_offloaded_grads
 
     @property
     def needs_reduce_buffer(self) -> bool:
@@ -262,7 +262,7 @@ class GradMemory:
         """
         if flat_grad.is_offloaded and self._is_partitioned:
             if flat_grad.shard is None:
-                tier, numel = flat_grad.flat.tier_placement.gradients, flat_grad.flat.layout.shard_numel
+                tier, numel = flat_grad.flat.spec.tier_placement.gradients, flat_grad.flat.layout.shard_numel
                 flat_grad.set_shard(self._tiers.zeros("gradients", tier, numel, flat_grad.dtype, pinned=True))
             return
         if self._is_undecided:

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import Communicator
+from zeroshard.engine.param_data import set_data
 from zeroshard.memory import ParamPrefetcher, TieredTensor
-from zeroshard.sharding import FlatSpec, ParamRange, Range
+from zeroshard.sharding import FlatSpec, Range
 from zeroshard.tensor_parallel import TPParam, TPShard
 
 
@@ -22,7 +22,71 @@ class PendingUpdate(Protocol):
         """Wait until later work on this thread and stream may use the values."""
 
 
-class FlatParam:
+class FlatMetadata:
+    """How the parameters of a FlatParam are packed, on this rank. Nothing here changes after ``shard()``.
+
+    The base class of FlatParam, not a member of it, because most callers (gradients, optimizer states, checkpoints)
+    need only this description, and ``flat.shapes`` is then as cheap to read as any attribute.
+    """
+
+    def __init__(
+        self,
+        spec: FlatSpec,
+        parameters: Sequence[nn.Parameter],
+        tp_params: Sequence[TPParam | None],
+        comm: Communicator,
+    ) -> None:
+        self.spec = spec
+        self.names, self.layout, self.dtype = spec.names, spec.layout, spec.compute_dtype
+        self.device = comm.device
+        self.shard_rank = comm.shard_axis.rank  # this rank's index on the shard axis
+        self.shard_ranges = spec.shard_ranges  # of each bucket's shard, in ``FlatParam.shard``
+        self.owned_ranges = spec.layout.owned_ranges(self.shard_rank)  # the parameter ranges in this rank's shard
+        self.original_dtypes = tuple(p.dtype for p in parameters)
+        self.full_shapes = tuple(p.shape for p in parameters)  # shapes before tensor parallelism
+        self.tp_params = tuple(tp_params)  # which parameters are DTensors over the tensor axis, and how
+        self.has_dtensors = any(tp_param is not None for tp_param in tp_params)
+        self.tp_shards: tuple[TPShard | None, ...] = tuple(
+            tp_param.shard if tp_param is not None else None for tp_param in tp_params
+        )
+        # from here on, "parameter" means its TP shard
+        self.shapes = tuple(
+            full_shape if tp_shard is None else tp_shard.local_shape
+            for full_shape, tp_shard in zip(self.full_shapes, self.tp_shards, strict=True)
+        )
+        self.strides = tuple(
+            _dense_stride(p) if tp_param is None else torch.empty(shape, device="meta").stride()
+            for p, tp_param, shape in zip(parameters, tp_params, self.shapes, strict=True)
+        )
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Return a view of parameter ``index``, with its original strides, in a tensor with this flat's layout."""
+        start = flat.storage_offset() + self.layout.starts[index]
+        return flat.as_strided(self.shapes[index], self.strides[index], start)
+
+    def flatten(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Flatten a tensor of parameter ``index``'s shape, in the element order of the flat."""
+        if tensor.stride() != self.strides[index]:
+            tensor = torch.empty_strided(
+                self.shapes[index], self.strides[index], dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def tp_sharded_ranges(self) -> list[Range]:
+        """Return the ranges of this rank's shard that are not replicated over the tensor axis."""
+        ranges: list[Range] = []
+        for param_range in self.owned_ranges:
+            if self.tp_shards[param_range.param_index] is None:
+                continue
+            span = Range(param_range.offset, param_range.offset + param_range.elements.numel)
+            if ranges and ranges[-1].end == span.start:
+                ranges[-1] = Range(ranges[-1].start, span.end)
+            else:
+                ranges.append(span)
+        return ranges
+
+
+class FlatParam(FlatMetadata):
     """The parameters of one unit that share dtype and trainability, packed into one tensor.
 
     [Note: storage resizing]
@@ -33,9 +97,9 @@ class FlatParam:
 
     [Note: all-gathering from master weights]
     With ``Config.cast_on_gather``, a partitioned flat with an fp32 master on the device has no shard in the compute
-    dtype: unsharding casts the master into this rank's slots in ``full``, which are the all-gather's input. The
-    optimizer then writes only the master. The shard of any other flat always equals its master, cast, so the numerical
-    results are the same.
+    dtype (``spec.is_cast_from_master``): unsharding casts the master into this rank's slots in ``full``, which are the
+    all-gather's input. The optimizer then writes only the master. The shard of any other flat always equals its master,
+    cast, so the numerical results are the same.
     """
 
     def __init__(
@@ -43,74 +107,31 @@ class FlatParam:
         spec: FlatSpec,
         parameters: Sequence[nn.Parameter],
         tp_params: Sequence[TPParam | None],
-        device: torch.device,
+        comm: Communicator,
     ) -> None:
-        self.spec = spec
-        self.names, self.layout, self.dtype = spec.names, spec.layout, spec.compute_dtype
-        self.shard_ranges = spec.shard_ranges  # of each bucket's shard, in ``shard``
-        self.tier_placement = spec.tier_placement  # the tiers that its states are placed in
-        self.alloc_bytes = spec.alloc_bytes  # bytes of ``full``'s storage
-        self.is_trainable = spec.is_trainable
+        super().__init__(spec, parameters, tp_params, comm)
         self.parameters = tuple(parameters)
-        self.original_dtypes = tuple(p.dtype for p in parameters)
-        self.tp_params = tuple(tp_params)  # which parameters are DTensors over the tensor axis, and how
-        self.has_dtensors = any(tp_param is not None for tp_param in tp_params)
-        self.tp_shards: tuple[TPShard | None, ...] = tuple(
-            tp_param.shard if tp_param is not None else None for tp_param in tp_params
-        )
-        self.full_shapes = tuple(p.shape for p in parameters)  # shapes before tensor parallelism
-        # from here on, "parameter" means its TP shard
-        self.shapes = tuple(
-            full_shape if tp_shard is None else tp_shard.local_shape
-            for full_shape, tp_shard in zip(self.full_shapes, self.tp_shards, strict=True)
-        )
-        self.strides = tuple(
-            _dense_stride(p) if tp_param is None else torch.empty(shape, device="meta").stride()
-            for p, tp_param, shape in zip(parameters, tp_params, self.shapes, strict=True)
-        )
-        self.device = device
-        self.full = torch.empty(0, dtype=self.dtype, device=device)  # [layout.numel], placed by Unit
         self.is_partitioned = False  # whether ``full`` is freed by resharding
-        self.is_cast_from_master = False  # whether it has only a master: [Note: all-gathering from master weights]
+        self.full = torch.empty(0, dtype=self.dtype, device=self.device)  # [layout.numel], see :meth:`allocate`
+        self.views: list[torch.Tensor] = []  # each parameter in ``full``
+        self.bucket_views: list[torch.Tensor] = []  # each bucket of ``full``
+        self.shard_slots: list[torch.Tensor] = []  # this rank's shard of each bucket, in ``full``
+        self.placeholders: list[torch.Tensor] = []  # what each guarded parameter points at between passes
         self.shard: torch.Tensor | None = None  # [layout.shard_numel] if partitioned and not cast from the master
         # this rank's shard of each bucket: a view of ``shard``, or of ``full`` if that is replicated
         self.local_shards: list[torch.Tensor] = []
-        self.shard_slots: list[torch.Tensor] = []  # the slots of the same shards in ``full``
-        # slots in ``full``, and the master's values that are cast into them
-        self._cast_pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self.prefetcher: ParamPrefetcher | None = None  # of a shard on disk
         # [layout.shard_numel], the master weights, which the optimizer updates instead of the parameters
         self.master: TieredTensor | None = None
+        # slots in ``full``, and the master's values that are cast into them
+        self._cast_pairs: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         # new values for ``local_shards``, from an update of offloaded states
         self.pending_update: PendingUpdate | None = None
-        self.prefetcher: ParamPrefetcher | None = None  # of a shard on disk
-        self.views: list[torch.Tensor] = []  # each parameter in ``full``
-        self.placeholders: list[torch.Tensor] = []  # what each guarded parameter points at between passes
-        self.owned_ranges: list[ParamRange] = []  # the parameter ranges in this rank's shard
-        self.shard_rank = 0  # this rank's index on the shard axis
-        self.bucket_views: list[torch.Tensor] = []  # each bucket of ``full``
-        # the parameters' addresses and version counters when last checked: replicated flats only
-        self.known_data_ptrs: list[int] | None = None
-        self.known_versions: list[int] = []
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Return whether this rank's parameter shard is offloaded."""
-        return self.tier_placement.parameters != "device"
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Return whether this rank's parameter shard is on disk."""
-        return self.tier_placement.parameters == "disk"
 
     @property
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) pairs."""
         return zip(self.names, self.parameters, strict=True)
-
-    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Return a view of parameter ``index``, with its original strides, in a tensor with this flat's layout."""
-        start = flat.storage_offset() + self.layout.starts[index]
-        return flat.as_strided(self.shapes[index], self.strides[index], start)
 
     def set_param_data(self, values: Sequence[torch.Tensor]) -> None:
         """Set the values of all parameters, or the local tensors of DTensors: see [Note: many parameters]."""
@@ -121,40 +142,27 @@ class FlatParam:
                 else:
                     parameter.data = value
 
-    def flatten(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """Flatten a tensor of parameter ``index``'s shape, in the element order of the flat."""
-        if tensor.stride() != self.strides[index]:
-            tensor = torch.empty_strided(
-                self.shapes[index], self.strides[index], dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor)
-        return tensor.as_strided((tensor.numel(),), (1,))
-
-    def allocate(self, comm: Communicator, is_partitioned: bool, shard: torch.Tensor | None) -> None:
+    def allocate(self, is_partitioned: bool, shard: torch.Tensor | None) -> None:
         """Allocate ``full``.
 
         If partitioned, its storage is empty until unshard, and ``shard`` or the master holds this rank's values.
         """
-        self.is_partitioned, self.shard, self.shard_rank = is_partitioned, shard, comm.shard_axis.rank
-        self.is_cast_from_master = is_partitioned and shard is None
+        self.is_partitioned, self.shard = is_partitioned, shard
         self._allocate_full()
-        self._placeholder_value = torch.full(
-            (), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype, device=self.device
-        )
+        nan_or_zero = float("nan") if self.dtype.is_floating_point else 0
+        self._placeholder_value = torch.full((), nan_or_zero, dtype=self.dtype, device=self.device)
         self.placeholders = [self.placeholder(shape) for shape in self.shapes]
-        self.owned_ranges = self.layout.owned_ranges(self.shard_rank)
         self.local_shards = self.shard_slots
         if is_partitioned:
-            self.local_shards = (
-                [shard[span.start : span.end] for span in self.shard_ranges] if shard is not None else []
-            )
+            self.local_shards = [shard[span.slice] for span in self.shard_ranges] if shard is not None else []
             self.full.untyped_storage().resize_(0)
 
     def _allocate_full(self) -> None:
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         self.views = [self.view(self.full, index) for index in range(len(self.shapes))]
-        self.bucket_views = [self.full[bucket.start : bucket.end] for bucket in self.layout.buckets]
+        self.bucket_views = [self.full[bucket.slice] for bucket in self.layout.buckets]
         shards = [self.layout.bucket_shard(bucket, self.shard_rank) for bucket in self.layout.buckets]
-        self.shard_slots = [self.full[span.start : span.end] for span in shards]
+        self.shard_slots = [self.full[span.slice] for span in shards]
         self._cast_pairs = None
 
     def free(self, keep_storage: bool) -> bool:
@@ -176,20 +184,20 @@ class FlatParam:
         """Return a placeholder for a guarded parameter of ``shape``: see [Note: guarded parameters]."""
         return self._placeholder_value.expand(shape)
 
-    def load_full(self, values: torch.Tensor, rank: int) -> None:
+    def load_full(self, values: torch.Tensor) -> None:
         """Write this rank's shard of ``values``, a full tensor with this flat's layout, to the shard and the master."""
         for bucket_index, (bucket, span) in enumerate(zip(self.layout.buckets, self.shard_ranges, strict=True)):
-            bucket_shard = self.layout.bucket_shard(bucket, rank)
-            if not self.is_cast_from_master:
-                self.local_shards[bucket_index].copy_(values[bucket_shard.start : bucket_shard.end])
+            shard_values = values[self.layout.bucket_shard(bucket, self.shard_rank).slice]
+            if not self.spec.is_cast_from_master:
+                self.local_shards[bucket_index].copy_(shard_values)
             if self.master is not None:
-                self.master.write(span, values[bucket_shard.start : bucket_shard.end])
+                self.master.write(span, shard_values)
         if not self.is_partitioned:
             self.full.copy_(values)
 
     def local_shard(self, bucket_index: int) -> torch.Tensor:
         """Return this rank's shard of a bucket, in the compute dtype, on the device or offloaded."""
-        if not self.is_cast_from_master or self.master is None:
+        if not self.spec.is_cast_from_master or self.master is None:
             return self.local_shards[bucket_index]
         return self.master.read(self.shard_ranges[bucket_index], self.device).to(self.dtype)
 
@@ -207,25 +215,12 @@ class FlatParam:
                 for common, values in self.master.views_in(Range(first, first + param_range.elements.numel)):
                     yield param_range.param_index, common.shift(param_range.elements.start - first), values
 
-    def tp_sharded_ranges(self) -> list[Range]:
-        """Return the ranges of this rank's shard that are not replicated over the tensor axis."""
-        ranges: list[Range] = []
-        for param_range in self.owned_ranges:
-            if self.tp_shards[param_range.param_index] is None:
-                continue
-            span = Range(param_range.offset, param_range.offset + param_range.elements.numel)
-            if ranges and ranges[-1].end == span.start:
-                ranges[-1] = Range(ranges[-1].start, span.end)
-            else:
-                ranges.append(span)
-        return ranges
-
     def master_copy_lists(self, device_only: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return views of this rank's shard, and the master's values to copy into each.
 
         ``device_only``: without those whose master is offloaded.
         """
-        return ([], []) if self.is_cast_from_master else self._pair_with_master(self.local_shards, device_only)
+        return ([], []) if self.spec.is_cast_from_master else self._pair_with_master(self.local_shards, device_only)
 
     def _pair_with_master(
         self, shards: list[torch.Tensor], device_only: bool
@@ -262,13 +257,12 @@ class FlatParam:
 
     def all_gather_inputs(self) -> list[torch.Tensor]:
         """Return this rank's shard of each bucket, on the device, as input of the all-gather."""
-        self.wait_for_update()
-        if self.is_cast_from_master:
+        if self.spec.is_cast_from_master:
             self._cast_pairs = self._cast_pairs or self._pair_with_master(self.shard_slots, device_only=True)
             if self._cast_pairs[0]:
                 torch._foreach_copy_(*self._cast_pairs)
             return self.shard_slots
-        if not self.is_offloaded or self.shard is None:
+        if self.shard is None or not self.spec.has_offloaded_params:
             return self.local_shards
         shard = self.shard if self.prefetcher is None else self.prefetcher.acquire(self.shard)
         for slot, span in zip(self.shard_slots, self.shard_ranges, strict=True):
@@ -281,14 +275,6 @@ class FlatParam:
         """Start to read a shard on disk, unless an update of it is pending."""
         if self.prefetcher is not None and self.shard is not None and self.pending_update is None:
             self.prefetcher.prefetch(self.shard)
-
-
-def set_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Set the values of a parameter, or the local tensor of a DTensor."""
-    if isinstance(parameter, DTensor):
-        parameter._local_tensor = values
-    else:
-        parameter.data = values
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
-from zeroshard.engine.engine import Engine
+from zeroshard.engine.engine import Engine, engine_of
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import get_autograd_grad
+from zeroshard.engine.param_data import get_autograd_grad
 from zeroshard.engine.sharded_gradient import assemble_full_grad
-from zeroshard.engine.unit import Unit
+from zeroshard.engine.unit import Unit, unit_of
 from zeroshard.engine.unit_values import (
     assemble_full_tensor,
     check_param_data,
@@ -21,6 +22,24 @@ from zeroshard.engine.unit_values import (
     gather_tp_shards,
     write_back,
 )
+
+
+def find_units(module: nn.Module) -> tuple[Engine, list[Unit]]:
+    """Return the engine of a model or of one of its modules, and the units of the module's parameters."""
+    units: dict[Unit, None] = {}
+    engine = None
+    for name, parameter in module.named_parameters():
+        unit = unit_of(parameter)
+        if unit is None:
+            raise ValueError(
+                f"{name!r} belongs to no sharded model: gathered() takes a sharded model or its modules, and a "
+                "parameter must not be replaced after zeroshard.shard() (by load_state_dict(assign=True), setattr)"
+            )
+        engine = engine_of(parameter)
+        units[unit] = None
+    if engine is None:
+        raise ValueError(f"this {type(module).__name__} has no sharded parameters")
+    return engine, [unit for unit in engine.units if unit in units]
 
 
 def find_parameter(units: list[Unit], name: str) -> tuple[FlatParam, int]:

@@ -11,7 +11,7 @@ from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, GradMemory
 from zeroshard.engine.grad_norms import GradNorms
 from zeroshard.engine.grad_scale import UNSCALED, GradScaling
-from zeroshard.engine.parameter import has_autograd_grads
+from zeroshard.engine.param_data import has_autograd_grads
 from zeroshard.engine.reduce import GradReducer, ReduceQueue
 from zeroshard.engine.unit import Unit
 
@@ -26,10 +26,12 @@ class Gradients:
     """
 
     def __init__(self, context: ShardContext, units: list[Unit]) -> None:
-        flats = [flat for unit in units for flat in unit.flats if flat.is_trainable]
+        flats = [flat for unit in units for flat in unit.flats if flat.spec.is_trainable]
         self.flat_grads = {flat: FlatGrad(flat, flat.spec.reduce_dtype) for flat in flats}
         self.units = [unit for unit in units if unit.is_trainable]
-        self._unit_grads = {unit: [self.flat_grads[flat] for flat in unit.flats if flat.is_trainable] for unit in units}
+        self._unit_grads = {
+            unit: [self.flat_grads[flat] for flat in unit.flats if flat.spec.is_trainable] for unit in units
+        }
         self._context = context
         self.is_partitioned = context.placement.gradients
         self.memory = GradMemory(self.flat_grads.values(), context)

@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.engine.engine import Engine, has_pre_backward_hook, is_in_backward, outside_functorch
+from zeroshard.engine.param_access import ReplacedParamDetector
 from zeroshard.engine.parameter import is_guarded, param_info
 from zeroshard.engine.unit import Unit, unit_of
 from zeroshard.engine.unsupported_calls import SECOND_REDUCTION_ERROR, AttributeOverride, block_unsupported_calls
-from zeroshard.engine.user_edits import ReplacedParamDetector
 from zeroshard.sharding import UnitSpec
 from zeroshard.utils.tree import cast_floats, tensors_in
 
@@ -69,7 +69,7 @@ def install_hooks(
     for name, units in units_by_module.items():
         module = model.get_submodule(name)
         for unit in units:
-            unit.add_module(name, module)
+            unit.access.add_module(name, module)
         is_root = module is model
         hooks = _ModuleHooks(engine, name, units, None if is_root else layer_casts, detector if is_root else None)
         handles += hooks.install(module, hooked)

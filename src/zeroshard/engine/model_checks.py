@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeroshard.config.config import Config
@@ -19,7 +20,24 @@ _PARALLEL_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPMod
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes of every module
 
 
-def check_modules(model: nn.Module) -> None:
+def check_model(model: nn.Module, has_tensor_axis: bool) -> None:
+    """Raise if the model cannot be sharded, and name the parameter. ``has_tensor_axis``: the mesh has a tensor axis."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a torch.nn.Module, got {type(model).__name__}")
+    _check_modules(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{name!r} is not initialised yet: run one forward of the lazy module before shard()")
+        if isinstance(parameter, DTensor) and not has_tensor_axis:
+            raise ValueError(
+                f"{name!r} is a DTensor: give shard() the mesh it is divided over, whose last axis is named 'tensor'"
+            )
+        if hasattr(parameter, "_zeroshard"):
+            raise ValueError(f"{name!r} is sharded already: call zeroshard.unwrap() on its model first")
+    _check_parameters(model)
+
+
+def _check_modules(model: nn.Module) -> None:
     """Raise on modules that reduce gradients themselves, or that read parameters without calling hooks."""
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
@@ -46,7 +64,7 @@ def _composable_apis(module: nn.Module) -> Any:
     return module.__dict__.get(REGISTRY_KEY, ())
 
 
-def check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module) -> None:
     """Raise on parameters whose gradients or memory are also used elsewhere."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):

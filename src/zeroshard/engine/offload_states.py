@@ -72,7 +72,7 @@ def _device_tensors(engine: Engine) -> list[torch.Tensor]:
     """Return the tensors on the device that hold parameters, master weights and gradients."""
     flats = [flat for unit in engine.units for flat in unit.flats]
     tensors = [flat.full for flat in flats if not flat.is_partitioned]
-    tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.is_offloaded]
+    tensors += [flat.shard for flat in flats if flat.shard is not None and not flat.spec.has_offloaded_params]
     for flat in flats:
         tensors += [
             segment.tensor

@@ -11,14 +11,6 @@ and raises an error with the parameter's name and the remedy if the unit cannot.
 A few C++ functions (``torch.tensor``, ``torch.vmap``, DLPack) do not check the class. So between passes ``data`` also
 points at a single NaN, expanded to the parameter's shape: these functions read NaN instead of freed memory.
 
-[Note: many parameters]
-A unit may have hundreds of parameters, and work that is done for each of them several times a step is most of the
-host's work. So there are no calls per parameter: loops over parameters only read and write attributes, lists of views
-are made once, and torch gets whole lists. What remains in a step of stage 3, in µs per parameter on a small CPU
-machine: two writes of ``data`` 1.9, reading ``grad`` and checking for it three times 2.1, copying it 1.3, four changes
-of class 0.6. In stages 0 to 2, a check of its address and its version counter, once a forward and once a step, adds 0.1
-each.
-
 [Note: tensor-parallel parameters]
 A tensor-parallel parameter is a DTensor. ZeRO partitions this rank's TP shard of it, its ``_local_tensor``: this points
 at the flat's memory, as ``data`` of a plain parameter does. The DTensor around it does not change, nor does what
@@ -31,16 +23,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.param_data import GET_DATA
 
 PICKLE_ERROR = (
     "a sharded model, its parameters and its optimizer cannot be pickled, by torch.save or otherwise: this rank holds "
@@ -109,83 +101,6 @@ class ParamInfo:
 def param_info(parameter: torch.Tensor) -> ParamInfo | None:
     """Return the ParamInfo of a managed parameter, None for any other tensor."""
     return parameter.__dict__.get("_zeroshard")
-
-
-# ``_grad`` is ``grad`` as autograd stores it, even where the parameter's class overrides ``grad``.
-
-
-def has_autograd_grads(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether autograd has stored a gradient in any of the parameters."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return True in [parameter._grad is not None for parameter in parameters]
-
-
-def pop_autograd_grads(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Remove and return the gradients that autograd has stored, as dense tensors: see [Note: many parameters]."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradients: list[torch.Tensor | None] = [parameter._grad for parameter in parameters]
-        present = [gradient for gradient in gradients if gradient is not None]
-        if not present:
-            return gradients
-        for parameter in parameters:
-            parameter._grad = None
-        is_plain = set(map(type, present)) == {torch.Tensor}
-        if not is_plain or {gradient.layout for gradient in present} != {torch.strided}:
-            pairs = zip(gradients, parameters, strict=True)
-            return [
-                None if gradient is None else _local_dense_grad(gradient, parameter) for gradient, parameter in pairs
-            ]
-    return gradients
-
-
-def get_autograd_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that is stored in the parameter itself."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = parameter._grad
-        return gradient
-
-
-def zero_autograd_grads(parameters: Sequence[nn.Parameter]) -> None:
-    """Zero the gradients stored in the parameters themselves: the user may have set them."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for parameter in parameters:
-            if parameter._grad is not None:
-                parameter._grad.zero_()
-
-
-def _local_dense_grad(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if isinstance(gradient, DTensor):
-        gradient = _local_grad(gradient, parameter)
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-@torch.no_grad()
-def _local_grad(gradient: DTensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's TP shard of a gradient, placed like the parameter: this sums over the tensor axis."""
-    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    local = gradient._local_tensor
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def param_versions(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return autograd's version counter of each parameter: how often it was changed in place."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [parameter._version for parameter in parameters]
-
-
-def data_ptrs(parameters: Sequence[nn.Parameter], has_dtensors: bool) -> list[int]:
-    """Return the address of each parameter's values. ``has_dtensors``: some of them may be DTensors."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(torch.Tensor.data_ptr, map(local_data, parameters) if has_dtensors else parameters))
-
-
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # each read makes a new object: compare with ==
-
-
-def local_data(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the parameter's values, or the local tensor of a DTensor."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else _GET_DATA(parameter)  # not recorded
 
 
 def _check_not_new_optimizer(parameter: Any, frame: FrameType | None) -> None:
@@ -375,7 +290,7 @@ class _DataAliasMixin(_ReducedGradMixin):
 
     @property
     def data(self: Any) -> torch.Tensor:
-        return _record_data_alias(self, _GET_DATA(self))
+        return _record_data_alias(self, GET_DATA(self))
 
     @data.setter
     def data(self: Any, values: torch.Tensor) -> None:
@@ -452,7 +367,7 @@ def _call_unsharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             infos.append(info)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return _record_data_alias(args[0], result) if func == _GET_DATA else result
+        return _record_data_alias(args[0], result) if func == GET_DATA else result
     finally:  # also if it raised: the caller may catch the error and continue
         with torch._C.DisableTorchFunctionSubclass():
             for info in infos:
@@ -462,42 +377,6 @@ def _call_unsharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def is_guarded(parameter: nn.Parameter) -> bool:
     """Return whether the next access to a parameter is intercepted."""
     return isinstance(parameter, _GuardedMixin)
-
-
-class ParamClasses:
-    """The classes of a parameter, looked up once: its class changes several times a step."""
-
-    def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
-        self.parameter: Any = parameter
-        self.original = original
-        kinds: dict[str, tuple[type, type]] = {
-            "guarded": (GuardedParameter, GuardedDTensor),
-            "gathered": (GatheredParameter, GatheredDTensor),
-            "reduced_grad": (ReducedGradParameter, ReducedGradDTensor),
-        }
-        is_dtensor = isinstance(parameter, DTensor)
-        self.by_kind: dict[str, type] = {"original": original} | {
-            kind: dtensor if is_dtensor else _subclass_for(plain, original, parameter)
-            for kind, (plain, dtensor) in kinds.items()
-        }
-
-
-@functools.cache
-def _subclass(kind: type, original: type) -> type:
-    return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
-
-
-def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
-    """Return ``kind``, or a class derived from it and the user's parameter class, so that isinstance() still holds."""
-    if original is nn.Parameter or issubclass(nn.Parameter, original):
-        return kind
-    try:
-        derived = _subclass(kind, original)
-        parameter.__class__ = derived  # Python swaps only classes with the same layout
-        parameter.__class__ = original
-    except TypeError:
-        return kind
-    return derived
 
 
 def _meta_like(parameter: Any) -> torch.Tensor:

@@ -28,7 +28,8 @@ from zeroshard.comm import Communicator
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_grad import FlatGrad, compute_norms
 from zeroshard.engine.gradients import Gradients
-from zeroshard.engine.parameter import ParamInfo, get_autograd_grad, pop_autograd_grads
+from zeroshard.engine.param_data import get_autograd_grad, pop_autograd_grads
+from zeroshard.engine.parameter import ParamInfo
 from zeroshard.engine.state_guard import StateGuard
 from zeroshard.engine.unit_values import assemble_full_tensor
 

@@ -31,7 +31,7 @@ class StateGuard:
         self.check_tiers = context.tiers.check_disk  # raises if offloaded states cannot be read
         self.offloaded_states: object | None = None  # set while offload_states() holds all states
         self.has_loss_scale = False  # set by the optimizer with fp16
-        self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.is_trainable]
+        self._frozen_flats = [flat for unit in units for flat in unit.flats if not flat.spec.is_trainable]
         self._has_exposed_grads = False  # whether replicated parameters expose their reduced gradients
 
     # -- whether they may be used -------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class StateGuard:
         Units that are updated on the host are gathered when they are needed: the next forward waits unit by unit.
         """
         for unit in self.replicated_units:
-            if unit.is_trainable and any(flat.tier_placement.has_offloaded_optimizer for flat in unit.flats):
+            if unit.is_trainable and any(flat.spec.tier_placement.has_offloaded_optimizer for flat in unit.flats):
                 unit.mark_stale()
             elif unit.is_trainable and self._comm.shard_axis.size > 1:
                 self._order.check(unit.all_gather_label)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -13,16 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from zeroshard.comm import CollectiveWork
 from zeroshard.engine.context import ShardContext
-from zeroshard.engine.flat_param import FlatParam, set_data
-from zeroshard.engine.parameter import (
-    GatheredBlock,
-    ParamClasses,
-    ParamInfo,
-    ParamOwner,
-    param_info,
-    param_versions,
-)
-from zeroshard.engine.user_edits import GatheredEditDetector, ReplicatedEditDetector
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.param_access import ParamAccess, ReplicatedEditDetector
+from zeroshard.engine.param_data import set_data
+from zeroshard.engine.parameter import GatheredBlock, ParamInfo, param_info
 from zeroshard.memory import SideStream
 
 
@@ -52,34 +45,26 @@ _NEXT_STATES = {
 class Unit:
     """Parameters that go through unshard → wait → use → reshard together.
 
-    Partitioned units free their full storage between uses; replicated units keep it. What an access to a parameter
-    meets is decided by the parameter's class, see parameter.py: a unit guards its parameters while no running module
-    uses them (partitioned), or while their values are not there (replicated).
+    Partitioned units free their full storage between uses; replicated units keep it.
     """
 
     def __init__(self, name: str, flats: list[FlatParam], context: ShardContext, all_gather_stream: SideStream) -> None:
         self.name = name
         self.flats = flats
         self.is_partitioned = context.placement.parameters
-        self.is_trainable = any(flat.is_trainable for flat in flats)
         self.state = UnitState.UNSHARDED
+        self.access = ParamAccess(flats, self.is_partitioned)
+        self.replicated_edits = ReplicatedEditDetector(flats)
         # inside gathered(): the parameters have full values in separate memory, in any state
         self.gathered_block: GatheredBlock | None = None
         self.has_returned_views = False  # partitioned: a forward has returned tensors that share its storage
         self.all_gather_label = f"gather unit {name!r}"
         self.gather_copy_label = f"gather a copy of unit {name!r}"
         self.reduce_label = f"reduce unit {name!r}"
-        self.gathered_edits = GatheredEditDetector(flats)
-        self.replicated_edits = ReplicatedEditDetector(flats)
         self._is_storage_detached = False  # SHARDED, and the parameters do not point at the flat's memory
-        self._exposes_grads = False  # replicated: ``grad`` of the parameters is the reduced gradient
-        self._comm, self._tracker = context.comm, context.tracker
+        self._context = context
         self._all_gather_stream = all_gather_stream
-        self._pending_gathers: list[CollectiveWork] = []
-        self._all_gather_event: torch.Event | None = None
-        self._param_classes: list[ParamClasses] = []  # of all parameters
-        self._param_classes_by_module: dict[str, list[ParamClasses]] = {}  # the parameters that each module may use
-        self._unguarded: list[ParamClasses] = []  # partitioned: all other parameters are guarded
+        self._all_gather: tuple[list[CollectiveWork], torch.Event | None] = [], None  # while UNSHARDING
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -99,12 +84,17 @@ class Unit:
     @property
     def is_guarded(self) -> bool:
         """Whether the next use of the unit is intercepted although it is unsharded."""
-        return self.state is UnitState.UNSHARDED and not self._unguarded
+        return self.state is UnitState.UNSHARDED and not self.access.unguarded
+
+    @cached_property
+    def is_trainable(self) -> bool:
+        """Whether any parameter requires a gradient."""
+        return any(flat.spec.is_trainable for flat in self.flats)
 
     @cached_property
     def full_bytes(self) -> int:
         """Allocated bytes of the full parameters."""
-        return sum(flat.alloc_bytes for flat in self.flats)
+        return sum(flat.spec.alloc_bytes for flat in self.flats)
 
     # -- construction -------------------------------------------------------------------------------------------
 
@@ -112,30 +102,14 @@ class Unit:
         """Point every parameter at its view of the flat, and attach its ParamInfo."""
         for flat in self.flats:
             for index, parameter in enumerate(flat.parameters):
-                original = original_classes[id(parameter)]
                 set_data(parameter, flat.views[index])
                 parameter._zeroshard = ParamInfo(flat.names[index], self, flat, index)  # type: ignore[attr-defined]
-                self._param_classes.append(ParamClasses(parameter, original))
-            flat.known_versions = param_versions(flat.parameters)
+                self.access.add_param(parameter, original_classes[id(parameter)])
+        self.replicated_edits.record_versions()
         if self.is_partitioned:
-            self._set_classes("guarded")
+            self.access.set_classes("guarded")
             self._enter(UnitState.SHARDED)
             self.detach_storage()
-
-    def set_param_owner(self, owner: ParamOwner) -> None:
-        """Let the parameters ask ``owner``, the engine, for their values and gradients."""
-        reference = weakref.ref(owner)  # weak: parameter → owner → unit → parameter would be a cycle
-        for parameter in self.parameters:
-            info = param_info(parameter)
-            if info is not None:
-                info.owner = reference
-
-    def add_module(self, name: str, module: nn.Module) -> None:
-        """Register a module that the unit is unsharded for: record which of the unit's parameters the module has."""
-        own = {id(parameter) for parameter in module.parameters()}
-        self._param_classes_by_module[name] = [
-            classes for classes in self._param_classes if id(classes.parameter) in own
-        ]
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
 
@@ -148,27 +122,28 @@ class Unit:
             self._point_params_at("views")
             self._is_storage_detached = False
         if not self.is_partitioned:
-            self._set_classes("guarded")  # until the new values have arrived
+            self.access.set_classes("guarded")  # until the new values have arrived
         elif self.state is UnitState.SHARDED:
             for flat in self.flats:
-                flat.full.untyped_storage().resize_(flat.alloc_bytes)
-            self._tracker.add("gathered", self.full_bytes)
-            self.gathered_edits.record_versions()
-        gathered = [flat for flat in self.flats if self.is_partitioned or flat.is_trainable or include_frozen]
+                flat.full.untyped_storage().resize_(flat.spec.alloc_bytes)
+            self._context.tracker.add("gathered", self.full_bytes)
+            self.access.record_versions()
+        gathered = [flat for flat in self.flats if self.is_partitioned or flat.spec.is_trainable or include_frozen]
         for flat in gathered:
             flat.wait_for_update()
         with self._all_gather_stream:
-            self._pending_gathers = self._start_all_gathers(gathered)
-        self._all_gather_event = self._all_gather_stream.record_event()
+            pending = self._start_all_gathers(gathered)
+        self._all_gather = pending, self._all_gather_stream.record_event()
         self._enter(UnitState.UNSHARDING)
 
     def _start_all_gathers(self, flats: list[FlatParam]) -> list[CollectiveWork]:
+        comm = self._context.comm
         pending: list[CollectiveWork] = []
         for flat in flats:
             inputs = flat.all_gather_inputs()
-            if self._comm.shard_axis.size > 1:
+            if comm.shard_axis.size > 1:
                 for full, shard in zip(flat.bucket_views, inputs, strict=True):
-                    pending.append(self._comm.all_gather(full, shard, self.all_gather_label))
+                    pending.append(comm.all_gather(full, shard, self.all_gather_label))
             elif inputs is not flat.shard_slots:  # one rank, with partitioned parameters
                 torch._foreach_copy_(flat.shard_slots, inputs)
         return pending
@@ -183,20 +158,19 @@ class Unit:
             self._wait_all_gather()
             self._enter(UnitState.UNSHARDED)
             if self.is_partitioned:
-                self.gathered_edits.record_checksums()
+                self.access.record_checksums()
         if not self.is_partitioned:
             if was_unsharding:
-                self._set_classes("reduced_grad" if self._exposes_grads else "original")
-        elif self.state is UnitState.UNSHARDED and len(self._unguarded) < len(self._param_classes):
-            every = self._param_classes
-            self._unguard(every if module is None else self._param_classes_by_module.get(module, every))
+                self.access.set_classes(self.access.unguarded_kind)
+        elif self.state is UnitState.UNSHARDED:
+            self.access.unguard(module)
 
     def _wait_all_gather(self) -> None:
-        for pending in self._pending_gathers:
-            pending.wait()
-        self._pending_gathers = []
-        self._all_gather_stream.compute_wait_event(self._all_gather_event)
-        self._all_gather_event = None
+        pending, event = self._all_gather
+        for work in pending:
+            work.wait()
+        self._all_gather_stream.compute_wait_event(event)
+        self._all_gather = [], None
 
     def reshard(self) -> None:
         """Free the full parameters of a partitioned unit."""
@@ -205,15 +179,15 @@ class Unit:
         if self.state is UnitState.UNSHARDING:  # unused: its memory must not be freed while the all-gather writes it
             self._wait_all_gather()
             self._enter(UnitState.UNSHARDED)
-        error = self.gathered_edits.find_edit() if self.gathered_block is None else None
-        self._guard()
+        error = self.access.find_edit() if self.gathered_block is None else None
+        self.access.guard()
         moved = False
         for flat in self.flats:
             moved |= flat.free(self.has_returned_views)
         self.has_returned_views = False
         if moved:
             self._point_params_at("views")
-        self._tracker.add("gathered", -self.full_bytes)
+        self._context.tracker.add("gathered", -self.full_bytes)
         self._enter(UnitState.SHARDED)
         if error is not None:
             raise error
@@ -238,7 +212,7 @@ class Unit:
     def accept_edits(self) -> None:
         """Treat the current unsharded values of a partitioned unit as unchanged from here on."""
         if self.is_partitioned and self.state is not UnitState.SHARDED:
-            self.gathered_edits.reset()
+            self.access.accept_edits()
 
     def _enter(self, state: UnitState) -> None:
         if state not in _NEXT_STATES[self.state]:
@@ -250,22 +224,21 @@ class Unit:
     def mark_stale(self) -> None:
         """Guard the parameters of a replicated unit while the host computes their new values."""
         self.wait_for_unshard()
-        self._set_classes("guarded")
+        self.access.set_classes("guarded")
         self._enter(UnitState.STALE)
 
     def release_to_host(self) -> None:
         """Guard the parameters of a replicated unit and detach them: its values are now in host memory."""
         self._enter(UnitState.ON_HOST)
-        self._set_classes("guarded")
+        self.access.set_classes("guarded")
         self._point_params_at("placeholders")
 
     def restore_from_host(self) -> None:
         """Undo :meth:`release_to_host`."""
         self._enter(UnitState.UNSHARDED)
-        for flat in self.flats:
-            flat.known_data_ptrs = None  # their memory has moved
+        self.replicated_edits.forget_data_ptrs()
         self._point_params_at("views")
-        self._set_classes("reduced_grad" if self._exposes_grads else "original")
+        self.access.set_classes(self.access.unguarded_kind)
 
     def record_data_alias(self, values: torch.Tensor) -> None:
         """Remember that the user got ``parameter.data`` and may write to it: see [Note: edits of parameters]."""
@@ -274,44 +247,18 @@ class Unit:
 
     # -- what an access to a parameter meets --------------------------------------------------------------------
 
-    def _unguard(self, param_classes: list[ParamClasses]) -> None:
-        guarded = [classes for classes in param_classes if classes.parameter.__class__ is not classes.original]
-        for classes in guarded:
-            classes.parameter.__class__ = classes.original
-        self._unguarded = self._unguarded + guarded if self._unguarded else guarded
-
     def guard(self) -> None:
         """Intercept the next use of a partitioned unit's parameters, although they are still unsharded."""
-        if self._unguarded and self.state is UnitState.UNSHARDED:
-            self._guard()
-
-    def _guard(self) -> None:
-        kind = "guarded" if self.gathered_block is None else "gathered"
-        for classes in self._unguarded:
-            classes.parameter.__class__ = classes.by_kind[kind]
-        self._unguarded = []
+        if self.access.unguarded and self.state is UnitState.UNSHARDED:
+            self.access.guard()
 
     def expose_reduced_grads(self) -> None:
         """Make ``grad`` of the unguarded parameters return the reduced gradient."""
-        self._set_exposed(True, "reduced_grad")
+        self.access.set_unguarded_kind("reduced_grad", self.state is UnitState.UNSHARDED)
 
     def hide_reduced_grads(self) -> None:
         """Give the unguarded parameters their plain class, as autograd and compilers know it."""
-        self._set_exposed(False, "original")
-
-    def _set_exposed(self, exposes_grads: bool, kind: str) -> None:
-        if self.is_partitioned:
-            for classes in self._unguarded:
-                classes.parameter.__class__ = classes.by_kind[kind]
-            return
-        self._exposes_grads = exposes_grads
-        if self.state is UnitState.UNSHARDED:
-            self._set_classes(kind)
-
-    def _set_classes(self, kind: str) -> None:
-        """Set the class of all parameters; ``kind`` is a key of ``ParamClasses.by_kind``."""
-        for classes in self._param_classes:
-            classes.parameter.__class__ = classes.by_kind[kind]
+        self.access.set_unguarded_kind("original", self.state is UnitState.UNSHARDED)
 
     def _point_params_at(self, tensors: str) -> None:
         """Set the parameters' data to the flats' ``views`` or ``placeholders``, except inside ``gathered()``."""
@@ -329,25 +276,18 @@ class Unit:
         for flat, full in zip(self.flats, copies, strict=True):
             flat.set_param_data([flat.view(full, index) for index in range(len(flat.shapes))])
         self.gathered_block = block
-        self._set_guarded_classes("gathered")
+        self.access.set_guarded_kind("gathered")
 
     def leave_block(self) -> None:
         """Make the parameters again what the unit's state says."""
         self.gathered_block = None
         self._is_storage_detached = self.is_partitioned and self.state is UnitState.SHARDED
         self._point_params_at("placeholders" if self._is_storage_detached else "views")
-        self._set_guarded_classes("guarded")
-
-    def _set_guarded_classes(self, kind: str) -> None:
-        """Set the class that a partitioned unit's parameters have while no running module uses them."""
-        unguarded = {id(classes) for classes in self._unguarded}
-        for classes in self._param_classes if self.is_partitioned else ():
-            if id(classes) not in unguarded:
-                classes.parameter.__class__ = classes.by_kind[kind]
+        self.access.set_guarded_kind("guarded")
 
     def release_params(self) -> None:
         """Make the parameters plain, without gradients: they no longer belong to the unit."""
-        self._set_classes("original")
+        self.access.set_classes("original")
         for parameter in self.parameters:
             parameter.grad = None
             del parameter._zeroshard  # type: ignore[attr-defined]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zeroshard.comm import Communicator
-from zeroshard.engine.flat_param import FlatParam, set_data
-from zeroshard.engine.parameter import GatheredBlock, data_ptrs, local_data, param_versions
+from zeroshard.comm import CollectiveOrder, Communicator
+from zeroshard.engine.flat_param import FlatParam
+from zeroshard.engine.param_data import data_ptrs, local_data, param_versions, set_data_and_dtype
+from zeroshard.engine.parameter import GatheredBlock
 from zeroshard.engine.unit import Unit, UnitState
 from zeroshard.sharding import Range
-from zeroshard.tensor_parallel import TPParam
+from zeroshard.tensor_parallel import TensorParallelState
 
 
 @torch.no_grad()
@@ -23,7 +24,7 @@ def gather_copy(unit: Unit, comm: Communicator) -> None:
     They point there until :func:`drop_copy`.
     """
     if unit.is_partitioned and unit.state is not UnitState.SHARDED:
-        error = unit.gathered_edits.find_edit(keep_record=True)
+        error = unit.access.find_edit(keep_record=True)
         if error is not None:
             raise error
     copies = []
@@ -139,13 +140,30 @@ def _write_bucket(flat: FlatParam, index: int, values: torch.Tensor, comm: Commu
         flat.master.write(flat.shard_ranges[index], updated)
     if not flat.is_partitioned:
         flat.bucket_views[index].copy_(values)
-    elif not flat.is_cast_from_master:
+    elif not flat.spec.is_cast_from_master:
         flat.local_shards[index].copy_(new)
     return changed
 
 
 @torch.no_grad()
-def make_plain(unit: Unit, comm: Communicator) -> None:
+def make_plain(
+    units: list[Unit], comm: Communicator, order: CollectiveOrder, tp_state: TensorParallelState | None
+) -> None:
+    """Make all parameters of a model plain, and the user's own again where they were split over the tensor axis."""
+    for unit in units:
+        order.check(unit.all_gather_label)
+        _make_unit_plain(unit, comm)
+    if tp_state is None:
+        return
+    for flat in (flat for unit in units for flat in unit.flats):
+        for index, (name, parameter) in enumerate(flat.named_parameters):
+            if name in tp_state.original_params:
+                full = gather_tp_shards(comm, local_data(parameter), flat, index)
+                tp_state.original_params[name].data = full
+    tp_state.restore()
+
+
+def _make_unit_plain(unit: Unit, comm: Communicator) -> None:
     """Make the parameters plain: separate memory, original dtype, the master weights' values if there are any."""
     unit.wait_for_unshard()
     unit.release_params()
@@ -161,13 +179,6 @@ def make_plain(unit: Unit, comm: Communicator) -> None:
                 view.shape, view.stride(), dtype=flat.original_dtypes[index], device=view.device
             )
             set_data_and_dtype(parameter, plain.copy_(view), flat.tp_params[index])
-
-
-def set_data_and_dtype(parameter: nn.Parameter, values: torch.Tensor, tp_param: TPParam | None) -> None:
-    """Set a parameter's values, perhaps of another dtype; the dtype of a DTensor changes with them."""
-    if tp_param is not None:
-        parameter.data = tp_param.to_dtensor(values)
-    set_data(parameter, values)
 
 
 def _all_gather_bucket(comm: Communicator, output: torch.Tensor, shard: torch.Tensor, what: str) -> None:

@@ -9,11 +9,8 @@ from zeroshard.memory.host_memory import CGROUP_MEMORY_FILES, PinnedBuffer, avai
 from zeroshard.memory.pool import CublasWorkspace, Pool, PoolBuffer
 from zeroshard.memory.streams import SideStream, record_blocking_event
 from zeroshard.memory.tier_allocator import (
-    PREFETCH_SHARDS,
-    STAGING_SLOTS,
     ParamPrefetcher,
     TierAllocator,
-    staging_bytes,
 )
 from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
 from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, Profile, Report
@@ -21,8 +18,6 @@ from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, Profile, 
 __all__ = [
     "CGROUP_MEMORY_FILES",
     "MODEL_STATE_KINDS",
-    "PREFETCH_SHARDS",
-    "STAGING_SLOTS",
     "Arena",
     "BucketRing",
     "BucketSlot",
@@ -47,5 +42,4 @@ __all__ = [
     "buffer_lengths",
     "local_world_size",
     "record_blocking_event",
-    "staging_bytes",
 ]

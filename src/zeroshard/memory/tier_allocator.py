@@ -14,29 +14,7 @@ from zeroshard.memory.disk.file import DiskError
 from zeroshard.memory.host_memory import PinnedBuffer, host_zeros
 from zeroshard.memory.streams import record_blocking_event
 from zeroshard.memory.tracker import MemoryTracker
-from zeroshard.sharding import MAX_CHUNK_ELEMENTS, MAX_TENSORS_PER_CHUNK, PAGE_BYTES, FlatSizes
-
-PREFETCH_SHARDS = 2  # shards of parameters read from disk ahead of use
-PREFETCH_BUFFERS = PREFETCH_SHARDS + 1
-STAGING_SLOTS = 3  # staging buffers for offloaded states: one is read, one is updated, one is written
-
-
-def staging_bytes(offload: Offload | None, flat_sizes: Sequence[FlatSizes], on_gpu: bool) -> int:
-    """Return the bytes of host memory that stage offloaded states to and from the device and the disk."""
-    max_numel, nbytes = max((sizes.numel for sizes in flat_sizes), default=0), 0
-    if on_gpu:
-        bytes_per_element = max(
-            (sizes.param_bytes_per_element + sizes.grad_bytes_per_element for sizes in flat_sizes), default=0
-        )
-        nbytes += STAGING_SLOTS * min(max_numel, MAX_CHUNK_ELEMENTS["host"]) * bytes_per_element
-    if offload is not None and offload.needs_disk:
-        bytes_per_element = max((sizes.state_bytes_per_element for sizes in flat_sizes), default=0)
-        chunk_bytes = min(max_numel, MAX_CHUNK_ELEMENTS["disk"]) * bytes_per_element
-        nbytes += STAGING_SLOTS * (chunk_bytes + MAX_TENSORS_PER_CHUNK * PAGE_BYTES)  # each tensor fills its last page
-        if "disk" in offload.parameters:
-            bytes_per_element = max(sizes.param_bytes_per_element for sizes in flat_sizes)
-            nbytes += PREFETCH_BUFFERS * (max_numel * bytes_per_element + PAGE_BYTES)
-    return nbytes
+from zeroshard.sharding import PREFETCH_SHARDS
 
 
 @dataclass(eq=False)
@@ -114,7 +92,7 @@ class ParamPrefetcher:
         return buffer
 
     def _acquire_buffer(self) -> _PrefetchBuffer:
-        if not self._free_buffers and self._buffer_count < PREFETCH_BUFFERS:
+        if not self._free_buffers and self._buffer_count <= PREFETCH_SHARDS:
             memory = aligned_buffer(self._buffer_bytes)
             self._buffer_count += 1
             self._tracker.add("buckets", memory.nbytes, "host")
@@ -147,10 +125,6 @@ class TierAllocator:
         self._disk: Disk | None = None
         self._pinned_buffers: list[PinnedBuffer] = []  # pinned for the lifetime of the model
         self._temp_buffers: dict[int, PinnedBuffer] = {}  # pinned until free_temp(); by address
-
-    def staging_bytes(self, flat_sizes: Sequence[FlatSizes]) -> int:
-        """Return the bytes of host memory for staging buffers. They do not grow with the model."""
-        return staging_bytes(self.offload, flat_sizes, on_gpu=self._device.type == "cuda")
 
     def open_disk(self) -> None:
         """Create this rank's file, if any state is placed on disk."""

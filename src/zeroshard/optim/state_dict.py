@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine import Engine, FlatParam, assemble_full_tensor, find_parameter, param_versions
+from zeroshard.engine import Engine, FlatParam, assemble_full_tensor, find_parameter
 from zeroshard.memory import TieredTensor, TierSegment
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.param_groups import FrozenParamStates, ParamGroups
@@ -217,14 +217,15 @@ class OptimizerStates:
 
 def allocate_masters(engine: Engine, names: set[str]) -> None:
     """Allocate fp32 master weights for flats that had none because no group trained the named parameters."""
-    for flat in engine.gradients.flat_grads:
+    trainable = [(unit, flat) for unit in engine.units for flat in unit.flats if flat.spec.is_trainable]
+    for unit, flat in trainable:
         if flat.master is None and names & set(flat.names) and engine.context.precision.has_master(flat.dtype):
             master = torch.empty(flat.layout.shard_numel, device=flat.device)
             flat.master = TieredTensor([TierSegment(Range(0, flat.layout.shard_numel), "device", master)])
             engine.context.tracker.add("master weights", master.nbytes)
             for shard_range, local_shard in zip(flat.shard_ranges, flat.local_shards, strict=True):
                 flat.master.write(shard_range, local_shard)
-            flat.known_versions = param_versions(flat.parameters)
+            unit.replicated_edits.record_versions([flat])
     engine.state_guard.expose_reduced_grads()  # from now on, detect in-place edits of these parameters
 
 

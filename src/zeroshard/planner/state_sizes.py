@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroshard.config.config import Config
-from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths, staging_bytes
+from zeroshard.memory import MODEL_STATE_KINDS, buffer_lengths
 from zeroshard.optim import ADAM_STATE_KEYS as STATES_OF_ADAM
 from zeroshard.optim import SUPPORTED_DTYPES, max_slice_numel
 from zeroshard.sharding import (
@@ -163,7 +163,7 @@ def state_sizes(
         placement=placement,
         shard_count=shard_count,
         state_bytes_per_element=4 * optimizer_states,
-        staging_bytes=lambda sizes: staging_bytes(config.offload, sizes, on_gpu),
+        on_gpu=on_gpu,
     )
     flats = plan.flats
     states, offloaded = _count_states(flats, placement, optimizer_states)

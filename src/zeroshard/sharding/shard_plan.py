@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,7 +15,14 @@ from zeroshard.config.config import Config
 from zeroshard.sharding.layout import FlatLayout, ParamRange, Range, round_to_shared_sizes
 from zeroshard.sharding.placement import Placement
 from zeroshard.sharding.precision import Precision
-from zeroshard.sharding.tier_placement import FlatSizes, TierPlacement, assign_tiers
+from zeroshard.sharding.tier_placement import (
+    MAX_CHUNK_ELEMENTS,
+    FlatSizes,
+    TierPlacement,
+    assign_tiers,
+    split_chunks,
+    staging_bytes,
+)
 from zeroshard.sharding.units import UnitSpec
 
 
@@ -73,11 +80,15 @@ class FlatSpec:
     def master_ranges(self) -> Iterator[tuple[Range, str]]:
         """Yield the ranges of the shard, with their tiers, whose master weights have memory of their own.
 
-        A master on the device is the parameter shard itself if both have the same dtype and that is on the device too.
+        Offloaded ones are split into state chunks. A master on the device is the parameter shard itself if both have
+        the same dtype and that is on the device too.
         """
         has_device_memory = self.master_dtype != self.compute_dtype or self.has_offloaded_params
         for span, tier in self.tier_placement.optimizer if self.has_master else ():
-            if tier != "device" or has_device_memory:
+            if tier != "device":
+                for chunk in split_chunks(span, self.shard_ranges, MAX_CHUNK_ELEMENTS[tier]):
+                    yield chunk, tier
+            elif has_device_memory:
                 yield span, tier
 
     @property
@@ -131,12 +142,11 @@ def plan_shards(
     placement: Placement,
     shard_count: int,
     state_bytes_per_element: int,
-    staging_bytes: Callable[[Sequence[FlatSizes]], int],
+    on_gpu: bool,
 ) -> ShardPlan:
     """Decide the flats of a model, their layout, and the tiers of their states.
 
     ``state_bytes_per_element``: bytes of an fp32 element's optimizer states, without its master.
-    ``staging_bytes``: returns the host memory that staging takes for given flats.
 
     >>> from torch import nn
     >>> from zeroshard.sharding.units import plan_units
@@ -144,7 +154,7 @@ def plan_shards(
     >>> params = {name: ParamSpec(p.numel(), torch.bfloat16, True, True) for name, p in model.named_parameters()}
     >>> plan = plan_shards(plan_units(model, None, config.bucket_size), params, config=config,
     ...     precision=Precision(model, config), placement=Placement.from_stage(3, ranks=2), shard_count=2,
-    ...     state_bytes_per_element=8, staging_bytes=lambda sizes: 0)
+    ...     state_bytes_per_element=8, on_gpu=False)
     >>> (flat,) = plan.flats
     >>> flat.names, flat.master_dtype, flat.is_cast_from_master
     (('weight', 'bias'), torch.float32, True)
@@ -163,7 +173,7 @@ def plan_shards(
             )
             for flat in flats
         ]
-        staging = staging_bytes(sizes)
+        staging = staging_bytes(config.offload, sizes, on_gpu)
         tiers, spare = assign_tiers(sizes, config.offload, placement.gradients, staging)
         plan = replace(plan, staging_bytes=staging, spare_host_bytes=spare)
     alloc_bytes = round_to_shared_sizes([flat.full_bytes for flat in flats])

@@ -23,6 +23,8 @@ from zeroshard.sharding.layout import ALIGN_ELEMENTS, Range, round_up
 
 PAGE_BYTES = max(4096, mmap.PAGESIZE)  # alignment of direct I/O and mmap, in a file and in memory
 MAX_TENSORS_PER_CHUNK = 4  # at most: the master and three states, as Adam with amsgrad has
+STAGING_SLOTS = 3  # staging buffers for offloaded states: one is read, one is updated, one is written
+PREFETCH_SHARDS = 2  # shards of parameters read from disk ahead of use; one more is in use
 MAX_CHUNK_ELEMENTS = {"host": 2**26, "disk": 2**24}  # elements of a state chunk, at most: 20 ms of work
 
 
@@ -92,6 +94,27 @@ def assign_tiers(
     for placement, tier in _assign_whole_flats(placements, flat_bytes, param_fractions, budget):
         placement.parameters = tier
     return placements, None if math.isinf(budget["host"]) else int(budget["host"])
+
+
+def staging_bytes(offload: Offload, flats: Sequence[FlatSizes], on_gpu: bool) -> int:
+    """Return the bytes of host memory that stage offloaded states to and from the device and the disk.
+
+    They do not grow with the model.
+    """
+    max_numel, nbytes = max((flat.numel for flat in flats), default=0), 0
+    if on_gpu:
+        bytes_per_element = max(
+            (flat.param_bytes_per_element + flat.grad_bytes_per_element for flat in flats), default=0
+        )
+        nbytes += STAGING_SLOTS * min(max_numel, MAX_CHUNK_ELEMENTS["host"]) * bytes_per_element
+    if offload.needs_disk:
+        bytes_per_element = max((flat.state_bytes_per_element for flat in flats), default=0)
+        chunk_bytes = min(max_numel, MAX_CHUNK_ELEMENTS["disk"]) * bytes_per_element
+        nbytes += STAGING_SLOTS * (chunk_bytes + MAX_TENSORS_PER_CHUNK * PAGE_BYTES)  # each tensor fills its last page
+        if "disk" in offload.parameters:
+            bytes_per_element = max(flat.param_bytes_per_element for flat in flats)
+            nbytes += (PREFETCH_SHARDS + 1) * (max_numel * bytes_per_element + PAGE_BYTES)
+    return nbytes
 
 
 def _select_tiers(tiers: Sequence[str], fractions: Mapping[str, float]) -> dict[str, float]:

@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 import torch
 
 from zeroshard.engine import Gradients
-from zeroshard.memory import STAGING_SLOTS, DiskError, TierAllocator, Transfer, aligned_buffer, record_blocking_event
+from zeroshard.memory import DiskError, TierAllocator, Transfer, aligned_buffer, record_blocking_event
 from zeroshard.optim.cpu.chunk import StateChunk
 from zeroshard.optim.slices import OptimizerSlice
+from zeroshard.sharding import STAGING_SLOTS
 
 
 class StagingSlot:

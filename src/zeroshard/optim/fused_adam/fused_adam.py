@@ -163,7 +163,7 @@ class FusedAdam:
         for flat_range in slice_.flat_ranges:
             flat, gradient = flat_range.flat, flat_grads[flat_range.flat]
             if (
-                flat.is_offloaded
+                flat.spec.has_offloaded_params
                 or gradient.is_offloaded
                 or gradient.dtype not in SUPPORTED_DTYPES
                 or flat.dtype not in SUPPORTED_DTYPES
@@ -207,7 +207,7 @@ class FusedAdam:
                 shard = flat_grads[flat_range.flat].shard
                 assert shard is not None
                 yield shard.data_ptr()
-                yield 0 if flat_range.flat.is_cast_from_master else flat_range.flat.local_shards[0].data_ptr()
+                yield 0 if flat_range.flat.spec.is_cast_from_master else flat_range.flat.local_shards[0].data_ptr()
 
     def _slice_tensors(self, slice_index: int, slice_: OptimizerSlice, state: dict[str, Any]) -> Iterator[SliceTensors]:
         offset = 0
@@ -234,7 +234,7 @@ class FusedAdam:
             overlap = shard_range.intersect(flat_range.span)
             if overlap is not None:
                 within = slice(overlap.start - shard_range.start, overlap.end - shard_range.start)
-                param_view = None if flat.is_cast_from_master else flat.local_shards[bucket_index][within]
+                param_view = None if flat.spec.is_cast_from_master else flat.local_shards[bucket_index][within]
                 yield overlap.start - flat_range.span.start, shard[overlap.slice], param_view
 
 

@@ -1,4 +1,4 @@
-"""User edits: find out that the user's code has changed parameters, and take over or refuse the change.
+"""ParamAccess: what an access to a unit's parameters meets, and whether the user's code has changed them.
 
 [Note: edits of parameters]
 Replicated parameters without a master weight are what the optimizer updates, so an in-place edit (an initialisation,
@@ -13,42 +13,161 @@ Partitioned parameters are a copy that is gathered for a pass: an edit would be 
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import weakref
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
 
 from zeroshard.engine.flat_param import FlatParam
-from zeroshard.engine.parameter import data_ptrs, param_info, param_versions
+from zeroshard.engine.param_data import data_ptrs, param_versions
+from zeroshard.engine.parameter import (
+    GatheredDTensor,
+    GatheredParameter,
+    GuardedDTensor,
+    GuardedParameter,
+    ParamOwner,
+    ReducedGradDTensor,
+    ReducedGradParameter,
+    param_info,
+)
 
 MAX_FORWARD_EDIT_CHECKS = 2  # forwards of a replicated unit after which the values are compared
 MAX_CHECKSUMS = 4  # all-gathers of a partitioned unit whose values are compared: two forwards, two backwards
 
 
-class GatheredEditDetector:
-    """Detects in-place changes to a partitioned unit's parameters while they are unsharded.
+class ParamClasses:
+    """The classes of a parameter, looked up once: its class changes several times a step."""
 
-    Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first few
-    times the values are compared as well: a forward that changes its weights does so every time.
+    def __init__(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
+        self.parameter: Any = parameter
+        self.original = original
+        kinds: dict[str, tuple[type, type]] = {
+            "guarded": (GuardedParameter, GuardedDTensor),
+            "gathered": (GatheredParameter, GatheredDTensor),
+            "reduced_grad": (ReducedGradParameter, ReducedGradDTensor),
+        }
+        is_dtensor = isinstance(parameter, DTensor)
+        self.by_kind: dict[str, type] = {"original": original} | {
+            kind: dtensor if is_dtensor else _subclass_for(plain, original, parameter)
+            for kind, (plain, dtensor) in kinds.items()
+        }
+
+
+@functools.cache
+def _subclass(kind: type, original: type) -> type:
+    return type(original)(f"{kind.__name__}[{original.__name__}]", (kind, original), {"__slots__": ()})
+
+
+def _subclass_for(kind: type, original: type, parameter: nn.Parameter) -> type:
+    """Return ``kind``, or a class derived from it and the user's parameter class, so that isinstance() still holds."""
+    if original is nn.Parameter or issubclass(nn.Parameter, original):
+        return kind
+    try:
+        derived = _subclass(kind, original)
+        parameter.__class__ = derived  # Python swaps only classes with the same layout
+        parameter.__class__ = original
+    except TypeError:
+        return kind
+    return derived
+
+
+class ParamAccess:
+    """What an access to a unit's parameters meets, by their class (see parameter.py), and whether it has changed them.
+
+    A partitioned unit guards its parameters while no running module uses them; a replicated unit guards them while
+    their values are not there.
     """
 
-    def __init__(self, flats: list[FlatParam]) -> None:
-        self._flats = flats
-        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
+    def __init__(self, flats: list[FlatParam], is_partitioned: bool) -> None:
+        self._flats, self._is_partitioned = flats, is_partitioned
+        self._param_classes: list[ParamClasses] = []  # of all parameters
+        self._param_classes_by_module: dict[str, list[ParamClasses]] = {}  # the parameters that each module may use
+        self.unguarded: list[ParamClasses] = []  # partitioned: all other parameters are guarded
+        self.unguarded_kind = "original"  # replicated: "reduced_grad" if ``grad`` is the reduced gradient
+        self._guarded_kind = "guarded"  # partitioned: "gathered" inside gathered()
+        self._versions: list[int] = []  # partitioned: the version counters when the all-gather started
+        self._checksums: list[torch.Tensor] = []  # partitioned: of each flat when the all-gather was complete
         self._checksums_left = MAX_CHECKSUMS
-        self._versions: list[int] = []
-        self._checksums: list[torch.Tensor] = []
+
+    def add_param(self, parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
+        """Register a parameter of the unit, and the class it had."""
+        self._param_classes.append(ParamClasses(parameter, original))
+
+    def add_module(self, name: str, module: nn.Module) -> None:
+        """Record which of the unit's parameters a module has."""
+        own = {id(parameter) for parameter in module.parameters()}
+        self._param_classes_by_module[name] = [
+            classes for classes in self._param_classes if id(classes.parameter) in own
+        ]
+
+    def set_owner(self, owner: ParamOwner) -> None:
+        """Let the parameters ask ``owner``, the engine, for their values and gradients."""
+        reference = weakref.ref(owner)  # weak: parameter → owner → unit → parameter would be a cycle
+        for classes in self._param_classes:
+            info = param_info(classes.parameter)
+            if info is not None:
+                info.owner = reference
+
+    # -- classes ------------------------------------------------------------------------------------------------
+
+    def unguard(self, module: str | None) -> None:
+        """Unguard the parameters of a module of a partitioned unit, or all of them."""
+        every = self._param_classes
+        if len(self.unguarded) == len(every):
+            return
+        wanted = every if module is None else self._param_classes_by_module.get(module, every)
+        guarded = [classes for classes in wanted if classes.parameter.__class__ is not classes.original]
+        for classes in guarded:
+            classes.parameter.__class__ = classes.original
+        self.unguarded = self.unguarded + guarded if self.unguarded else guarded
+
+    def guard(self) -> None:
+        """Guard all parameters of a partitioned unit."""
+        for classes in self.unguarded:
+            classes.parameter.__class__ = classes.by_kind[self._guarded_kind]
+        self.unguarded = []
+
+    def set_classes(self, kind: str) -> None:
+        """Set the class of all parameters; ``kind`` is a key of ``ParamClasses.by_kind``."""
+        for classes in self._param_classes:
+            classes.parameter.__class__ = classes.by_kind[kind]
+
+    def set_unguarded_kind(self, kind: str, has_values: bool) -> None:
+        """Set the class of unguarded parameters; of a replicated unit's, now and whenever it has its values."""
+        if self._is_partitioned:
+            for classes in self.unguarded:
+                classes.parameter.__class__ = classes.by_kind[kind]
+            return
+        self.unguarded_kind = kind
+        if has_values:
+            self.set_classes(kind)
+
+    def set_guarded_kind(self, kind: str) -> None:
+        """Set the class that a partitioned unit's parameters have while no running module uses them."""
+        self._guarded_kind = kind
+        unguarded = {id(classes) for classes in self.unguarded}
+        for classes in self._param_classes if self._is_partitioned else ():
+            if id(classes) not in unguarded:
+                classes.parameter.__class__ = classes.by_kind[kind]
+
+    # -- edits of a partitioned unit's parameters while they are unsharded --------------------------------------
+    #
+    # Version counters show all changes except those through ``parameter.data``, at 0.1 µs per parameter. So the first
+    # few times the values are compared as well: a forward that changes its weights does so every time.
 
     def record_versions(self) -> None:
         """Record the version counters when an all-gather starts."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [parameter._version for parameter in self._parameters]
+            self._versions = [classes.parameter._version for classes in self._param_classes]
         self._checksums = []
 
     def record_checksums(self) -> None:
@@ -56,11 +175,12 @@ class GatheredEditDetector:
         if self._checksums_left:
             self._checksums = [_checksum(flat.full) for flat in self._flats]
 
-    def reset(self) -> None:
+    def accept_edits(self) -> None:
         """Record versions and checksums again, after the changes have been written back."""
+        has_checksums = bool(self._checksums)
         if self._versions:
-            self._versions = param_versions(self._parameters)
-        if self._checksums:
+            self.record_versions()
+        if has_checksums:
             self.record_checksums()
 
     def find_edit(self, keep_record: bool = False) -> RuntimeError | None:
@@ -69,7 +189,7 @@ class GatheredEditDetector:
         if not keep_record:
             self._versions, self._checksums = [], []
         with torch._C.DisableTorchFunctionSubclass():
-            versions = [parameter._version for parameter in self._parameters]
+            versions = [classes.parameter._version for classes in self._param_classes]
         if versions != old_versions:
             names = [name for flat in self._flats for name in flat.names]
             changed = [n for n, old, new in zip(names, old_versions, versions, strict=True) if old != new]
@@ -105,6 +225,9 @@ class ReplicatedEditDetector:
 
     def __init__(self, flats: list[FlatParam]) -> None:
         self._flats = flats
+        # the parameters' addresses and version counters when last checked
+        self._known_data_ptrs: dict[FlatParam, list[int]] = {}
+        self._known_versions: dict[FlatParam, list[int]] = {}
         self._data_aliases: list[weakref.ref[torch.Tensor]] = []  # ``parameter.data`` in the user's hands
         self._forward_checks_left = MAX_FORWARD_EDIT_CHECKS
         self._has_forward_edits = False  # a forward was found that writes through ``parameter.data``
@@ -118,11 +241,15 @@ class ReplicatedEditDetector:
         """Remember that the user got ``parameter.data`` and may write to it while it is alive."""
         self._data_aliases.append(weakref.ref(values))
 
-    def record_versions(self) -> None:
-        """Record that the masters match the current values."""
-        for flat in self._flats:
+    def record_versions(self, flats: Iterable[FlatParam] | None = None) -> None:
+        """Record that the masters, of all flats or of these, match the current values."""
+        for flat in self._flats if flats is None else flats:
             if flat.master is not None:
-                flat.known_versions = param_versions(flat.parameters)
+                self._known_versions[flat] = param_versions(flat.parameters)
+
+    def forget_data_ptrs(self) -> None:
+        """Accept that the parameters' memory has moved."""
+        self._known_data_ptrs.clear()
 
     def check_forward(self) -> None:
         """Check after a forward whether it has changed the parameters through ``parameter.data``.
@@ -141,13 +268,13 @@ class ReplicatedEditDetector:
         """
         is_edited = has_values and self.has_masters and self._may_have_data_edits()
         for flat in self._flats:
-            if flat.known_data_ptrs is None:
-                flat.known_data_ptrs = [view.data_ptr() for view in flat.views]
+            if flat not in self._known_data_ptrs:
+                self._known_data_ptrs[flat] = [view.data_ptr() for view in flat.views]
             addresses = data_ptrs(flat.parameters, flat.has_dtensors)
-            if addresses != flat.known_data_ptrs:
-                _raise_data_replaced(flat, addresses)
+            if addresses != self._known_data_ptrs[flat]:
+                _raise_data_replaced(flat.names, self._known_data_ptrs[flat], addresses)
             is_edited = is_edited or (
-                flat.master is not None and param_versions(flat.parameters) != flat.known_versions
+                flat.master is not None and param_versions(flat.parameters) != self._known_versions.get(flat)
             )
         return is_edited
 
@@ -158,9 +285,8 @@ class ReplicatedEditDetector:
         return was_read or self._has_forward_edits
 
 
-def _raise_data_replaced(flat: FlatParam, addresses: list[int]) -> None:
-    known = zip(flat.names, flat.known_data_ptrs or (), addresses, strict=True)
-    name = next(name for name, old, new in known if old != new)
+def _raise_data_replaced(names: Sequence[str], known: list[int], addresses: list[int]) -> None:
+    name = next(name for name, old, new in zip(names, known, addresses, strict=True) if old != new)
     raise RuntimeError(
         f"the data of {name!r} was replaced after zeroshard.shard() (by `parameter.data = …`, "
         "vector_to_parameters, model.to(…) or the like), so the optimizer no longer updates what the model uses. "
