@@ -23,6 +23,7 @@ from zeroshard.comm import (
     MeshAxis,
     Traffic,
     mesh_axes,
+    open_consistency_checker,
     tensor_axis_name,
 )
 from zeroshard.config.config import Config
@@ -42,7 +43,6 @@ from zeroshard.engine import (
     install_hooks,
     local_data,
     make_plain,
-    open_consistency_checker,
     open_tiers,
     plan_model,
     unit_of,

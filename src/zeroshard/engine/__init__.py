@@ -14,7 +14,6 @@ from zeroshard.engine.module_buffers import BufferBroadcaster
 from zeroshard.engine.offload_states import OffloadedStates
 from zeroshard.engine.parameter import PICKLE_ERROR, local_data, param_info, param_versions
 from zeroshard.engine.rank_checks import (
-    open_consistency_checker,
     open_tiers,
     verify_same_model,
     verify_same_tensor_plan,
@@ -51,7 +50,6 @@ __all__ = [
     "local_data",
     "make_plain",
     "on_scaled_loss",
-    "open_consistency_checker",
     "open_tiers",
     "param_info",
     "param_versions",
