@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
-from zeroshard.activations.stack import ActivationStack, OptionalEvent, StackSlot
-from zeroshard.memory import MemoryTracker, PinnedBuffer, PoolBuffer, SideStream
+from zeroshard.activations.stack import ActivationStack, OptionalEvent, PoolBuffer, StackSlot
+from zeroshard.memory import MemoryTracker, PinnedBuffer, SideStream
 
 
 class SavedActivation:

@@ -1,7 +1,6 @@
 """Where tensors live: the memory tracker, arenas for long-lived tensors, the bucket ring, and the tiers."""
 
 from zeroshard.memory.allocator.segment_preallocator import SegmentPreallocator
-from zeroshard.memory.arena import Arena
 from zeroshard.memory.bucket_ring import BucketRing, BucketSlot, buffer_lengths
 from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
 from zeroshard.memory.disk.file import DiskError
@@ -12,7 +11,7 @@ from zeroshard.memory.host_memory import (
     host_memory,
     local_world_size,
 )
-from zeroshard.memory.pool import CublasWorkspace, Pool, PoolBuffer
+from zeroshard.memory.pool import Arena, CublasWorkspace, Pool
 from zeroshard.memory.streams import SideStream, record_blocking_event
 from zeroshard.memory.tier_allocator import (
     PREFETCH_SHARDS,
@@ -39,7 +38,6 @@ __all__ = [
     "ParamPrefetcher",
     "PinnedBuffer",
     "Pool",
-    "PoolBuffer",
     "Profile",
     "Report",
     "SegmentPreallocator",
