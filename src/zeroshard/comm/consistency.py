@@ -32,7 +32,6 @@ from zeroshard.comm.heartbeat_monitor import (
     HeartbeatMonitor,
     RankFault,
     RanksDisagreeError,
-    read_announcements,
 )
 from zeroshard.comm.peers import BarrierWait
 
@@ -94,10 +93,6 @@ class ConsistencyChecker:
     def is_distributed(self) -> bool:
         """Whether there are other ranks that really communicate."""
         return self._store is not None
-
-    @property
-    def _other_ranks(self) -> list[int]:
-        return [rank for rank in range(len(self.global_ranks)) if rank != self.rank]
 
     def track_progress(self, progress: CollectiveProgress) -> None:
         """Set the object that knows this rank's position."""
@@ -309,16 +304,15 @@ class ConsistencyChecker:
         """Return the reasons other ranks recorded before they left their pass: see :meth:`announce_failure`."""
         found: Announcements = {}
         with contextlib.suppress(RuntimeError):  # the store died with its rank
-            found = read_announcements(self._store, "note", self._other_ranks) if self._store is not None else {}
+            found = self._monitor.announcements.read_failures() if self._monitor is not None else {}
         return [f"rank {rank} failed: {why}" for rank, (index, why) in found.items() if index >= self._last_confirmed]
 
     def _disagreement_error(self, what: str) -> RanksDisagreeError:
         """Describe the positions of all ranks, in the returned error and to the other ranks."""
-        assert self._store is not None and self._monitor is not None
-        announced = read_announcements(self._store, "rank", self._other_ranks)
-        elsewhere = []
-        for rank in self._other_ranks:
-            index, event = announced.get(rank, (-1, ""))
+        assert self._monitor is not None
+        events, elsewhere = self._monitor.announcements.read_events(), []
+        for rank in self._monitor.announcements.other_ranks:
+            index, event = events.get(rank, (-1, ""))
             if index > self._last_confirmed:
                 elsewhere.append(f"rank {rank} is about to {event}")
             else:
