@@ -62,9 +62,11 @@ class Pool:
     tensor([0.])
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool: Any = torch.cuda.MemPool(use_on_oom=True) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, is_separate: bool = True) -> None:
+        """``is_separate=False``: the default pool of the allocator."""
+        self.device, self.is_separate = device, is_separate
+        has_pool = is_separate and device.type == "cuda"
+        self._pool: Any = torch.cuda.MemPool(use_on_oom=True) if has_pool else None
         self._guards: list[Any] = []
 
     def __enter__(self) -> Pool:
@@ -97,8 +99,7 @@ class Pool:
 class Arena:
     """One contiguous allocation for long-lived tensors: each gets a range of it, once.
 
-    Adjacent ranges can be viewed as one tensor, so that one fused kernel steps the shards of many units. ``in_pool``:
-    allocate in the separate pool, else in the default pool.
+    Adjacent ranges can be viewed as one tensor, so that one fused kernel steps the shards of many units.
 
     >>> arena = Arena("parameters", 8, torch.float32, Pool(torch.device("cpu")), MemoryTracker())
     >>> a, b = arena.allocate(3), arena.allocate(5)
@@ -113,10 +114,8 @@ class Arena:
     tensor([0., 0., 0.])
     """
 
-    def __init__(
-        self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, tracker: MemoryTracker, in_pool: bool = True
-    ) -> None:
-        self._kind, self._pool, self._tracker, self._is_in_pool = kind, pool, tracker, in_pool
+    def __init__(self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, tracker: MemoryTracker) -> None:
+        self._kind, self._pool, self._tracker = kind, pool, tracker
         with self._allocation_context(numel * dtype.itemsize):
             self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: padding must not contain NaN
         self._allocated_numel = 0
@@ -153,28 +152,29 @@ class Arena:
             self._tracker.add(self._kind, -self.tensor.nbytes)
             self._has_storage = False
 
-    def move_to_pool(self) -> None:
-        """Move the tensor into the pool permanently, if memory allows. Ranges already returned move with it."""
-        if self._is_in_pool or not self._has_storage or self._pool.device.type != "cuda":
-            self._is_in_pool = True
+    def move_to(self, pool: Pool) -> None:
+        """Move the tensor into another pool, if memory allows. Ranges already returned move with it."""
+        if self._pool is pool or not self._has_storage or pool.device.type != "cuda":
+            self._pool = pool
             return
         try:
             values = self.tensor.clone()
         except torch.OutOfMemoryError:
             return
         self.free_storage()
-        self._is_in_pool = True
+        old_pool, self._pool = self._pool, pool
         try:
             self.alloc_storage()
         except torch.OutOfMemoryError:
-            self._is_in_pool = False
+            self._pool = old_pool
             self.alloc_storage()
         self.tensor.copy_(values)
 
     def _allocation_context(self, nbytes: int) -> AbstractContextManager[object]:
-        if self._is_in_pool:
-            self._pool.reserve([nbytes])
-        return self._pool if self._is_in_pool else nullcontext()
+        if not self._pool.is_separate:
+            return nullcontext()
+        self._pool.reserve([nbytes])
+        return self._pool
 
 
 class CublasWorkspace:
