@@ -194,6 +194,86 @@ class Communicator:
         return _TimedWork(work, self.wait_timer) if self.wait_timer.is_running else work
 
 
+class _CompletedWork:
+    """A collective of a single rank: nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _TimedWork:
+    """A collective whose ``wait`` is timed."""
+
+    def __init__(self, work: Any, wait_timer: WaitTimer) -> None:
+        self._work, self._wait_timer = work, wait_timer
+
+    def wait(self) -> None:
+        with self._wait_timer:
+            self._work.wait()
+
+
+class _MonitoredWork:
+    """A collective whose ``wait`` blocks the host: if it will never complete, an error names the missing rank."""
+
+    def __init__(
+        self,
+        work: Any,
+        description: str,
+        consistency: ConsistencyChecker,
+        wait_timer: WaitTimer,
+        on_done: Callable[[], object] | None = None,
+    ) -> None:
+        self._work, self._description, self._consistency = work, description, consistency
+        self._wait_timer, self._on_done = wait_timer, on_done
+
+    def wait(self) -> None:
+        start = time.monotonic()
+        with self._wait_timer:
+            try:
+                self._work.wait(POLL_INTERVAL / 100 if self._consistency.faults else POLL_INTERVAL)
+            except RuntimeError:  # still running, or failed
+                self._consistency.wait_for_work(self._work, self._description, start)
+        if self._on_done is not None:
+            self._on_done()
+
+
+def all_gather_sync(output: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> None:
+    """All-gather every rank's ``part`` over an axis without a communicator, and wait for it."""
+    _all_gather(output, part, group=axis.group)
+
+
+def all_gather_object(
+    value: Any, group: dist.ProcessGroup | None, what: str, consistency: ConsistencyChecker | None
+) -> list[Any]:
+    """Return the small picklable value of every rank of a group, like ``dist.all_gather_object``.
+
+    With ``consistency``, a rank that dies, exits or deviates meanwhile causes an error that names it instead of a hang.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    size = dist.get_world_size(group)
+    with consistency.explain_errors(what) if consistency is not None else nullcontext():
+        if consistency is None or group_backend(group, torch.device("cpu")) != "gloo":
+            values: list[Any] = [None] * size
+            dist.all_gather_object(values, value, group=group)
+            return values
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = torch.empty(size, dtype=torch.int64)
+        _wait_monitored(
+            _all_gather(lengths, torch.tensor([data.numel()]), group=group, async_op=True), what, consistency
+        )
+        max_length = int(lengths.max())
+        gathered, padded = torch.empty(size * max_length, dtype=torch.uint8), torch.zeros(max_length, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, consistency)
+    parts = zip(gathered.view(size, max_length), lengths.tolist(), strict=True)
+    return [pickle.loads(part[:length].numpy().tobytes()) for part, length in parts]
+
+
+def _wait_monitored(work: Any, what: str, consistency: ConsistencyChecker) -> None:
+    _MonitoredWork(work, what, consistency, WaitTimer(on_stream=False)).wait()
+
+
 class CollectiveOrder:
     """Record each pass (a forward, a backward, a step) as a list of events, and expect the same next time.
 
@@ -301,83 +381,3 @@ class CollectiveOrder:
     def remaining_events(self) -> list[str]:
         """Return all events still expected in this pass."""
         return self._expected_events[self._position :]
-
-
-class _CompletedWork:
-    """A collective of a single rank: nothing to wait for."""
-
-    def wait(self) -> None:
-        pass
-
-
-class _TimedWork:
-    """A collective whose ``wait`` is timed."""
-
-    def __init__(self, work: Any, wait_timer: WaitTimer) -> None:
-        self._work, self._wait_timer = work, wait_timer
-
-    def wait(self) -> None:
-        with self._wait_timer:
-            self._work.wait()
-
-
-class _MonitoredWork:
-    """A collective whose ``wait`` blocks the host: if it will never complete, an error names the missing rank."""
-
-    def __init__(
-        self,
-        work: Any,
-        description: str,
-        consistency: ConsistencyChecker,
-        wait_timer: WaitTimer,
-        on_done: Callable[[], object] | None = None,
-    ) -> None:
-        self._work, self._description, self._consistency = work, description, consistency
-        self._wait_timer, self._on_done = wait_timer, on_done
-
-    def wait(self) -> None:
-        start = time.monotonic()
-        with self._wait_timer:
-            try:
-                self._work.wait(POLL_INTERVAL / 100 if self._consistency.faults else POLL_INTERVAL)
-            except RuntimeError:  # still running, or failed
-                self._consistency.wait_for_work(self._work, self._description, start)
-        if self._on_done is not None:
-            self._on_done()
-
-
-def all_gather_sync(output: torch.Tensor, part: torch.Tensor, axis: MeshAxis) -> None:
-    """All-gather every rank's ``part`` over an axis without a communicator, and wait for it."""
-    _all_gather(output, part, group=axis.group)
-
-
-def all_gather_object(
-    value: Any, group: dist.ProcessGroup | None, what: str, consistency: ConsistencyChecker | None
-) -> list[Any]:
-    """Return the small picklable value of every rank of a group, like ``dist.all_gather_object``.
-
-    With ``consistency``, a rank that dies, exits or deviates meanwhile causes an error that names it instead of a hang.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return [value]
-    size = dist.get_world_size(group)
-    with consistency.explain_errors(what) if consistency is not None else nullcontext():
-        if consistency is None or group_backend(group, torch.device("cpu")) != "gloo":
-            values: list[Any] = [None] * size
-            dist.all_gather_object(values, value, group=group)
-            return values
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.empty(size, dtype=torch.int64)
-        _wait_monitored(
-            _all_gather(lengths, torch.tensor([data.numel()]), group=group, async_op=True), what, consistency
-        )
-        max_length = int(lengths.max())
-        gathered, padded = torch.empty(size * max_length, dtype=torch.uint8), torch.zeros(max_length, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        _wait_monitored(_all_gather(gathered, padded, group=group, async_op=True), what, consistency)
-    parts = zip(gathered.view(size, max_length), lengths.tolist(), strict=True)
-    return [pickle.loads(part[:length].numpy().tobytes()) for part, length in parts]
-
-
-def _wait_monitored(work: Any, what: str, consistency: ConsistencyChecker) -> None:
-    _MonitoredWork(work, what, consistency, WaitTimer(on_stream=False)).wait()
