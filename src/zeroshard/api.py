@@ -24,6 +24,7 @@ from zeroshard.comm import (
     MeshAxis,
     Traffic,
     mesh_axes,
+    open_consistency_checker,
     tensor_axis_name,
 )
 from zeroshard.config.config import Config
@@ -36,7 +37,6 @@ from zeroshard.engine import (
     check_model,
     full_tensors,
     make_plain,
-    open_consistency_checker,
     open_tiers,
     plan_model,
     verify_same_model,

@@ -59,7 +59,7 @@ def expected(model: nn.Module, batch: torch.Tensor | None = None, loss_of: Any =
 def used(model: nn.Module) -> tuple[int, int]:
     """Bytes in use for activations, near and far."""
     wrapped = next(m.__dict__["forward"] for m in model.modules() if "forward" in m.__dict__)
-    stores = wrapped._context._stores.values()
+    stores = wrapped.context._stores.values()
     return sum(store.device_stack.used_bytes for store in stores), sum(store.host_stack.used_bytes for store in stores)
 
 
@@ -407,7 +407,7 @@ def test_without_gradients_nothing_is_kept_or_run_again() -> None:
     model.requires_grad_(False)
     net_loss(model, batches(1)[0])
     assert runs == [3, 3, 3]
-    assert model.blocks[0].forward._context._stores == {}
+    assert model.blocks[0].forward.context._stores == {}
 
 
 @pytest.mark.parametrize("mode", ["kept", "offloaded"])
@@ -418,7 +418,7 @@ def test_deleting_the_model_frees_it_without_the_cycle_collector_once_its_graph_
     gc.collect()
     gc.disable()
     try:
-        watched = [weakref.ref(model.blocks[0]), weakref.ref(model.blocks[0].forward._context)]
+        watched = [weakref.ref(model.blocks[0]), weakref.ref(model.blocks[0].forward.context)]
         weight = model.blocks[1].up.weight
         del model
         loss.backward()

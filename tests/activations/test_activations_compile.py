@@ -68,7 +68,7 @@ def compiled(rank: int, plain: Any) -> list[tuple[str, Any, list[str], int]]:
             wrapped = next(
                 m.__dict__["forward"] for m in model.modules() if hasattr(m.__dict__.get("forward"), "restore")
             )
-            far = sum(store.host_stack.used_bytes for store in wrapped._context._stores.values())
+            far = sum(store.host_stack.used_bytes for store in wrapped.context._stores.values())
             del held
             results.append((f"{way.__name__} {first}", found, targets, far))
     return results

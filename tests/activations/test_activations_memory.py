@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.activations.stack import ALIGN_BYTES, ActivationStack, StackSlot
+from zeroshard.activations.stack import ALIGN_BYTES, ActivationStack, PoolBuffer, StackSlot
 from zeroshard.activations.store import ActivationStore
 from zeroshard.activations.tensor_layout import TensorLayout, checksum
-from zeroshard.memory.pool import PoolBuffer
 from zeroshard.memory.tracker import MemoryTracker, NowAndPeak
 from zeroshard.sharding.layout import round_up
 

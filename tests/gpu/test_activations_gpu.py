@@ -40,7 +40,7 @@ def gradients(model: GPT, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def store_of(model: GPT) -> ActivationStore:
-    (store,) = model.blocks[0].forward._context._stores.values()
+    (store,) = model.blocks[0].forward.context._stores.values()
     return store  # type: ignore[no-any-return]
 
 

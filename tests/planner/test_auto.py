@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.activations.checkpoint import CheckpointedForward
-from zeroshard.engine.rank_checks import open_consistency_checker
+from zeroshard.comm import open_consistency_checker
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner import auto, traced_model
 from zeroshard.planner.auto import (

@@ -223,9 +223,9 @@ class RecomputeContext:
     """Options and stores for the saved inputs of one model's blocks, whether the model is plain or sharded."""
 
     def __init__(self, partition: bool | DeviceMesh | None, offload: bool) -> None:
-        self._partition = partition
+        self.partition = partition
         self._mesh_axis = MeshAxis.from_group(partition.get_group(0)) if isinstance(partition, DeviceMesh) else None
-        self._offload = offload
+        self.has_offload = offload
         self._stores: dict[torch.device, ActivationStore] = {}
         self.tracker: MemoryTracker | None = None  # tracker of the sharded model
         self._saved_by_tensor: Any = WeakIdKeyDictionary()  # tensor → (version, weak SavedInput)
@@ -236,16 +236,16 @@ class RecomputeContext:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecomputeContext:
         """Return a new context with the same options: a copied model saves its own inputs."""
-        return RecomputeContext(self._partition, self._offload)
+        return RecomputeContext(self.partition, self.has_offload)
 
     def __reduce__(self) -> Any:
         """Pickle the options without the saved inputs."""
-        if isinstance(self._partition, DeviceMesh):
+        if isinstance(self.partition, DeviceMesh):
             raise TypeError(
                 "a model whose activations are partitioned over a DeviceMesh cannot be pickled: undo checkpointing "
                 "first with zeroshard.checkpoint_activations(model, ())"
             )
-        return RecomputeContext, (self._partition, self._offload)
+        return RecomputeContext, (self.partition, self.has_offload)
 
     def find_comm_and_axis(self, block: nn.Module) -> tuple[Communicator | None, MeshAxis]:
         """Return the communicator of the block's model, and the axis over which the inputs are partitioned."""
@@ -272,16 +272,16 @@ class RecomputeContext:
     def _partition_axis(self, comm: Communicator | None) -> MeshAxis:
         if self._mesh_axis is not None:
             return self._mesh_axis
-        if self._partition is True and (comm is None or comm.tensor_axis.size == 1):
+        if self.partition is True and (comm is None or comm.tensor_axis.size == 1):
             raise RuntimeError(
                 "checkpoint_activations(partition=True) partitions activations over the tensor axis, but this model "
                 "has none: shard it with a mesh whose last axis is named 'tensor', or pass partition a DeviceMesh"
             )
-        return MeshAxis(None, 1, 0) if self._partition is False or comm is None else comm.tensor_axis
+        return MeshAxis(None, 1, 0) if self.partition is False or comm is None else comm.tensor_axis
 
     def store_for(self, device: torch.device) -> ActivationStore:
         if device not in self._stores:
-            self._stores[device] = ActivationStore(device, self._offload)
+            self._stores[device] = ActivationStore(device, self.has_offload)
             self._stores[device].set_tracker(self.tracker)
         return self._stores[device]
 

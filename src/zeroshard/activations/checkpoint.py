@@ -79,10 +79,8 @@ def checkpoint_activations(
     _check_partition(partition)
     _check_policy(policy)
     selected = select_blocks(model, blocks)
-    for module in model.modules():
-        checkpointed = module.__dict__.get("forward")
-        if isinstance(checkpointed, CheckpointedForward):
-            checkpointed.restore()
+    for checkpointed in checkpointed_forwards(model).values():
+        checkpointed.restore()
     context = RecomputeContext(partition, offload)
     for name, block in selected.items():
         block.__dict__["forward"] = CheckpointedForward(block, name, context, policy, block.__dict__.get("forward"))
@@ -123,8 +121,8 @@ class CheckpointedForward:
     ) -> None:
         self._block_ref = weakref.ref(block)  # weak: the block refers to this object
         self._name = name
-        self._context = context
-        self._policy = policy
+        self.context = context
+        self.policy = policy
         self._original_forward = forward  # an override on the instance, not the class's forward
         self._verified_axis: MeshAxis | None = None  # axis over which the inputs were verified as replicated
         self._cached_parameters: list[nn.Parameter] = []  # the block's parameters, while the model is sharded
@@ -132,7 +130,7 @@ class CheckpointedForward:
 
     def __reduce__(self) -> Any:
         """Support copy and pickle: the copied block gets its own CheckpointedForward."""
-        return CheckpointedForward, (self._block, self._name, self._context, self._policy, self._original_forward)
+        return CheckpointedForward, (self._block, self._name, self.context, self.policy, self._original_forward)
 
     @property
     def _block(self) -> nn.Module:
@@ -154,14 +152,18 @@ class CheckpointedForward:
         else:
             self._block.__dict__["forward"] = self._original_forward
 
+    def save_full_on_device(self) -> None:
+        """Save full inputs on the device from now on: neither partitioned nor offloaded."""
+        self.context = RecomputeContext(partition=False, offload=False)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, checkpointed if gradients are enabled."""
         forward = self.__wrapped__
         if not torch.is_grad_enabled() or self._needs_kv_cache(args, kwargs):
             return forward(*args, **kwargs)
         options: dict[str, Any] = {"use_reentrant": False}
-        if self._policy is not None:
-            options["context_fn"] = partial(_selective_contexts, self._policy)
+        if self.policy is not None:
+            options["context_fn"] = partial(_selective_contexts, self.policy)
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, **options, **kwargs)
         return self._run_checkpointed(forward, args, kwargs, options)
@@ -177,7 +179,7 @@ class CheckpointedForward:
         tensors, run = flatten_arguments(forward, args, kwargs)
         if thread_state.is_in_block:
             return checkpoint(run, *tensors, **options)
-        call = BlockCall(self._name, self._context, self._block)
+        call = BlockCall(self._name, self.context, self._block)
         if self._verified_axis != call.axis and call.check_inputs_replicated(tensors):
             self._verified_axis = call.axis
         input_versions = call.input_versions(tensors)
@@ -194,7 +196,7 @@ class CheckpointedForward:
                 self._raise_params_modified(forward_versions)
             return run(*given)
 
-        if self._policy is None:
+        if self.policy is None:
             recomputation = BlockRecomputation(self._name, run, tensors)
             packed_inputs = [call.pack(tensor) for tensor in tensors]
             output = recomputation.forward(load_inputs)
@@ -207,7 +209,7 @@ class CheckpointedForward:
 
     def _block_parameters(self) -> list[nn.Parameter]:
         """Return the block's parameters. A sharded model's parameters do not change, so they are cached."""
-        tracker = self._context.tracker
+        tracker = self.context.tracker
         if tracker is None:
             return [parameter for parameter in self._block.parameters() if not parameter.is_inference()]
         if self._tracker_ref is None or self._tracker_ref() is not tracker:
@@ -224,6 +226,12 @@ class CheckpointedForward:
             f"checkpointed block {self._name!r}, which would be recomputed with the new values: call backward() before "
             "step(), a load or an edit of parameters, or run forward again"
         )
+
+
+def checkpointed_forwards(model: nn.Module) -> dict[str, CheckpointedForward]:
+    """Return the forwards of the blocks that :func:`checkpoint_activations` has changed, by the block's name."""
+    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    return {name: forward for name, forward in forwards.items() if isinstance(forward, CheckpointedForward)}
 
 
 def select_blocks(model: nn.Module, blocks: BlockSelector) -> dict[str, nn.Module]:

@@ -23,11 +23,25 @@ from collections.abc import Callable
 
 import torch
 
-from zeroshard.memory import MemoryTracker, PinnedBuffer, PoolBuffer
+from zeroshard.memory import MemoryTracker, PinnedBuffer, Pool
 from zeroshard.sharding import round_up
 from zeroshard.utils.free_list import FreeList
 
 ALIGN_BYTES = 16  # alignment of slots, for copies and collectives
+
+
+class PoolBuffer:
+    """Device memory in its own pool: [Note: separate pool for long-lived tensors] in ``memory/pool.py``.
+
+    The pool is freed together with the memory: a pool that outlives it would keep the segment.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        pool = Pool(device)
+        with pool:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._pool = pool  # set last, so that it is deleted last
+
 
 OptionalEvent = torch.Event | None
 StackBuffer = PoolBuffer | PinnedBuffer

@@ -16,9 +16,8 @@ from functools import partial
 
 import torch
 
-from zeroshard.activations.stack import ActivationStack, OptionalEvent, StackSlot
-from zeroshard.comm import WaitTimer
-from zeroshard.memory import MemoryTracker, PinnedBuffer, PoolBuffer, SideStream
+from zeroshard.activations.stack import ActivationStack, OptionalEvent, PoolBuffer, StackSlot
+from zeroshard.memory import MemoryTracker, PinnedBuffer, SideStream
 
 
 class SavedActivation:
@@ -47,7 +46,7 @@ class ActivationStore:
 
     def __init__(self, device: torch.device, offload: bool) -> None:
         self.is_offloaded = offload
-        self._copy_stream = SideStream(device, WaitTimer(on_stream=False))
+        self._copy_stream = SideStream(device)
         on_device = partial(PoolBuffer, device=device)
         on_host = partial(PinnedBuffer.allocate, device=device) if device.type == "cuda" else on_device
         self.device_stack = ActivationStack("device", on_device, self._copy_stream.compute_wait_event)

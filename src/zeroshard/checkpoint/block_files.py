@@ -38,6 +38,14 @@ class FileRecord:
     nbytes: int
     sums: tuple[int, ...]  # the CRC-32 of each block
 
+    def check_size(self, path: Path, nbytes: int) -> None:
+        """Raise if the file at ``path`` has another size; it has ``nbytes`` bytes."""
+        if nbytes != self.nbytes:
+            raise CheckpointError(
+                f"{path} has {nbytes} bytes, expected {self.nbytes}: it is truncated or another file. "
+                f"{DAMAGED_FILE_REMEDY}"
+            )
+
 
 class CheckpointWorkers:
     """Threads of one save or load, started up front: none can be started during interpreter shutdown.
@@ -172,13 +180,11 @@ class BlockReader:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. {DAMAGED_FILE_REMEDY}") from error
-        nbytes = os.fstat(self._file.fileno()).st_size
-        if nbytes != record.nbytes:
+        try:
+            record.check_size(path, os.fstat(self._file.fileno()).st_size)
+        except CheckpointError:
             self._file.close()
-            raise CheckpointError(
-                f"{path} has {nbytes} bytes, expected {record.nbytes}: it is truncated or another file. "
-                f"{DAMAGED_FILE_REMEDY}"
-            )
+            raise
 
     def iter_blocks(self, numbers: Iterable[int], workers: CheckpointWorkers) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first byte, bytes) of each block, in order. A block is valid until the next one is requested."""

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import ConsistencyChecker, all_gather_object, broadcast_object
+from zeroshard.comm import ConsistencyChecker, all_gather_object, find_or_create_group
 from zeroshard.engine import Engine
 from zeroshard.memory import DiskError
 
 T = TypeVar("T")
-_GROUP_DESC = "zeroshard checkpoints"
 
 
 class CheckpointError(RuntimeError):
@@ -121,10 +120,7 @@ class CheckpointGroup:
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's value."""
-        received: T = broadcast_object(
-            value, self.process_group, "save or load a checkpoint", self._consistency_checker
-        )
-        return received
+        return self.all_gather(value)[0]
 
     def without_timeout(self) -> CheckpointGroup:
         """Return the same ranks without the model's timeout: for calls that wait for disks, and for other threads."""
@@ -132,14 +128,9 @@ class CheckpointGroup:
 
 
 def _get_or_create_group(ranks: list[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return the checkpoint group of these ranks; create it on the first call."""
-    for existing in dist.distributed_c10d._world.pg_map:
-        if existing.group_desc == _GROUP_DESC and dist.get_process_group_ranks(existing) == sorted(ranks):
-            return existing
+    """Return the checkpoint group of these ranks. ``timeout`` applies to its creation only."""
     backend = "gloo" if dist.is_gloo_available() and "threaded" not in dist.get_backend_config() else None
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout, backend=backend, use_local_synchronization=True, group_desc=_GROUP_DESC
-    )
-    if backend == "gloo":  # ``timeout`` applies to the creation only
+    group = find_or_create_group(ranks, "zeroshard checkpoints", backend, timeout)
+    if backend == "gloo":
         group._get_backend(torch.device("cpu"))._set_default_timeout(dist.distributed_c10d.default_pg_timeout)
     return group

@@ -155,12 +155,7 @@ class CheckpointIndex:
             file = directory / record.name
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing. {DAMAGED_FILE_REMEDY}")
-            size = file.stat().st_size
-            if size != record.nbytes:
-                raise CheckpointError(
-                    f"{file} has {size} bytes, expected {record.nbytes}: it is truncated or another file. "
-                    f"{DAMAGED_FILE_REMEDY}"
-                )
+            record.check_size(file, file.stat().st_size)
 
     def check_file_headers(self, directory: Path, numbers: Iterable[int]) -> None:
         """Raise if the header of one of the numbered files does not describe the same tensors as the index."""

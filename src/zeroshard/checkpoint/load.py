@@ -17,7 +17,7 @@ from zeroshard.checkpoint.json_codec import load_into
 from zeroshard.checkpoint.mapping import LoadMapping, map_states
 from zeroshard.checkpoint.reader import LoadSource, find_source
 from zeroshard.checkpoint.rng_state import set_rng_states
-from zeroshard.checkpoint.train_state import engine_of, unwrap_compiled
+from zeroshard.checkpoint.train_state import engine_of_model, unwrap_compiled
 
 
 @dataclass
@@ -82,7 +82,7 @@ def load(
         raise ValueError("weights=False loads only optimizer states, but no optimizer was given: pass the optimizer")
     wait_for_pending_save()
     model = unwrap_compiled(model)
-    engine = engine_of(model)
+    engine = engine_of_model(model)
     if engine is not None:
         engine.state_guard.check_not_gathered("zeroshard.load()")
     checkpoint_group = CheckpointGroup.open(engine, "load")

@@ -20,7 +20,7 @@ from zeroshard.checkpoint.group import CheckpointError, CheckpointGroup
 from zeroshard.checkpoint.json_codec import encode, state_dict_of
 from zeroshard.checkpoint.rng_state import get_rng_states
 from zeroshard.checkpoint.train_state import (
-    engine_of,
+    engine_of_model,
     get_train_state,
     persistent_buffers,
     tied_names,
@@ -78,7 +78,7 @@ def save(
         raise ValueError("weights=False saves only optimizer states, but no optimizer was given: pass the optimizer")
     directory = Path(path).absolute()
     model = unwrap_compiled(model)
-    engine = engine_of(model)
+    engine = engine_of_model(model)
     wait_for_pending_save()
     checkpoint_group = CheckpointGroup.open(engine, "save")
     workers = CheckpointWorkers(2)  # now: threads cannot be started during interpreter shutdown
@@ -138,7 +138,7 @@ class _PayloadBuilder:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint_group: CheckpointGroup
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._engine = engine_of(model)
+        self._engine = engine_of_model(model)
         self._train_state = get_train_state(model, optimizer)
         self._rank = checkpoint_group.rank
         self._replica_rank, self._replica_count = checkpoint_group.rank, checkpoint_group.size

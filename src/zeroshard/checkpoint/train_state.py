@@ -190,7 +190,7 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def engine_of(model: nn.Module) -> Engine | None:
+def engine_of_model(model: nn.Module) -> Engine | None:
     """Return the engine of a sharded model, or None for an unsharded one."""
     sharded = model.__dict__.get("_zeroshard")
     engine: Engine | None = sharded.engine if sharded is not None else None
@@ -199,7 +199,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 def get_train_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainState:
     """Return the states of a model and its optimizer; raise if the two do not belong together."""
-    engine = engine_of(model)
+    engine = engine_of_model(model)
     if engine is not None:
         if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
             raise CheckpointError(

@@ -1,16 +1,15 @@
 """Collectives over the mesh, their recorded order, and the checks that all ranks do the same."""
 
-from zeroshard.comm.collective_order import CollectiveOrder
 from zeroshard.comm.collectives import (
+    CollectiveOrder,
     CollectiveWork,
     Communicator,
     all_gather_object,
     all_gather_sync,
-    broadcast_object,
 )
-from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError
+from zeroshard.comm.consistency import ConsistencyChecker, RanksDisagreeError, open_consistency_checker
 from zeroshard.comm.counters import Traffic, WaitTimer
-from zeroshard.comm.mesh import MeshAxis, group_timeout_seconds, mesh_axes, tensor_axis_name
+from zeroshard.comm.mesh import MeshAxis, find_or_create_group, mesh_axes, tensor_axis_name
 
 __all__ = [
     "CollectiveOrder",
@@ -23,8 +22,8 @@ __all__ = [
     "WaitTimer",
     "all_gather_object",
     "all_gather_sync",
-    "broadcast_object",
-    "group_timeout_seconds",
+    "find_or_create_group",
     "mesh_axes",
+    "open_consistency_checker",
     "tensor_axis_name",
 ]

@@ -3,24 +3,28 @@
 [Note: consistency of ranks]
 Collectives carry no name: two ranks that all-gather different units at the same time hang, crash, or, if the sizes are
 equal, silently exchange wrong data. Naming every collective would cost a round trip each. Instead every rank predicts
-the next collective from the recorded order (``comm/collective_order.py``). Ranks with the same history predict the
-same, so a rank that does what was predicted does not need to ask. A rank about to do something *else* first announces
-it here and waits until all ranks have announced the same. So a mismatched collective is never launched. The ranks get
-an error at once if all have announced and differ, and within seconds if one of them has passed that event index with
-another event, has died, raised or exited (see [Note: heartbeats and faults]). If the others may only be slow, the error
-comes at the timeout.
+the next collective from the recorded order (``CollectiveOrder`` in ``collectives.py``). Ranks with the same history
+predict the same, so a rank that does what was predicted does not need to ask. A rank about to do something *else* first
+announces it here and waits until all ranks have announced the same. So a mismatched collective is never launched. The
+ranks get an error at once if all have announced and differ, and within seconds if one of them has passed that event
+index with another event, has died, raised or exited (see [Note: heartbeats and faults]). If the others may only be
+slow, the error comes at the timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import Store
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.heartbeat_monitor import (
     FAULT_ERROR,
@@ -28,7 +32,6 @@ from zeroshard.comm.heartbeat_monitor import (
     HeartbeatMonitor,
     RankFault,
     RanksDisagreeError,
-    read_announcements,
 )
 from zeroshard.comm.peers import BarrierWait
 
@@ -44,7 +47,7 @@ _ADVICE = (
 
 
 class CollectiveProgress(Protocol):
-    """This rank's position, as :class:`zeroshard.comm.collective_order.CollectiveOrder` records it."""
+    """This rank's position, as :class:`zeroshard.comm.collectives.CollectiveOrder` records it."""
 
     event_count: int
 
@@ -90,10 +93,6 @@ class ConsistencyChecker:
     def is_distributed(self) -> bool:
         """Whether there are other ranks that really communicate."""
         return self._store is not None
-
-    @property
-    def _other_ranks(self) -> list[int]:
-        return [rank for rank in range(len(self.global_ranks)) if rank != self.rank]
 
     def track_progress(self, progress: CollectiveProgress) -> None:
         """Set the object that knows this rank's position."""
@@ -268,19 +267,22 @@ class ConsistencyChecker:
             return ""
         passed = progress.event_count  # read first: an event is confirmed before it is passed
         confirmed, (asked_index, asked_event) = self._last_confirmed, self._last_announced
+
+        def own_event(index: int) -> str:
+            return progress.event_at(index) if index <= passed else asked_event if index == asked_index else ""
+
         for index in sorted({index for index, _ in announced.values() if index > confirmed}):
             theirs = {rank: what for rank, (at, what) in announced.items() if at == index}
-            mine = progress.event_at(index) if index <= passed else asked_event if index == asked_index else ""
             if index <= passed or (index == asked_index and any(what != asked_event for what in theirs.values())):
                 others = "; ".join(f"rank {rank} is about to {what}" for rank, what in theirs.items())
-                return f"ranks disagree: {others}, but rank {self.rank} is at: {mine or 'another call'}. {_ADVICE}"
+                mine = own_event(index) or "another call"
+                return f"ranks disagree: {others}, but rank {self.rank} is at: {mine}. {_ADVICE}"
         for rank, (index, what) in announced.items():
             if barrier is not None and index > max(confirmed, passed) and self.global_ranks[rank] in barrier.ranks:
                 here = f"rank {self.rank} waits for it in torch.distributed.barrier() ({barrier.call_site})"
                 return f"ranks disagree: rank {rank} is about to {what}, but {here}. {_ADVICE}"
         for rank, (index, why) in failures.items():
-            after = index + 1
-            mine = progress.event_at(after) if after <= passed else asked_event if after == asked_index else ""
+            mine = own_event(index + 1)
             if mine and not mine.startswith(PASS_START):
                 return f"rank {rank} failed: {why}. Rank {self.rank} is at: {mine}"
         return ""
@@ -302,16 +304,15 @@ class ConsistencyChecker:
         """Return the reasons other ranks recorded before they left their pass: see :meth:`announce_failure`."""
         found: Announcements = {}
         with contextlib.suppress(RuntimeError):  # the store died with its rank
-            found = read_announcements(self._store, "note", self._other_ranks) if self._store is not None else {}
+            found = self._monitor.announcements.read_failures() if self._monitor is not None else {}
         return [f"rank {rank} failed: {why}" for rank, (index, why) in found.items() if index >= self._last_confirmed]
 
     def _disagreement_error(self, what: str) -> RanksDisagreeError:
         """Describe the positions of all ranks, in the returned error and to the other ranks."""
-        assert self._store is not None and self._monitor is not None
-        announced = read_announcements(self._store, "rank", self._other_ranks)
-        elsewhere = []
-        for rank in self._other_ranks:
-            index, event = announced.get(rank, (-1, ""))
+        assert self._monitor is not None
+        events, elsewhere = self._monitor.announcements.read_events(), []
+        for rank in self._monitor.announcements.other_ranks:
+            index, event = events.get(rank, (-1, ""))
             if index > self._last_confirmed:
                 elsewhere.append(f"rank {rank} is about to {event}")
             else:
@@ -329,3 +330,37 @@ def _elapsed(began: float) -> str:
 
 def _elapsed_clause(began: float | None) -> str:
     return "" if began is None else f", after {_elapsed(began)}"
+
+
+def open_consistency_checker(
+    mesh: DeviceMesh | None,
+    timeout: float | None,
+    heartbeat_timeout: float = 8.0,
+    device: torch.device | None = None,
+) -> ConsistencyChecker:
+    """Create the mesh's consistency checker: see [Note: consistency of ranks]. ``timeout`` None: the group's."""
+    if timeout is None:
+        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups() if dist.is_initialized() else []
+        timeout = max((_group_timeout_seconds(group, device or torch.device("cpu")) for group in groups), default=1.0)
+    if not (dist.is_available() and dist.is_initialized()) or "fake" in dist.get_backend_config():
+        return ConsistencyChecker(None, 0, [0], timeout)
+    ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+    if len(ranks) == 1:
+        return ConsistencyChecker(None, 0, [0], timeout)
+    rank = dist.get_rank()
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} called shard() with a mesh of ranks {ranks}, which it is not part of")
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
+    call_count = store.add(f"{prefix}/calls of {rank}", 1)  # counts the shard() calls of these ranks
+    store_of_model = PrefixStore(f"{prefix}/{call_count}", store)
+    return ConsistencyChecker(store_of_model, ranks.index(rank), ranks, timeout, heartbeat_timeout)
+
+
+def _group_timeout_seconds(group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """Return the timeout of a group's own collectives, in seconds."""
+    try:
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # no group, or a backend without a timeout
+        seconds = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    return seconds

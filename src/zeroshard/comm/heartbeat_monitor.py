@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any, Protocol
@@ -130,12 +130,12 @@ class FaultList:
 
 
 class AnnouncementReader:
-    """What the other ranks have announced, read again whenever a rank requests a comparison."""
+    """Reads what the other ranks have announced, again whenever a rank requests a comparison."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.events: Announcements = {}  # what they are about to do
         self.failures: Announcements = {}  # why they left a pass
-        self._store, self._other_ranks = store, [other for other in range(ranks) if other != rank]
+        self._store, self.other_ranks = store, [other for other in range(ranks) if other != rank]
         self._requests = b"0"
         store.add("late", 0)
 
@@ -144,19 +144,22 @@ class AnnouncementReader:
         requests = self._store.get("late")
         if requests != self._requests:
             self._requests = requests
-            self.events = read_announcements(self._store, "rank", self._other_ranks)
-            self.failures = read_announcements(self._store, "note", self._other_ranks)
+            self.events, self.failures = self.read_events(), self.read_failures()
 
+    def read_events(self) -> Announcements:
+        return self._read("rank")
 
-def read_announcements(store: Store, topic: str, ranks: Iterable[int]) -> Announcements:
-    """Return what ranks have announced on a topic."""
-    announcements = {}
-    for rank in ranks:
-        key = f"{topic} {rank}"
-        if store.check([key]):
-            index, _, text = store.get(key).decode().partition(":")
-            announcements[rank] = (int(index), text)
-    return announcements
+    def read_failures(self) -> Announcements:
+        return self._read("note")
+
+    def _read(self, topic: str) -> Announcements:
+        announcements = {}
+        for rank in self.other_ranks:
+            key = f"{topic} {rank}"
+            if self._store.check([key]):
+                index, _, text = self._store.get(key).decode().partition(":")
+                announcements[rank] = (int(index), text)
+        return announcements
 
 
 class HeartbeatMonitor:
@@ -173,7 +176,7 @@ class HeartbeatMonitor:
         self.faults = FaultList(self._store, rank)
         self._peers = PeerWatch(self._store, rank, len(global_ranks))
         self._barriers = BarrierDetector()
-        self._announcements = AnnouncementReader(self._store, rank, len(global_ranks))
+        self.announcements = AnnouncementReader(self._store, rank, len(global_ranks))
         self._position = (0, "")
         self._has_aborted = False  # whether NCCL communicators were aborted
         self._has_group = False  # whether the rank had a process group at the last poll
@@ -253,7 +256,7 @@ class HeartbeatMonitor:
             for peer in self._peers.pop_silent(self._heartbeat_timeout):
                 machine = peer.machine.split()[0]
                 self._report_death(peer, f"no heartbeat from machine {machine} for {self._heartbeat_timeout:g} s")
-            events, failures = self._announcements.events, self._announcements.failures
+            events, failures = self.announcements.events, self.announcements.failures
             conflict = monitored.describe_conflict(events, failures, self._barriers.poll() if events else None)
             if conflict:
                 self.faults.post(FAULT_ERROR, conflict)
@@ -273,7 +276,7 @@ class HeartbeatMonitor:
     def _read_store(self) -> None:
         self.faults.read_new()
         self._abort_hung_collectives()  # also for known faults: this rank may have advanced since
-        self._announcements.read_new()
+        self.announcements.read_new()
 
     def _report_ended(self, is_store_reachable: bool = True) -> None:
         """Report the ranks on this machine whose process has ended."""

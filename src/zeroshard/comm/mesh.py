@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -58,18 +59,22 @@ def tensor_axis_name(mesh: DeviceMesh) -> str | None:
     return found[0] if found else None
 
 
-def group_timeout_seconds(group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Return the timeout of a group's own collectives, in seconds."""
-    try:
-        seconds: float = group._get_backend(device).options._timeout.total_seconds()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # no group, or a backend without a timeout
-        seconds = dist.distributed_c10d.default_pg_timeout.total_seconds()
-    return seconds
-
-
 def group_backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Return the backend for tensors of ``device`` in a group: "nccl", "gloo", …; "" without a group."""
     if group is None:
         return ""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return next((pair[-1] for pair in pairs if len(pair) == 1 or pair[0] == device.type), "")
+
+
+def find_or_create_group(
+    ranks: list[int], purpose: str, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """Return the group of these ranks for a purpose; create it on the first call, a collective call of these ranks."""
+    for existing in dist.distributed_c10d._world.pg_map:
+        if existing.group_desc == purpose and dist.get_process_group_ranks(existing) == sorted(ranks):
+            return existing
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, backend=backend, use_local_synchronization=True, group_desc=purpose
+    )
+    return group

@@ -13,7 +13,6 @@ from zeroshard.engine.offload_states import OffloadedStates
 from zeroshard.engine.param_data import param_versions
 from zeroshard.engine.parameter import PICKLE_ERROR, param_info
 from zeroshard.engine.rank_checks import (
-    open_consistency_checker,
     open_tiers,
     verify_same_model,
     verify_same_tensor_plan,
@@ -44,7 +43,6 @@ __all__ = [
     "find_parameter",
     "make_plain",
     "on_scaled_loss",
-    "open_consistency_checker",
     "open_tiers",
     "param_info",
     "param_versions",

@@ -33,7 +33,7 @@ import torch
 from zeroshard.engine.context import ShardContext
 from zeroshard.engine.flat_param import FlatParam
 from zeroshard.engine.param_data import pop_autograd_grads, zero_autograd_grads
-from zeroshard.memory import Arena
+from zeroshard.memory import Arena, Pool
 from zeroshard.sharding import Range
 
 MIN_SEGMENTS = 4  # segments for the gradients of one dtype, if there are enough flats
@@ -342,7 +342,7 @@ class GradMemory:
         if not self.is_persistent and self.has_grads:
             self.is_persistent = True
             for arena in self._arenas():
-                arena.move_to_pool()
+                arena.move_to(self._pool)
 
     @property
     def _is_undecided(self) -> bool:
@@ -376,7 +376,8 @@ class GradMemory:
         return layout.shard_numel if self._is_partitioned else layout.numel
 
     def _make_arena(self, numel: int, dtype: torch.dtype, separate_pool: bool) -> Arena:
-        return Arena("gradients", numel, dtype, self._pool, self._tracker, separate_pool)
+        pool = self._pool if separate_pool else Pool(self._pool.device, is_separate=False)
+        return Arena("gradients", numel, dtype, pool, self._tracker)
 
     def _arenas(self) -> set[Arena]:
         return {gradient.arena for gradient in self._flat_grads if gradient.arena is not None}

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm import ConsistencyChecker, RanksDisagreeError, group_timeout_seconds
+from zeroshard.comm import ConsistencyChecker, RanksDisagreeError
 from zeroshard.config.config import Config
 from zeroshard.memory import DiskError, TierAllocator
 from zeroshard.tensor_parallel import TensorParallelState
-
-
-def open_consistency_checker(
-    mesh: DeviceMesh | None,
-    timeout: float | None,
-    heartbeat_timeout: float = 8.0,
-    device: torch.device | None = None,
-) -> ConsistencyChecker:
-    """Create the mesh's consistency checker: see [Note: consistency of ranks]. ``timeout`` None: the group's."""
-    if timeout is None:
-        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups() if dist.is_initialized() else []
-        timeout = max((group_timeout_seconds(group, device or torch.device("cpu")) for group in groups), default=1.0)
-    if not (dist.is_available() and dist.is_initialized()) or "fake" in dist.get_backend_config():
-        return ConsistencyChecker(None, 0, [0], timeout)
-    ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
-    if len(ranks) == 1:
-        return ConsistencyChecker(None, 0, [0], timeout)
-    rank = dist.get_rank()
-    if rank not in ranks:
-        raise ValueError(f"rank {rank} called shard() with a mesh of ranks {ranks}, which it is not part of")
-    store = dist.distributed_c10d._get_default_store()
-    prefix = f"zeroshard/{hashlib.sha1(str(ranks).encode()).hexdigest()[:12]}"
-    call_count = store.add(f"{prefix}/calls of {rank}", 1)  # counts the shard() calls of these ranks
-    store_of_model = PrefixStore(f"{prefix}/{call_count}", store)
-    return ConsistencyChecker(store_of_model, ranks.index(rank), ranks, timeout, heartbeat_timeout)
 
 
 def verify_same_model(

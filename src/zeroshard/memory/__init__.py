@@ -1,12 +1,17 @@
 """Where tensors live: the memory tracker, arenas for long-lived tensors, the bucket ring, and the tiers."""
 
 from zeroshard.memory.allocator.segment_preallocator import SegmentPreallocator
-from zeroshard.memory.arena import Arena
 from zeroshard.memory.bucket_ring import BucketRing, BucketSlot, buffer_lengths
 from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
 from zeroshard.memory.disk.file import DiskError
-from zeroshard.memory.host_memory import CGROUP_MEMORY_FILES, PinnedBuffer, available_host_memory, local_world_size
-from zeroshard.memory.pool import CublasWorkspace, Pool, PoolBuffer
+from zeroshard.memory.host_memory import (
+    CGROUP_MEMORY_FILES,
+    PinnedBuffer,
+    available_host_memory,
+    host_memory,
+    local_world_size,
+)
+from zeroshard.memory.pool import Arena, CublasWorkspace, Pool
 from zeroshard.memory.streams import SideStream, record_blocking_event
 from zeroshard.memory.tier_allocator import (
     ParamPrefetcher,
@@ -28,7 +33,6 @@ __all__ = [
     "ParamPrefetcher",
     "PinnedBuffer",
     "Pool",
-    "PoolBuffer",
     "Profile",
     "Report",
     "SegmentPreallocator",
@@ -40,6 +44,7 @@ __all__ = [
     "aligned_buffer",
     "available_host_memory",
     "buffer_lengths",
+    "host_memory",
     "local_world_size",
     "record_blocking_event",
 ]

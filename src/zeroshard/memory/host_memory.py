@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,19 @@ def available_host_memory() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             candidates.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
     return min(candidates, default=0)
+
+
+def host_memory() -> int:
+    """Return the bytes of host memory that the processes of this node can use, within the container's limits.
+
+    >>> host_memory() > 0
+    True
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit, _ in CGROUP_MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
 
 
 def local_world_size() -> int:
@@ -66,15 +80,24 @@ def mmap_buffer(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def _run_on_new_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 class PinnedBuffer:
     """Host memory that is pinned (cudaHostRegister) for the lifetime of this object, if the system allows it."""
 
-    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        device: torch.device,
+        run_on_thread: Callable[[Callable[[], None]], None] = _run_on_new_thread,
+    ) -> None:
         self.tensor, self._device = tensor, device
         self.is_pinned = False
-        thread = threading.Thread(target=self._register)  # the next kernel on this thread would report a failure
-        thread.start()
-        thread.join()
+        run_on_thread(self._register)  # on this thread, the next kernel would report a failure
         if not self.is_pinned:
             warnings.warn(
                 f"could not pin {tensor.nbytes} bytes of host memory, so copies to and from the GPU are slower and do "

@@ -1,4 +1,4 @@
-"""Pool: device memory for the library's long-lived tensors, separate from the model's temporaries (M_D).
+"""Pool and Arena: device memory for the library's long-lived tensors, apart from the model's temporaries (M_D).
 
 [Note: separate pool for long-lived tensors]
 PyTorch's allocator carves blocks from large segments. If long-lived tensors (an activation checkpoint, an optimizer
@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from zeroshard.memory.allocator.simulator import LARGE_BUFFER_BYTES, SMALL_SIZE_BYTES
+from zeroshard.memory.tracker import MemoryTracker
 from zeroshard.sharding import round_up
 
 MIN_LARGE_ALLOC_BYTES = LARGE_BUFFER_BYTES // 2  # smallest tensor that gets its own segment
@@ -61,9 +62,11 @@ class Pool:
     tensor([0.])
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool: Any = torch.cuda.MemPool(use_on_oom=True) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, is_separate: bool = True) -> None:
+        """``is_separate=False``: the default pool of the allocator."""
+        self.device, self.is_separate = device, is_separate
+        has_pool = is_separate and device.type == "cuda"
+        self._pool: Any = torch.cuda.MemPool(use_on_oom=True) if has_pool else None
         self._guards: list[Any] = []
 
     def __enter__(self) -> Pool:
@@ -93,17 +96,85 @@ class Pool:
             torch.cuda.empty_cache()
 
 
-class PoolBuffer:
-    """Device memory in its own pool: [Note: separate pool for long-lived tensors]. Activations are allocated here.
+class Arena:
+    """One contiguous allocation for long-lived tensors: each gets a range of it, once.
 
-    The pool is freed together with the memory: a pool that outlives it would keep the segment.
+    Adjacent ranges can be viewed as one tensor, so that one fused kernel steps the shards of many units.
+
+    >>> arena = Arena("parameters", 8, torch.float32, Pool(torch.device("cpu")), MemoryTracker())
+    >>> a, b = arena.allocate(3), arena.allocate(5)
+    >>> arena.tensor.numel() == a.numel() + b.numel()
+    True
+
+    Its storage can be freed and allocated again: the ranges become valid again, with undefined values.
+
+    >>> arena.free_storage()
+    >>> arena.alloc_storage()
+    >>> a.zero_()
+    tensor([0., 0., 0.])
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        pool = Pool(device)
-        with pool:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._pool = pool  # set last, so that it is deleted last
+    def __init__(self, kind: str, numel: int, dtype: torch.dtype, pool: Pool, tracker: MemoryTracker) -> None:
+        self._kind, self._pool, self._tracker = kind, pool, tracker
+        with self._allocation_context(numel * dtype.itemsize):
+            self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)  # zeros: padding must not contain NaN
+        self._allocated_numel = 0
+        self._has_storage = True
+        tracker.add(kind, self.tensor.nbytes)
+
+    def allocate(self, numel: int) -> torch.Tensor:
+        """Return the next ``numel`` elements."""
+        if self._allocated_numel + numel > self.tensor.numel():
+            raise ValueError(
+                f"the arena has {self.tensor.numel()} elements, but {self._allocated_numel + numel} were requested"
+            )
+        view = self.tensor[self._allocated_numel : self._allocated_numel + numel]
+        self._allocated_numel += numel
+        return view
+
+    def alloc_storage(self) -> None:
+        """Allocate the storage, if there is none."""
+        if not self._has_storage:
+            with self._allocation_context(self.tensor.nbytes):
+                self.tensor.untyped_storage().resize_(self.tensor.nbytes)
+            self._tracker.add(self._kind, self.tensor.nbytes)
+            self._has_storage = True
+
+    def free_storage(self) -> None:
+        """Free the storage until the next :meth:`alloc_storage`. Until then no range may be accessed."""
+        if self._has_storage:
+            self.tensor.untyped_storage().resize_(0)
+        self.disown()
+
+    def disown(self) -> None:
+        """Stop tracking the memory: it now belongs to the holders of its ranges."""
+        if self._has_storage:
+            self._tracker.add(self._kind, -self.tensor.nbytes)
+            self._has_storage = False
+
+    def move_to(self, pool: Pool) -> None:
+        """Move the tensor into another pool, if memory allows. Ranges already returned move with it."""
+        if self._pool is pool or not self._has_storage or pool.device.type != "cuda":
+            self._pool = pool
+            return
+        try:
+            values = self.tensor.clone()
+        except torch.OutOfMemoryError:
+            return
+        self.free_storage()
+        old_pool, self._pool = self._pool, pool
+        try:
+            self.alloc_storage()
+        except torch.OutOfMemoryError:
+            self._pool = old_pool
+            self.alloc_storage()
+        self.tensor.copy_(values)
+
+    def _allocation_context(self, nbytes: int) -> AbstractContextManager[object]:
+        if not self._pool.is_separate:
+            return nullcontext()
+        self._pool.reserve([nbytes])
+        return self._pool
 
 
 class CublasWorkspace:

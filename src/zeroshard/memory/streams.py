@@ -30,13 +30,14 @@ class SideStream:
     1 µs (H200).
     """
 
-    def __init__(self, device: torch.device, wait_timer: WaitTimer) -> None:
+    def __init__(self, device: torch.device, wait_timer: WaitTimer | None = None) -> None:
+        """``wait_timer`` times how long the compute stream waits for this one."""
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         # end of the compute stream at the last entry
         self._compute_event: Any = torch.Event(device) if self._stream is not None else None
         self._device_index = -1 if self._stream is None else self._stream.device_index
-        self._wait_timer = wait_timer
+        self._wait_timer = wait_timer or WaitTimer(on_stream=False)
         self._has_pending_work = False  # whether compute must still wait for some of it
 
     def __enter__(self) -> SideStream:

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from zeroshard.activations import checkpoint_activations
-from zeroshard.comm import ConsistencyChecker
+from zeroshard.comm import ConsistencyChecker, open_consistency_checker
 from zeroshard.config.offload import Offload, parse_bytes
-from zeroshard.engine import open_consistency_checker
 from zeroshard.optim import is_supported, state_bytes_per_element
 from zeroshard.planner.free_memory import FreeMemory, machine_from_free_memory
 from zeroshard.planner.machines.machine import Machine

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from zeroshard.tensor_parallel.plans import TensorPlan, name_matches_pattern, tensor_plan_for
+from zeroshard.tensor_parallel.plans import TensorPlan, modules_matching, tensor_plan_for
 from zeroshard.tensor_parallel.styles import NUM_FUSED_ATTR
 from zeroshard.tensor_parallel.tp_shard import TPShard
 
@@ -125,12 +125,8 @@ class TensorParallelState:
             ]
             for module, plain_buffers in buffers:  # torch turns them into DTensors too, but they are replicated anyway
                 module._buffers.update(plain_buffers)
-        for pattern, attributes in plan.resized_attributes.items():
-            for name, module in model.named_modules():
-                for attribute in attributes if name_matches_pattern(name, pattern) else ():
-                    width = getattr(module, attribute)
-                    self._resized_attributes.append((weakref.ref(module), attribute, width))
-                    setattr(module, attribute, width // mesh.size())
+        for module, attribute, width in plan.resize_attributes(model, mesh.size()):
+            self._resized_attributes.append((weakref.ref(module), attribute, width))
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle] | None) -> TensorParallelState:
@@ -165,12 +161,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
 
 
 def _check_plan(model: nn.Module, plan: TensorPlan) -> None:
-    names = [name for name, _ in model.named_modules()]
     for pattern, style in plan.styles.items():
         if not isinstance(style, ParallelStyle):
             expected = "a style of torch.distributed.tensor.parallel"
             raise TypeError(f"tensor_plan[{pattern!r}] must be {expected}, got {type(style).__name__}")
-        if not any(name_matches_pattern(name, pattern) for name in names):
+        if next(modules_matching(model, pattern), None) is None:
+            names = [name for name, _ in model.named_modules()]
             raise ValueError(f"tensor_plan[{pattern!r}] matches no module. Examples of module names: {names[1:6]}")
 
 

@@ -17,7 +17,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from zeroshard.models import GPT
-from zeroshard.tensor_parallel.styles import Conv1DRowwiseParallel, FusedColwiseParallel
+from zeroshard.tensor_parallel.styles import (
+    COLWISE_STYLES,
+    ROWWISE_STYLES,
+    Conv1DRowwiseParallel,
+    FusedColwiseParallel,
+)
 from zeroshard.tensor_parallel.tp_shard import TPShard
 
 
@@ -52,17 +57,30 @@ class TensorPlan:
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         shards = {}
-        for pattern, style in self.styles.items():
-            for name, module in model.named_modules():
-                for key, dim, num_fused in (
-                    _sharded_params(style, module) if name_matches_pattern(name, pattern) else ()
-                ):
-                    parameter = module._parameters.get(key)
-                    if parameter is not None:
-                        shards[names[id(parameter)]] = TPShard.split_evenly(
-                            parameter.shape, dim, ranks, rank, num_fused
-                        )
+        for _, module, style in self.styled_modules(model):
+            for key, dim, num_fused in _sharded_params(style, module):
+                parameter = module._parameters.get(key)
+                if parameter is not None:
+                    shards[names[id(parameter)]] = TPShard.split_evenly(parameter.shape, dim, ranks, rank, num_fused)
         return shards
+
+    def styled_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
+        """Yield the name and the style of each module that has one."""
+        for pattern, style in self.styles.items():
+            for name, module in modules_matching(model, pattern):
+                yield name, module, style
+
+    def resize_attributes(self, model: nn.Module, ranks: int) -> list[tuple[nn.Module, str, int]]:
+        """Shrink the attributes that hold a width; return each with its module and its full width."""
+        full_widths = [
+            (module, attribute, getattr(module, attribute))
+            for pattern, attributes in self.resized_attributes.items()
+            for _, module in modules_matching(model, pattern)
+            for attribute in attributes
+        ]
+        for module, attribute, width in full_widths:
+            setattr(module, attribute, width // ranks)
+        return full_widths
 
 
 def tensor_plan_for(model: nn.Module) -> TensorPlan | None:
@@ -111,8 +129,8 @@ def local_numels(model: nn.Module, ranks: int) -> dict[str, int]:
 
 def _sharded_params(style: ParallelStyle, module: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Yield what a style shards of a module: (parameter key, dimension, number of fused matrices)."""
-    is_colwise = isinstance(style, (FusedColwiseParallel, ColwiseParallel))
-    if is_colwise or isinstance(style, (Conv1DRowwiseParallel, RowwiseParallel)):
+    is_colwise = isinstance(style, COLWISE_STYLES)
+    if is_colwise or isinstance(style, ROWWISE_STYLES):
         num_fused = style.num_fused if isinstance(style, FusedColwiseParallel) else 1
         # nn.Linear's weight is (outputs, inputs); nn.Embedding's and Conv1D's are (inputs, outputs)
         yield "weight", int(is_colwise != isinstance(module, nn.Linear)), num_fused
@@ -120,12 +138,13 @@ def _sharded_params(style: ParallelStyle, module: nn.Module) -> Iterator[tuple[s
             yield "bias", 0, num_fused
 
 
-def name_matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a module name matches a pattern, part by part, as in torch's ``parallelize_module``."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(
-        fnmatch(part, expected) for part, expected in zip(parts, patterns, strict=True)
-    )
+def modules_matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose name matches a pattern, part by part, as in torch's ``parallelize_module``."""
+    patterns = pattern.split(".")
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if len(parts) == len(patterns) and all(map(fnmatch, parts, patterns)):
+            yield name, module
 
 
 def _is_hf_class(module: nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 NUM_FUSED_ATTR = "_zeroshard_pieces"  # parameter attribute: number of matrices fused in the sharded dimension
 
@@ -65,6 +65,10 @@ class Conv1DRowwiseParallel(ParallelStyle):
             _distribute_param(layer, "bias", mesh, Replicate())
 
         return distribute_module(module, device_mesh, partition, _shard_input, _all_reduce_output)
+
+
+COLWISE_STYLES = (ColwiseParallel, FusedColwiseParallel)  # shard a layer's outputs
+ROWWISE_STYLES = (RowwiseParallel, Conv1DRowwiseParallel)  # shard a layer's inputs
 
 
 def _replicate_input(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 
 from zeroshard.planner.tracing.recorder import OpRecorder
-from zeroshard.tensor_parallel import Conv1DRowwiseParallel, FusedColwiseParallel, TensorPlan, name_matches_pattern
+from zeroshard.tensor_parallel import COLWISE_STYLES, ROWWISE_STYLES, TensorPlan
 
 
 class _CopyToTensorParallelRegion(torch.autograd.Function):
@@ -62,25 +62,19 @@ class _GatherFromTensorParallelRegion(torch.autograd.Function):
 
 def hook_tp_collectives(model: nn.Module, plan: TensorPlan, ranks: int, recorder: OpRecorder) -> None:
     """Add hooks that record the collectives of a model whose parameters are already one rank's TP shards."""
-    prepared = [pattern for pattern, style in plan.styles.items() if isinstance(style, PrepareModuleInput)]
-    for name, module in model.named_modules():
-        for pattern, style in plan.styles.items():
-            if name_matches_pattern(name, pattern):
-                _hook_module(name, module, style, ranks, recorder, prepared)
-        for pattern, attributes in plan.resized_attributes.items():
-            for attribute in attributes if name_matches_pattern(name, pattern) else ():
-                setattr(module, attribute, getattr(module, attribute) // ranks)
+    prepared = {name for name, _, style in plan.styled_modules(model) if isinstance(style, PrepareModuleInput)}
+    for name, module, style in plan.styled_modules(model):
+        _hook_module(name, module, style, ranks, recorder, prepared)
+    plan.resize_attributes(model, ranks)
 
 
 def _hook_module(
-    name: str, module: nn.Module, style: Any, ranks: int, recorder: OpRecorder, prepared: list[str]
+    name: str, module: nn.Module, style: Any, ranks: int, recorder: OpRecorder, prepared: set[str]
 ) -> None:
     if isinstance(style, PrepareModuleInput):
         module.register_forward_pre_hook(_copy_input_hook(recorder), with_kwargs=True)
-    elif isinstance(style, (FusedColwiseParallel, ColwiseParallel)):
-        parent = name.rpartition(".")[0]
-        # otherwise its parent has prepared the input
-        if not any(name_matches_pattern(parent, pattern) for pattern in prepared):
+    elif isinstance(style, COLWISE_STYLES):
+        if name.rpartition(".")[0] not in prepared:  # otherwise its parent has prepared the input
             module.register_forward_pre_hook(_copy_input_hook(recorder), with_kwargs=True)
         if type(module).__name__ == "Conv1D":
             module.nf = cast(int, module.nf) // ranks  # type: ignore[assignment]  # it sets its output's width
@@ -88,7 +82,7 @@ def _hook_module(
             width = _full_output_width(module)
             gather: Any = _GatherFromTensorParallelRegion
             module.register_forward_hook(lambda _, args, output: gather.apply(output, width, recorder))
-    elif isinstance(style, (Conv1DRowwiseParallel, RowwiseParallel)):
+    elif isinstance(style, ROWWISE_STYLES):
         module.register_forward_hook(lambda _, args, output: _ReduceFromTensorParallelRegion.apply(output, recorder))  # type: ignore[no-untyped-call]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.activations import CheckpointedForward, RecomputeContext, flatten_arguments, select_blocks
+from zeroshard.activations import CheckpointedForward, checkpointed_forwards, flatten_arguments, select_blocks
 from zeroshard.config.config import Config
 from zeroshard.planner.tracing.inputs import Inputs, LossError, LossFn, compute_loss, model_arguments
 from zeroshard.planner.tracing.meta_device import FusedAttentionMode, KnownValues
@@ -253,23 +253,21 @@ def strip_checkpointing(model: nn.Module, tensor: int = 1) -> tuple[nn.Module, C
     >>> strip_checkpointing(zeroshard.checkpoint_activations(model, offload=True))[1]
     'host'
     """
-    if not any(_checkpointed_forwards(model)):
+    if not checkpointed_forwards(model):
         return model, "none"
     meta_model = _deepcopy(model, meta_memo(model))
-    wrapped = dict(_checkpointed_forwards(meta_model))
+    wrapped = checkpointed_forwards(meta_model)
     is_default = (
         next(find_repeated_blocks(meta_model), None) is not None
         and wrapped.keys() == select_blocks(meta_model, None).keys()
         and all(_is_default_checkpointing(forward, tensor) for forward in wrapped.values())
     )
-    is_offloaded = any(forward._context._offload for forward in wrapped.values())
-    for name, forward in wrapped.items():
-        forward.restore()
-        if not is_default:  # keep inputs by reference: a single rank needs no communication for them
-            block, context = meta_model.get_submodule(name), RecomputeContext(False, False)
-            block.__dict__["forward"] = CheckpointedForward(
-                block, name, context, forward._policy, block.__dict__.get("forward")
-            )
+    is_offloaded = any(forward.context.has_offload for forward in wrapped.values())
+    for forward in wrapped.values():
+        if is_default:
+            forward.restore()
+        else:
+            forward.save_full_on_device()  # a single rank needs no communication for its inputs
     if not is_default:
         return meta_model, "none"
     return meta_model, "host" if is_offloaded else "recompute"
@@ -285,16 +283,9 @@ def meta_memo(model: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def _checkpointed_forwards(model: nn.Module) -> Iterator[tuple[str, CheckpointedForward]]:
-    for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, CheckpointedForward):
-            yield name, forward
-
-
 def _is_default_checkpointing(forward: CheckpointedForward, tensor: int) -> bool:
     """Return whether a block keeps what the planner assumes: a shard of its input on each tensor-parallel rank."""
-    partition = forward._context._partition
+    partition = forward.context.partition
     if isinstance(partition, DeviceMesh):
-        return forward._policy is None and partition.size() == tensor
-    return forward._policy is None and (tensor == 1 or partition is not False)
+        return forward.policy is None and partition.size() == tensor
+    return forward.policy is None and (tensor == 1 or partition is not False)
