@@ -69,7 +69,7 @@ FACES = "activations checkpoint comm engine memory models optim page sharding te
 BUDGETS = {
     "forward": (15, 111, 23, 445),
     "backward": (18, 142, 25, 521),
-    "step": (16, 98, 23, 178),
+    "step": (16, 94, 23, 145),
     "zero_grad": (7, 19, 7, 44),
 }
 
