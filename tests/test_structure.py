@@ -69,7 +69,7 @@ FACES = "activations checkpoint comm engine memory models optim page sharding te
 BUDGETS = {
     "forward": (13, 108, 20, 427),
     "backward": (17, 134, 26, 505),
-    "step": (15, 95, 21, 174),
+    "step": (15, 95, 21, 145),
     "zero_grad": (7, 17, 7, 39),
 }
 

@@ -43,13 +43,7 @@ from zeroshard.engine import (
     verify_same_tensor_plan,
 )
 from zeroshard.memory import MemoryTracker, Pool, Profile, Report, TierAllocator
-from zeroshard.optim import (
-    ShardedOptimizer,
-    check_elementwise,
-    check_shardable_states,
-    describe_full_states,
-    state_bytes_per_element,
-)
+from zeroshard.optim import ShardedOptimizer, check_optimizer, state_bytes_per_element
 from zeroshard.sharding import Placement, Precision, plan_units
 from zeroshard.tensor_parallel import TensorParallelState, parallelize
 
@@ -465,9 +459,5 @@ def _optimized_param_ids(optimizer: torch.optim.Optimizer | None, names: dict[in
                 )
             trained.add(id(parameter))
     if optimizer is not None:
-        check_elementwise(optimizer, config.elementwise, None if config.precision is None else torch.float32)
-        shapes = {names[id(p)]: p.shape for p in optimizer.state if id(p) in names}
-        check_shardable_states(
-            describe_full_states({names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names}, shapes)
-        )
+        check_optimizer(optimizer, names, config)
     return trained

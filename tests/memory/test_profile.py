@@ -97,9 +97,9 @@ def test_a_parameter_that_is_not_there_is_refused_with_the_nearest() -> None:
 def test_states_are_described_without_bringing_them() -> None:
     def body(rank: int):
         model, optimizer = sharded(3)
-        nothing = optimizer.describe_states()
+        nothing = optimizer._states.describe()
         step(model, optimizer, batches(1, 4)[0])
-        return nothing, optimizer.describe_states(), [name for name, _ in model.named_parameters()]
+        return nothing, optimizer._states.describe(), [name for name, _ in model.named_parameters()]
 
     for nothing, described, names in run_threads(3, body):
         assert nothing == {name: {} for name in names}

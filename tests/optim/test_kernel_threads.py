@@ -45,8 +45,8 @@ class Update:
         out = new[0], new[1], new[2]
         return self._kernels.adam(*self._old, self._gradient, ADAM, out=out, step=3, copy=new[3], **chosen)
 
-    def begin(self, crew: KernelThreads, threads: int) -> KernelHandle:
-        return self._run(self.made, kernel_threads=crew, threads=threads)
+    def begin(self, pool: KernelThreads, threads: int) -> KernelHandle:
+        return self._run(self.made, kernel_threads=pool, threads=threads)
 
     @property
     def over(self) -> bool:
@@ -59,8 +59,8 @@ def test_updates_that_are_begun_before_others_end_give_the_same_bits(
     native_kernels: CpuKernels, threads: int, backwards: bool
 ) -> None:
     updates = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)]
-    crew = native_kernels.make_threads()
-    begun = [update.begin(crew, threads) for update in updates]
+    pool = native_kernels.make_threads()
+    begun = [update.begin(pool, threads) for update in updates]
     for number in range(len(begun))[:: -1 if backwards else 1]:
         begun[number].wait()
         begun[number].wait()  # nothing more happens
@@ -90,13 +90,13 @@ def test_several_threads_may_begin_and_end(native_kernels: CpuKernels, shared: b
     common, together = native_kernels.make_threads(), threading.Barrier(4)
 
     def one(rank: int) -> bool:
-        crew = common if shared else native_kernels.make_threads()
+        pool = common if shared else native_kernels.make_threads()
         together.wait()
         for turn in range(5):
             updates = [Update(native_kernels, numel, rank + 4 * turn) for numel in LENGTHS]
             before: tuple[KernelHandle, Update] | None = None
             for update in updates:
-                begun = update.begin(crew, 1 + rank)
+                begun = update.begin(pool, 1 + rank)
                 if before is not None:
                     before[0].wait()
                     if not before[1].over:
@@ -109,27 +109,27 @@ def test_several_threads_may_begin_and_end(native_kernels: CpuKernels, shared: b
 
 
 def in_line(kernels: CpuKernels) -> tuple[KernelThreads, list[KernelHandle]]:
-    """A crew of one that has a while to work, and what it works on."""
-    line, crew = torch.zeros(1_000_000), kernels.make_threads()
-    return crew, [
-        kernels.sgd(line, None, line, SGDHyperparams(lr=0.0), out=(line, None), kernel_threads=crew)
+    """Return kernel threads that are busy for a while, and the handles of their updates."""
+    line, pool = torch.zeros(1_000_000), kernels.make_threads()
+    return pool, [
+        kernels.sgd(line, None, line, SGDHyperparams(lr=0.0), out=(line, None), kernel_threads=pool)
         for _ in range(MANY)
     ]
 
 
 def test_one_that_is_dropped_is_ended(native_kernels: CpuKernels) -> None:
     update = Update(native_kernels, 70_001)
-    crew, others = in_line(native_kernels)
-    begun = update.begin(crew, 1)
-    del crew, begun
+    pool, others = in_line(native_kernels)
+    begun = update.begin(pool, 1)
+    del pool, begun
     assert update.over
     del others
 
 
 def test_tensors_stay_until_the_end(native_kernels: CpuKernels) -> None:
-    crew, _others = in_line(native_kernels)
+    pool, _others = in_line(native_kernels)
     old, gradient = tuple(torch.zeros(9000) for _ in range(3)), torch.zeros(9000)
-    begun = native_kernels.adam(*old, gradient, ADAM, out=old, step=1, copy=torch.zeros(9000), kernel_threads=crew)
+    begun = native_kernels.adam(*old, gradient, ADAM, out=old, step=1, copy=torch.zeros(9000), kernel_threads=pool)
     told = [weakref.ref(tensor) for tensor in (*old, gradient)]
     del old, gradient
     assert all(reference() is not None for reference in told)
@@ -155,10 +155,10 @@ def test_what_cannot_be_started_is_done_all_the_same(
     assert source.count(there) == 1
     (tmp_path / "kernels.c").write_text(source.replace(there, instead))
     poor = CpuKernels(build.load_library(tmp_path / "kernels.c"))
-    updates, crew = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)], poor.make_threads()
+    updates, pool = [Update(native_kernels, numel, seed) for seed, numel in enumerate(LENGTHS)], poor.make_threads()
     for update in updates:
         update._kernels = poor
-    begun = [update.begin(crew, 4) for update in updates]
+    begun = [update.begin(pool, 4) for update in updates]
     begun[-2].wait()
     for running in begun:
         running.wait()
@@ -178,11 +178,11 @@ import os, sys, torch
 sys.path[:0] = sys.argv[1:]
 from test_kernel_threads import in_line
 from zeroshard.optim.cpu.kernels import load_kernels
-crew, begun = in_line(load_kernels())
+pool, begun = in_line(load_kernels())
 child = os.fork()
 if not child:
     begun[-1].wait()
-    del begun, crew  # none of them may wait for threads that are not here
+    del begun, pool  # none of them may wait for threads that are not here
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -205,25 +205,25 @@ def test_a_fork_does_not_wait_for_what_is_not_there(native_kernels: CpuKernels) 
 
 
 class Record:
-    """Notes which kernels of a run are begun and ended, and whether by a crew."""
+    """Records which kernels of a run start and end, and with which kernel threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[tuple[str, int]] = []
-        self.crews: list[Any] = []
-        cook, record = UpdateSpec.apply, self
+        self.kernel_threads: list[Any] = []
+        apply, record = UpdateSpec.apply, self
 
         class Noted:
             def __init__(self, inner: KernelHandle) -> None:
-                self._inner, self._number = inner, len(record.crews)
+                self._inner, self._number = inner, len(record.kernel_threads)
                 record.lines.append(("begin", self._number))
 
             def wait(self) -> None:
                 self._inner.wait()
                 record.lines.append(("end", self._number))
 
-        def noted(recipe: UpdateSpec, *arguments: Any) -> Noted:
-            found = Noted(cook(recipe, *arguments))
-            self.crews.append(arguments[7])
+        def noted(spec: UpdateSpec, *arguments: Any) -> Noted:
+            found = Noted(apply(spec, *arguments))
+            self.kernel_threads.append(arguments[7])
             return found
 
         monkeypatch.setattr(UpdateSpec, "apply", noted)
@@ -240,40 +240,40 @@ def stepped(offload: dict[str, Any]) -> Any:
     return everything(model, optimizer)
 
 
-def test_a_kernel_runs_while_the_next_is_begun(native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_runs_while_the_next_is_started(native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record(monkeypatch)
     stepped({"optimizer": "host", "speculate": False})
-    last = len(record.crews) - 1
-    assert last > 1 and None not in record.crews
+    last = len(record.kernel_threads) - 1
+    assert last > 1 and None not in record.kernel_threads
     pairs = [line for number in range(1, last + 1) for line in (("begin", number), ("end", number - 1))]
     assert record.lines == [("begin", 0), *pairs, ("end", last)]
 
 
-def test_what_rests_on_disk_is_updated_alone(
+def test_chunks_on_disk_are_updated_one_at_a_time(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     record = Record(monkeypatch)
     stepped({"optimizer": "disk", "directory": tmp_path})
-    assert len(record.crews) > 1 and set(record.crews) == {None}
-    assert record.lines == [(what, number) for number in range(len(record.crews)) for what in ("begin", "end")]
+    assert len(record.kernel_threads) > 1 and set(record.kernel_threads) == {None}
+    assert record.lines == [(what, number) for number in range(len(record.kernel_threads)) for what in ("begin", "end")]
 
 
-def test_kernels_that_run_are_ended_where_the_next_cannot_be_begun(
+def test_running_kernels_are_finished_if_the_next_cannot_start(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One granule with several runs, of which only the first is begun."""
+    """A chunk has several slices, and only the first update starts."""
     record = Record(monkeypatch)
     noted = UpdateSpec.apply
 
-    def second_fails(recipe: UpdateSpec, *arguments: Any) -> Any:
-        if record.crews:
+    def second_fails(spec: UpdateSpec, *arguments: Any) -> Any:
+        if record.kernel_threads:
             raise MemoryError("no room")
-        return noted(recipe, *arguments)
+        return noted(spec, *arguments)
 
     monkeypatch.setattr(UpdateSpec, "apply", second_fails)
     case = Case(groups=True, options={"stage": 2})
     model, optimizer = case.make({"optimizer": "host", "speculate": False})
-    assert any(len(granule.slices) > 1 for granule in optimizer._cpu_updates._chunk_by_segment.values())
+    assert any(len(chunk.slices) > 1 for chunk in optimizer._cpu_updates._chunk_by_segment.values())
     net_loss(model, batches(1)[0]).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
@@ -282,10 +282,10 @@ def test_kernels_that_run_are_ended_where_the_next_cannot_be_begun(
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_updates_ahead_that_are_dropped_and_begun_anew_change_no_bit(
+def test_speculative_updates_that_are_discarded_and_repeated_change_no_bit(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, groups: bool
 ) -> None:
-    """The next backward finds updates of the last one in the line: of the same granules, and of no use."""
+    """The next backward finds updates of the previous one in the queue: of the same chunks, and invalid."""
     case = Case(net="wide", groups=groups, steps=9, accumulate=(1, 1, 1, 1, 3, 1, 2, 1, 1), options={"stage": 2})
     begun = threading.Event()
     ahead, landed = ChunkUpdater.speculate, CpuUpdates.on_shard_ready

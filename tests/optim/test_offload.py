@@ -1,4 +1,4 @@
-"""States in far tiers on one rank: the same bits, any checkpoint, memory where it was asked for, and clear errors."""
+"""Offloaded states on one rank: the same bits, any checkpoint, memory where it was asked for, and clear errors."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_reference_gpt_from_the_meta_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_granules_on_disk_may_be_updated_in_any_order(seed: int) -> None:
+def test_chunks_on_disk_may_be_updated_in_any_order(seed: int) -> None:
     """As they are where gradients arrive late: first those that are there."""
     case = Case(net="wide", steps=5, options={"stage": 3, "bucket_size": 300})
     model, optimizer = case.make(offload("disk"))
@@ -327,11 +327,11 @@ def test_with_the_optimizer_on_the_host_the_device_holds_parameters_alone(precis
     loop(model, optimizer, case)
     zeroshard.full_parameter(model, "head.weight")  # everything has come
     psi = sum(p.numel() for p in model.parameters())
-    near, far = held(model, "device"), held(model, "host")
-    assert psi * width <= near["parameters"] < psi * width * 1.1 + 4096
-    assert sum(nbytes for kind, nbytes in near.items() if kind != "parameters") < 64  # step counts of no element
+    on_device, on_host = held(model, "device"), held(model, "host")
+    assert psi * width <= on_device["parameters"] < psi * width * 1.1 + 4096
+    assert sum(nbytes for kind, nbytes in on_device.items() if kind != "parameters") < 64  # step counts of no element
     for kind, bytes_each in (("master weights", 4), ("optimizer states", 8), ("gradients", width)):
-        assert psi * bytes_each <= far[kind] < psi * bytes_each * 1.1 + 8192, kind
+        assert psi * bytes_each <= on_host[kind] < psi * bytes_each * 1.1 + 8192, kind
     peaks = {kind: found.peak for (kind, tier), found in zeroshard.report(model).memory.items() if tier == "device"}
     assert not peaks.get("master weights", 0) and not peaks.get("gradients", 0)
 
@@ -391,12 +391,12 @@ def test_disk_bytes_bound_the_file(limit: int) -> None:
 def test_fractions_are_those_of_the_report() -> None:
     case = Case(net="wide", steps=2, options={"stage": 3})
     model, _ = case.make(offload({"host": 0.3, "disk": 0.5}))
-    near, host, disk = (held(model, tier).get("master weights", 0) for tier in ("device", "host", "disk"))
+    device, host, disk = (held(model, tier).get("master weights", 0) for tier in ("device", "host", "disk"))
     flats = [flat for unit in model._zeroshard.engine.units for flat in unit.flats]
     total = 4 * sum(flat.layout.shard_numel for flat in flats)
     assert abs(host - 0.3 * total) <= 256
     assert abs(disk - 0.5 * total) <= 256
-    assert near == 0  # fp32: what stays is the parameters themselves
+    assert device == 0  # fp32: what stays is the parameters themselves
 
 
 def maps_of_files() -> int:
@@ -564,11 +564,11 @@ def test_buffers_for_states_and_for_parameters_on_disk_are_both_counted() -> Non
     model, optimizer = case.make(offload("disk", parameters="disk"))
     loop(model, optimizer, case)
     zeroshard.full_parameter(model, "head.weight")  # no update is under way any more
-    shelf = sum(line.nbytes for one in optimizer._cpu_updates._disk_staging._buffer_sets for line in one.values())
+    staged = sum(line.nbytes for one in optimizer._cpu_updates._disk_staging._buffer_sets for line in one.values())
     (reader,) = model._zeroshard.engine.executor._prefetchers
     read = sum(one.memory.nbytes for one in (*reader._free_buffers, *reader._buffer_by_shard.values()))
-    assert shelf and read
-    assert held(model, "host")["buckets"] == shelf + read
+    assert staged and read
+    assert held(model, "host")["buckets"] == staged + read
 
 
 @pytest.mark.slow

@@ -70,7 +70,9 @@ def gathered_in_forward(model, optimizer, batch) -> None:
     ids=lambda then: then.__name__,
 )
 @pytest.mark.parametrize(
-    "offload", [{"optimizer": "host"}, {"optimizer": "host", "gradients": "device"}], ids=["far", "near"]
+    "offload",
+    [{"optimizer": "host"}, {"optimizer": "host", "gradients": "device"}],
+    ids=["grads on host", "grads on device"],
 )
 def test_what_comes_after_a_step_does_not_reach_into_it(then, offload: Any, late: None) -> None:
     def run(offload: Any) -> Any:

@@ -1,6 +1,6 @@
 """Updates ahead of the step: that they happen, that they count, and that every way of being wrong drops them exactly.
 
-Each loop runs twice, with states in a far tier and without; what a disturbance does between backward and step has to
+Each loop runs twice, with offloaded states and without; what a disturbance does between backward and step has to
 leave the same bits in both.
 """
 
@@ -32,7 +32,7 @@ NATIVE = {"optimizer": "Adam", "steps": STEPS}
 
 @pytest.fixture
 def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[StateChunk]:
-    """The granules whose update ahead was confirmed."""
+    """The chunks whose speculative update was committed."""
     found: list[StateChunk] = []
     original = StateChunk.swap
 
@@ -54,7 +54,7 @@ def let_ahead_finish(optimizer: Any) -> int:
 
 def run(case: Case, offload: Any, disturb: Callable[..., Any] | None = None) -> tuple[dict[str, Any], list[int]]:
     """Run a case's loop on one rank; ``disturb`` takes the place of one step. Returns all numbers, and how many
-    granules were begun ahead of each step."""
+    chunks were updated speculatively before each step."""
     model, optimizer = case.make(offload)
     begun, losses = [], []
     for number, batch in enumerate(batches(case.steps)):
@@ -429,7 +429,7 @@ WRONG = [
 
 @pytest.mark.parametrize("disturb", WRONG + RIGHT, ids=lambda disturb: disturb.__name__)
 @pytest.mark.parametrize(
-    "offload", [{"optimizer": "host"}, {"optimizer": ("host", 0.6), "gradients": "device"}], ids=["far", "part"]
+    "offload", [{"optimizer": "host"}, {"optimizer": ("host", 0.6), "gradients": "device"}], ids=["all", "part"]
 )
 def test_a_disturbed_step_leaves_the_bits_of_the_run_without_offload(disturb, offload: Any, exchanges) -> None:
     case = Case(**NATIVE, options={"stage": 2, "bucket_size": 500})

@@ -1,4 +1,4 @@
-"""States in far tiers on several ranks: the same bits in every stage and on every mesh, and errors on every rank."""
+"""Offloaded states on several ranks: the same bits in every stage and on every mesh, and errors on every rank."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_every_stage_on_every_number_of_ranks(stage: int, world: int) -> None:
         clip=[(None,), (1e3, 1e3, 1e3, 0.05)][number % 2],
         options={"stage": stage, "bucket_size": [300, 2**25][number % 3 == 0]},
     )
-    far = {"parameters": RESTS[number % 6]} if stage == 3 else {}
+    params = {"parameters": RESTS[number % 6]} if stage == 3 else {}
     gradients = {"gradients": RESTS[(number + 2) % 6]} if stage > 1 else {}
-    assert_unchanged(world, case, offload("host", **far), offload(RESTS[(number + 1) % 6], **gradients))
+    assert_unchanged(world, case, offload("host", **params), offload(RESTS[(number + 1) % 6], **gradients))
 
 
 @pytest.mark.slow
@@ -71,8 +71,8 @@ def test_accumulation_and_no_sync_on_two_ranks(stage: int) -> None:
 @pytest.mark.parametrize(("mesh", "stage"), [((2, 2), 3), ((2, 2), 1), ((2, 1), 2), ((2, 1), 0), ((1, 2), 3)])
 def test_a_mesh_of_replicas_and_shards(mesh: tuple[int, int], stage: int) -> None:
     case = Case(mesh=mesh, steps=5, clip=(0.5,), options={"stage": stage, "bucket_size": 300})
-    far = {"parameters": "host"} if stage == 3 else {}
-    assert_unchanged(mesh[0] * mesh[1], case, offload("host", **far), offload(("disk", 0.5)))
+    params = {"parameters": "host"} if stage == 3 else {}
+    assert_unchanged(mesh[0] * mesh[1], case, offload("host", **params), offload(("disk", 0.5)))
 
 
 @pytest.mark.slow

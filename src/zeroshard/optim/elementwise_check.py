@@ -1,12 +1,16 @@
-"""Test on small tensors whether an optimizer can run on flat shards.
+"""Find out by experiment whether an optimizer can run on flat shards.
 
 [Note: testing that an optimizer is elementwise]
 zeroshard steps an optimizer on flat slices that split matrices and join parameters ([Note: optimizer slices]). This is
 correct only if the update of each element depends on that element alone. The class name does not tell: a subclass of
 AdamW may clip per tensor, a rule may read ``p.ndim``, a group may keep a sum over all parameters. So unless the class
-is one of torch's own elementwise optimizers, small copies of the optimizer step the same values and gradients, once as
-full parameters and several times as slices, split as they are over ranks. Values, states, and the numbers stored in
-groups and in the optimizer itself must match.
+is one of torch's own elementwise optimizers, copies of the optimizer step the same values with the same gradients:
+
+    on full tensors     | (6, 4) | (5,) | () | (2, 3, 2, 2) | (4, 6) | (1,) | (3, 8) |
+    as slices of ranks  | rank 0: one slice   | rank 1: one slice                    |     and other splits
+
+After each step the values must match, at the end also the states, and the numbers stored in groups and in the optimizer
+itself. ``_Trial`` says what is stepped, ``_Run`` steps one copy, and the ``_compare_…`` functions compare two runs.
 
 What the trials must detect, and how:
 
@@ -33,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,11 +62,16 @@ class ElementwiseMismatchError(Exception):
     """An optimizer gives different numbers on slices than on full parameters; the message says which."""
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, elementwise: bool | None, dtype: torch.dtype | None) -> None:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer,
+    elementwise: bool | None,
+    dtype: torch.dtype | None,
+    new_group: dict[str, Any] | None = None,
+) -> None:
     """Raise unless the optimizer can run on flat shards: see [Note: testing that an optimizer is elementwise].
 
     ``elementwise=True``: the user asserts it, so nothing is tested. ``dtype`` is the dtype of the update; None: that of
-    each parameter.
+    each parameter. ``new_group``: test only this group, which is added to an optimizer that was tested before.
 
     >>> check_elementwise(torch.optim.Adam([nn.Parameter(torch.ones(2))]), None, None)
     """
@@ -72,23 +81,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer, elementwise: bool | None
                 f"torch.optim.{name} reads more than one element at a time, so it cannot run on shards: use an "
                 "elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, …)"
             )
-    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS and not elementwise:
-        _compare_or_raise(optimizer, partial(_compare, optimizer, dtype))
-
-
-def check_elementwise_group(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], elementwise: bool | None, dtype: torch.dtype | None
-) -> None:
-    """Raise unless one more group of model parameters can run on flat shards."""
-    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS and not elementwise:
-        _compare_or_raise(optimizer, partial(_compare_groups, optimizer, [{**optimizer.defaults, **group}], dtype))
-
-
-def _compare_or_raise(optimizer: torch.optim.Optimizer, compare: Callable[[], None]) -> None:
-    """Run a comparison and turn what it raises into an error for the user."""
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS or elementwise:
+        return
     kind = type(optimizer).__qualname__
     try:
-        compare()
+        if new_group is None:
+            check_can_copy(optimizer)
+            groups = _distinct_groups(optimizer.param_groups)
+        else:
+            groups = [{**optimizer.defaults, **new_group}]
+        _run_trials(optimizer, groups, dtype)
     except ElementwiseMismatchError as difference:
         raise ValueError(
             f"{kind} reads more than one element at a time, so it cannot run on shards: a trial on flat slices of "
@@ -112,10 +114,9 @@ class _TrialSpec:
     """Which tensors are stepped, how often, and how they are split into slices."""
 
     shapes: tuple[tuple[int, ...], ...]
-    grad_scales: tuple[float, ...]  # of the gradients, one per step; see _make_gradients
+    grad_scales: tuple[float, ...]  # of the gradients, one per step; see _Trial.gradients
     grad_scales_after_jump: tuple[float, ...]
-    rank_splits: tuple[tuple[tuple[int, ...], ...], ...]
-    """Splits over ranks: for each rank, where its slices begin and where the last one ends."""
+    splits: tuple[tuple[int, ...], ...]  # for each rank, where its slices begin and where the last one ends
     tolerance: float  # relative to the change of an element
 
     @property
@@ -131,34 +132,29 @@ _SMALL_TRIAL = _TrialSpec(
     shapes=((6, 4), (5,), (), (2, 3, 2, 2), (4, 6), (1,), (3, 8)),
     grad_scales=(1, 1, 1, 0.01, 1, 100, 1, 0, -1, 1, 1e-8, 1e4, 1e-3, 1, 1),
     grad_scales_after_jump=(1, 1, 30, -1, 1e6, 1),
-    rank_splits=(((0, 103),), ((0, 37), (37, 103)), ((0, 10, 61), (), (61, 62, 103))),
+    splits=((0, 103), (0, 37), (37, 103), (0, 10, 61), (), (61, 62, 103)),  # of one rank, of two, of three
     tolerance=1e-5,
 )
 _LARGE_TRIAL = _TrialSpec(  # above the sizes at which matrices are factored (128 x 128) or states quantized (4096)
     shapes=((144, 128), (1040, 8), (16, 16, 3, 3), (4608,)),
     grad_scales=(1, 0.1, 10),
     grad_scales_after_jump=(1, -3),
-    rank_splits=(((0, 20_011), (20_011, 33_664)),),
+    splits=((0, 20_011), (20_011, 33_664)),
     tolerance=2e-3,
 )
 _HUGE_TRIAL = _TrialSpec(  # if the model has larger matrices than _LARGE_TRIAL
     shapes=((1040, 256),),
     grad_scales=(1,),
     grad_scales_after_jump=(),
-    rank_splits=(((0, 250_003), (250_003, 266_240)),),
+    splits=((0, 250_003), (250_003, 266_240)),
     tolerance=2e-3,
 )
 
 
-def _compare(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+def _run_trials(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
     """Raise ``ElementwiseMismatchError`` or ``ElementwiseUndecidedError`` unless slices give the same numbers."""
-    check_can_copy(optimizer)
-    groups = _distinct_groups(optimizer.param_groups)
-    if groups:
-        _compare_groups(optimizer, groups, dtype)
-
-
-def _compare_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], dtype: torch.dtype | None) -> None:
+    if not groups:
+        return
     parameters = [p for group in groups for p in group["params"]]
     cuda_devices = [p.device for p in groups[0]["params"] if p.device.type == "cuda"]
     devices = list(dict.fromkeys([torch.device("cpu"), *cuda_devices]))
@@ -194,9 +190,9 @@ class _Trial:
 
     def run(self) -> None:
         full = self._run_full()
-        for splits in itertools.chain(*self.spec.rank_splits):
+        for splits in self.spec.splits:
             try:
-                sliced = _OptimizerCopy(self, splits, full.is_seeded)
+                sliced = _Run(self, splits, full.is_seeded)
                 sliced.run(jump=full.has_jumped)
             except (ElementwiseUndecidedError, ElementwiseMismatchError):
                 raise
@@ -204,16 +200,38 @@ class _Trial:
                 where = "without parameters" if not splits else "of flat slices"
                 what = f"on a group {where} it raises {type(error).__name__}: {error}"
                 raise ElementwiseMismatchError(what) from error
-            _compare_values(full, sliced, splits)
-            _compare_states(full, sliced)
-            _compare_numbers("the group's number", full.options, sliced.options)
-            _compare_numbers("its attribute", full.attributes, sliced.attributes)
+            if splits:
+                self._compare_values(full, sliced, splits[0], splits[-1])
+            _compare_states(full, sliced, self.spec.tolerance)
+            _compare_stored(full.stored, sliced.stored)
 
-    def _run_full(self) -> _OptimizerCopy:
+    def _compare_values(self, full: _Run, sliced: _Run, start: int, end: int) -> None:
+        """Compare the values after each step: ``sliced`` has the elements from ``start`` to ``end`` of each group."""
+        wide_dtype = torch.promote_types(self.dtype, torch.float32)
+        steps, groups = len(full.values), len(self.groups)
+        actual = torch.stack(sliced.values).to(wide_dtype).view(steps, groups, end - start)
+        expected = torch.stack(full.values).to(wide_dtype).view(steps, groups, self.spec.numel)[:, :, start:end]
+        initial = torch.stack(self.initial_values).to(wide_dtype)[:, start:end]
+        change = (expected - initial).abs().cummax(0).values
+        rounding = 32 * torch.finfo(self.dtype).eps * torch.maximum(expected, initial).abs()
+        error = (actual - expected).abs()
+        is_equal = (error <= self.spec.tolerance * change + rounding) | (expected == actual)
+        if bool(is_equal.all()):
+            return
+        step, group, position = torch.nonzero(~is_equal)[0].tolist()
+        index = next(i for i, (_, span_end) in enumerate(full.spans) if start + position < span_end)
+        of = f" of group {group}" if groups > 1 else ""
+        raise ElementwiseMismatchError(
+            f"after step {step + 1} an element of a tensor of shape {self.spec.shapes[index]}{of} has moved by "
+            f"{(actual - initial)[step, group, position].item():.6g} in a slice, and by "
+            f"{(expected - initial)[step, group, position].item():.6g} in the full tensor"
+        )
+
+    def _run_full(self) -> _Run:
         """Step full parameters, starting from states like the existing ones, or from none if that fails."""
         for is_seeded in (True, False) if any(self.optimizer.state.values()) else (False,):
             for jump in (True, False):
-                full = _OptimizerCopy(self, None, is_seeded)
+                full = _Run(self, None, is_seeded)
                 try:
                     full.run(jump)
                 except (ElementwiseUndecidedError, ElementwiseMismatchError):
@@ -282,13 +300,12 @@ class _Trial:
 # ---------------------------------------------------------------------------------------------- a copy of an optimizer
 
 
-class _OptimizerCopy:
+class _Run:
     """A copy of the user's optimizer with its own parameters, and their values after each step."""
 
     def __init__(self, trial: _Trial, splits: tuple[int, ...] | None, is_seeded: bool) -> None:
-        self._trial, self.spec, self.is_seeded, self.has_jumped = trial, trial.spec, is_seeded, False
+        self._trial, self.is_seeded, self.has_jumped = trial, is_seeded, False
         self.values: list[torch.Tensor] = []  # of all groups, after each step
-        self.initial_values: list[torch.Tensor] = []
         self.parameters: list[list[nn.Parameter]] = []
         ends = [0, *itertools.accumulate(trial.spec.sizes)] if splits is None else splits
         self.spans = list(itertools.pairwise(ends))
@@ -300,7 +317,6 @@ class _OptimizerCopy:
                 nn.Parameter(values[start:end].reshape(shape).clone())
                 for (start, end), shape in zip(self.spans, shapes, strict=True)
             ]
-            self.initial_values += [p.detach().flatten().clone() for p in parameters]
             self.parameters.append(parameters)
             options = self._copier.copy_options(group, number)
             if _is_number(options.get("lr")):
@@ -316,7 +332,7 @@ class _OptimizerCopy:
 
     def _seed_states(self, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> None:
         """Create states like those of the optimizer: its constructor may have made states that a step needs."""
-        original, numel = self._trial.optimizer.state, self.spec.numel
+        original, numel = self._trial.optimizer.state, self._trial.spec.numel
         example: Any = next((p for p in group["params"] if original.get(p)), None)
         for key, value in original[example].items() if example is not None else ():
             if is_elementwise(key, value, example.shape):
@@ -339,35 +355,32 @@ class _OptimizerCopy:
 
     def run(self, jump: bool) -> None:
         """Step with each gradient; if ``jump``, advance the step counters in between."""
-        device, gradients = self._trial.device, self._trial.gradients  # made here: the guard rejects random numbers
+        device, spec = self._trial.device, self._trial.spec
+        gradients = self._trial.gradients  # made here: the guard rejects random numbers
         default_device = device if torch.get_default_device() != device else nullcontext()
         with torch.no_grad(), default_device, SideEffectGuard():  # type: ignore[no-untyped-call]
-            self._run(gradients, jump)
-
-    def _run(self, gradients: list[list[torch.Tensor]], jump: bool) -> None:
-        steps, steps_after_jump = len(self.spec.grad_scales), len(self.spec.grad_scales_after_jump)
-        if callable(getattr(self.inner, "train", None)):
-            self.inner.train()
-        before: dict[Any, float] = {}
-        for step in range(steps + steps_after_jump):
-            if step == steps - 2:
-                before = {key: value for key, value, _ in self._stored_numbers()}
-            if step == steps and jump:
-                self._advance_counters(before)
-            for parameters, group_gradients in zip(self.parameters, gradients, strict=True):
-                for parameter, (start, end) in zip(parameters, self.spans, strict=True):
-                    parameter.grad = group_gradients[step][start:end].reshape(parameter.shape).clone()
-            type(self.inner).step(self.inner)
-            self._record_values()
-        if callable(getattr(self.inner, "eval", None)):  # schedule-free optimizers swap parameter values here
-            self.inner.eval()
-            self._record_values()
-            self.inner.train()
-            self._record_values()
+            if callable(getattr(self.inner, "train", None)):
+                self.inner.train()
+            before: dict[Any, float] = {}
+            for step in range(len(spec.grad_scales) + len(spec.grad_scales_after_jump)):
+                if step == len(spec.grad_scales) - 2:
+                    before = {key: value for key, value, _ in self._stored_numbers()}
+                if step == len(spec.grad_scales) and jump:
+                    self._advance_counters(before)
+                for parameters, group_gradients in zip(self.parameters, gradients, strict=True):
+                    for parameter, (start, end) in zip(parameters, self.spans, strict=True):
+                        parameter.grad = group_gradients[step][start:end].reshape(parameter.shape).clone()
+                type(self.inner).step(self.inner)
+                self._record_values()
+            if callable(getattr(self.inner, "eval", None)):  # schedule-free optimizers swap parameter values here
+                self.inner.eval()
+                self._record_values()
+                self.inner.train()
+                self._record_values()
 
     def check_values(self) -> None:
         """Raise if the values cannot be compared."""
-        first, last = torch.cat(self.initial_values), self.values[-1]
+        first, last = torch.cat(self._trial.initial_values), self.values[-1]
         if not bool(last.isfinite().all()):
             raise ElementwiseUndecidedError("its values became infinite or NaN")
         if len(self.values) > 1 and torch.equal(first, last):  # a warmup may begin with a learning rate of 0
@@ -396,26 +409,19 @@ class _OptimizerCopy:
                 self.has_jumped = True
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The groups' entries without the parameters; keys include the group number if there are several groups."""
+    def stored(self) -> dict[str, Any]:
+        """What the optimizer stores in its groups and in its own attributes, by description."""
         groups = self.inner.param_groups
-        return {
-            key if len(groups) == 1 else f"{key} of group {number}": value
-            for number, group in enumerate(groups)
-            for key, value in group.items()
-            if key != "params"
-        }
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The optimizer's own attributes that can be compared."""
-        return {
-            key: value
-            for key, value in vars(self.inner).items()
-            if key not in ("param_groups", "state", "defaults")
-            and not key.startswith("_optimizer_")
-            and not isinstance(value, (types.MethodType, types.FunctionType, partial))
-        }
+        found: dict[str, Any] = {}
+        for number, group in enumerate(groups):
+            of = "" if len(groups) == 1 else f" of group {number}"
+            found |= {f"the group's number {key + of!r}": value for key, value in group.items() if key != "params"}
+        for key, value in vars(self.inner).items():
+            is_function = isinstance(value, (types.MethodType, types.FunctionType, partial))
+            is_torchs = key in ("param_groups", "state", "defaults") or key.startswith("_optimizer_")
+            if not is_function and not is_torchs:
+                found[f"its attribute {key!r}"] = value
+        return found
 
 
 def _copy_attributes(parameters: list[nn.Parameter], originals: list[Any]) -> None:
@@ -470,41 +476,16 @@ def _is_close(left: Any, right: Any) -> bool:
     return not hasattr(left, "__dict__") or _is_close(vars(left), vars(right))
 
 
-def _compare_numbers(title: str, expected: dict[str, Any], actual: dict[str, Any]) -> None:
-    for key in expected | actual:
-        if not _is_close(expected.get(key), actual.get(key)):
+def _compare_stored(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    for what in expected | actual:
+        if not _is_close(expected.get(what), actual.get(what)):
             raise ElementwiseMismatchError(
-                f"{title} {key!r} is {_short_repr(actual.get(key))} on a slice, "
-                f"{_short_repr(expected.get(key))} on full tensors"
+                f"{what} is {_short_repr(actual.get(what))} on a slice, "
+                f"{_short_repr(expected.get(what))} on full tensors"
             )
 
 
-def _compare_values(full: _OptimizerCopy, sliced: _OptimizerCopy, splits: tuple[int, ...]) -> None:
-    if not splits:
-        return
-    steps, groups = len(full.values), len(full.parameters)
-    start, end = splits[0], splits[-1]
-    wide_dtype = torch.promote_types(full.initial_values[0].dtype, torch.float32)
-    actual = torch.stack(sliced.values).to(wide_dtype).view(steps, groups, end - start)
-    expected = torch.stack(full.values).to(wide_dtype).view(steps, groups, full.spec.numel)[:, :, start:end]
-    initial = torch.cat(full.initial_values).to(wide_dtype).view(groups, -1)[:, start:end]
-    change = (expected - initial).abs().cummax(0).values
-    rounding = 32 * torch.finfo(full.initial_values[0].dtype).eps * torch.maximum(expected, initial).abs()
-    error = (actual - expected).abs()
-    is_equal = (error <= full.spec.tolerance * change + rounding) | (expected == actual)
-    if bool(is_equal.all()):
-        return
-    step, group, position = torch.nonzero(~is_equal)[0].tolist()
-    index = next(i for i, (_, span_end) in enumerate(full.spans) if start + position < span_end)
-    of = f" of group {group}" if groups > 1 else ""
-    raise ElementwiseMismatchError(
-        f"after step {step + 1} an element of a tensor of shape {full.spec.shapes[index]}{of} has moved by "
-        f"{(actual - initial)[step, group, position].item():.6g} in a slice, and by "
-        f"{(expected - initial)[step, group, position].item():.6g} in the full tensor"
-    )
-
-
-def _compare_states(full: _OptimizerCopy, sliced: _OptimizerCopy) -> None:
+def _compare_states(full: _Run, sliced: _Run, tolerance: float) -> None:
     for copy in (full, sliced):
         own_ids = {id(p) for parameters in copy.parameters for p in parameters}
         for key in copy.inner.state:
@@ -514,38 +495,39 @@ def _compare_states(full: _OptimizerCopy, sliced: _OptimizerCopy) -> None:
                 )
     for parameters, slices in zip(full.parameters, sliced.parameters, strict=True):
         for slice_param, (slice_start, slice_end) in zip(slices, sliced.spans, strict=True):
-            state = dict(sliced.inner.state.get(slice_param, {}))
+            slice_state = dict(sliced.inner.state.get(slice_param, {}))
             for parameter, (param_start, param_end) in zip(parameters, full.spans, strict=True):
-                overlap_start, overlap_end = max(slice_start, param_start), min(slice_end, param_end)
-                if overlap_start < overlap_end:
-                    at = slice(overlap_start - param_start, overlap_end - param_start)
-                    within = slice(overlap_start - slice_start, overlap_end - slice_start)
-                    full_state = dict(full.inner.state.get(parameter, {}))
-                    tolerance = full.spec.tolerance
-                    _compare_state(parameter, full_state, slice_param, state, at, within, tolerance)
+                start, end = max(slice_start, param_start), min(slice_end, param_end)
+                if start < end:
+                    state = dict(full.inner.state.get(parameter, {}))
+                    expected = _StatePart(parameter, state, slice(start - param_start, end - param_start))
+                    actual = _StatePart(slice_param, slice_state, slice(start - slice_start, end - slice_start))
+                    _compare_state(expected, actual, tolerance)
 
 
-def _compare_state(
-    full_param: nn.Parameter,
-    full_state: dict[str, Any],
-    slice_param: nn.Parameter,
-    slice_state: dict[str, Any],
-    at: slice,
-    within: slice,
-    tolerance: float,
-) -> None:
-    """Compare the states of a parameter at ``at`` with those of a slice at ``within``."""
-    for key in full_state.keys() | slice_state.keys():
+class _StatePart(NamedTuple):
+    """The states of some elements of a parameter, which may be a slice."""
+
+    parameter: nn.Parameter
+    state: Mapping[str, Any]
+    span: slice
+
+
+def _compare_state(full: _StatePart, sliced: _StatePart, tolerance: float) -> None:
+    """Compare the states of the same elements in a full parameter and in a slice."""
+    full_param, slice_param = full.parameter, sliced.parameter
+    for key in full.state.keys() | sliced.state.keys():
         what = f"the state {key!r} of a tensor of shape {tuple(full_param.shape)}"
-        if key not in full_state or key not in slice_state:
-            where = "on slices" if key in slice_state else "on full tensors"
+        if key not in full.state or key not in sliced.state:
+            where = "on slices" if key in sliced.state else "on full tensors"
             raise ElementwiseMismatchError(f"{what} exists only {where}")
-        left, right = full_state[key], slice_state[key]
+        left, right = full.state[key], sliced.state[key]
         of_slice = f"that of a slice of shape {tuple(slice_param.shape)} {_short_repr(right)}"
         if is_elementwise(key, right, slice_param.shape) and type(right) in (torch.Tensor, nn.Parameter):
             if not isinstance(left, torch.Tensor) or left.numel() not in (full_param.numel(), 1):
                 raise ElementwiseMismatchError(f"{what} is {_short_repr(left)}, {of_slice}")
-            expected, actual = left.flatten().expand(full_param.numel())[at].double(), right[within].double()
+            expected = left.flatten().expand(full_param.numel())[full.span].double()
+            actual = right[sliced.span].double()
             scale = left.double().abs().max() if left.numel() else 0.0
             differs = (expected - actual).abs() > tolerance * expected.abs() + 1e-12 * scale
             if bool((differs & ~(expected.isnan() & actual.isnan())).any()):

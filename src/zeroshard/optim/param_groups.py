@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.engine import Engine, FlatGrad
+from zeroshard.engine import Engine, FlatGrad, param_info
 from zeroshard.memory import record_blocking_event
 from zeroshard.optim.cpu.updates import CpuUpdates
 from zeroshard.optim.slices import OptimizerSlice, SliceGuard, make_slices
@@ -20,7 +21,7 @@ from zeroshard.optim.slices import OptimizerSlice, SliceGuard, make_slices
 DIGEST_BYTES = 8
 
 
-class ParamGroupView(dict[str, Any]):
+class ParamGroupView(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[metaclass, misc]
     """One of ``ShardedOptimizer.param_groups``.
 
     The inner optimizer's groups hold slices of shards ([Note: optimizer slices]). They differ between ranks and are not
@@ -33,6 +34,9 @@ class ParamGroupView(dict[str, Any]):
     >>> group["lr"] = 0.2
     >>> inner["lr"], group["params"][0] is weight, isinstance(group, dict), dict(group)["lr"]
     (0.2, True, True, 0.2)
+    >>> group |= {"lr": 0.3}
+    >>> inner["lr"], (group | {"lr": 0.4})["lr"], group != dict(group)
+    (0.3, 0.4, False)
     """
 
     def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -76,15 +80,19 @@ class ParamGroupView(dict[str, Any]):
         """Return the number of entries."""
         return len(self._inner)
 
-    __contains__ = MutableMapping.__contains__
-    __eq__ = MutableMapping.__eq__
-    get = MutableMapping.get  # type: ignore[assignment]
-    keys = MutableMapping.keys  # type: ignore[assignment]
-    values = MutableMapping.values  # type: ignore[assignment]
-    items = MutableMapping.items  # type: ignore[assignment]
-    pop = MutableMapping.pop
-    update = MutableMapping.update
-    setdefault = MutableMapping.setdefault
+    # A dictionary's own operators would use its storage, which is empty.
+
+    __ne__ = object.__ne__
+
+    def __or__(self, other: Any) -> dict[str, Any]:
+        """Return a plain dictionary with the entries of both."""
+        return {**self.copy(), **other}
+
+    def __ior__(self, other: Any) -> Any:
+        """Set entries of the inner group."""
+        for key, value in dict(other).items():
+            self[key] = value
+        return self
 
     def __repr__(self) -> str:
         """Return the repr of the plain dictionary."""
@@ -145,18 +153,18 @@ class HyperparamChecker:
     def compare(self, largest: torch.Tensor, rank: int) -> None:
         """Raise if the ranks sent different digests. ``largest`` is the maximum of each byte over the ranks."""
         if self._pinned is None:
-            self._received.copy_(largest)
-            self._raise_if_different(rank)
+            self._raise_if_different(largest, rank)
             return
         if self._copy_done is not None:
             self._copy_done.synchronize()  # the previous step's copy
-            self._received.copy_(self._pinned)
-            self._raise_if_different(rank)
+            self._raise_if_different(self._pinned, rank)
         self._pinned.copy_(largest, non_blocking=True)
         self._copy_done = record_blocking_event(torch.cuda.current_stream())
 
-    def _raise_if_different(self, rank: int) -> None:
-        if any(self._received_bytes[i] + self._received_bytes[DIGEST_BYTES + i] != 255 for i in range(DIGEST_BYTES)):
+    def _raise_if_different(self, received: torch.Tensor, rank: int) -> None:
+        self._received.copy_(received)
+        digest, complement = self._received_bytes[:DIGEST_BYTES], self._received_bytes[DIGEST_BYTES:]
+        if set(map(operator.add, digest, complement)) != {255}:
             raise RuntimeError(
                 f"the hyper-parameters of the optimizer differ between ranks: rank {rank} has {self._options}. Each "
                 "rank updates its shard of every parameter with its own values: set the same learning rate and other "
@@ -165,20 +173,17 @@ class HyperparamChecker:
 
 
 def _numeric_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numeric hyper-parameters of a group, without its slices, which differ between ranks."""
-    values = ((key, _numeric_value(value)) for key, value in group.items() if key not in ("params", "param_names"))
-    return {key: number for key, number in values if number is not None}
-
-
-def _numeric_value(value: Any) -> Any:
-    """Return a hyper-parameter that is one number or several; None for anything else and for GPU tensors."""
-    if isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.device.type == "cpu" and value.numel() == 1 else None
-    if isinstance(value, (tuple, list)) and all(isinstance(item, (bool, int, float)) for item in value):
-        return tuple(value)
-    return None
+    """Return the hyper-parameters of a group that are one number or several, except tensors on a GPU."""
+    options = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):  # slices differ between ranks
+            continue
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            value = value.item()
+        is_sequence = isinstance(value, (tuple, list))
+        if isinstance(value, (int, float)) or (is_sequence and all(isinstance(v, (int, float)) for v in value)):
+            options[key] = tuple(value) if is_sequence else value
+    return options
 
 
 @dataclass
@@ -203,16 +208,20 @@ class ParamGroups:
         self.inner, self._engine, self._cpu_updates = inner, engine, cpu_updates
         self._slice_guard, self._max_slice_numel = slice_guard, max_slice_numel
         self.names: list[list[str]] = []  # per group, in the order the user gave them
-        self.views: list[dict[str, Any]] = []  # the groups as users see them
+        self.views: list[ParamGroupView] = []  # the groups as users see them
         self.slices: list[list[OptimizerSlice]] = []  # per group
         self.all_slices: list[OptimizerSlice] = []
-        self.grouped_names: set[str] = set()
         self.has_ungrouped = False  # whether a trainable parameter is in no group: its gradient is not touched
         self.frozen_states: dict[str, FrozenParamStates] = {}  # states of frozen parameters, by name
         self._is_every_param_used = True  # whether every parameter had a gradient on some rank in this step
         self._used_flags_cache: tuple[list[bool], torch.Tensor] | None = None
         self._hyperparam_checker = HyperparamChecker(engine.comm.device)
         self._params: list[nn.Parameter] = []  # the trainable parameters in groups
+
+    @property
+    def grouped_names(self) -> set[str]:
+        """The names of the parameters in groups."""
+        return {name for names in self.names for name in names}
 
     def add(self, names: list[str]) -> None:
         """Replace the parameters of the inner optimizer's next group by slices."""
@@ -222,13 +231,25 @@ class ParamGroups:
         }
         self.names.append(names)
         self.views.append(ParamGroupView(self.inner.param_groups[index], [parameters[name] for name in names]))
-        self.grouped_names.update(names)
+        grouped_names = self.grouped_names
         trainable = {name: p for flat in flats for name, p in flat.named_parameters}
-        self.has_ungrouped = not trainable.keys() <= self.grouped_names
-        self._params = [p for name, p in trainable.items() if name in self.grouped_names]
+        self.has_ungrouped = not trainable.keys() <= grouped_names
+        self._params = [p for name, p in trainable.items() if name in grouped_names]
         self.slices.append([])
         segments = self._engine.gradients.memory.segments
         self._set_slices(index, make_slices(flats, set(names), self._max_slice_numel, segments))
+
+    def check_addable(self, parameters: list[nn.Parameter]) -> list[str]:
+        """Return the names of parameters for a new group; raise if they are not the model's or in a group already."""
+        names: list[str] = []
+        for parameter in parameters:
+            info = param_info(parameter)
+            if info is None or info.flat() not in self._engine.gradients.flat_grads:
+                raise ValueError("add_param_group() takes trainable parameters of the sharded model only")
+            if info.name in self.grouped_names:
+                raise ValueError(f"{info.name!r} is already in a parameter group")
+            names.append(info.name)
+        return names
 
     def split(self, index: int) -> None:
         """Split the slices of a group permanently into one slice per parameter, with their states."""
@@ -267,11 +288,12 @@ class ParamGroups:
 
     def grouped_params(self) -> list[tuple[FlatGrad, int]]:
         """Return the trainable parameters in groups: (gradient of the flat, index in the flat)."""
+        grouped_names = self.grouped_names
         return [
             (flat_grad, index)
             for flat, flat_grad in self._engine.gradients.flat_grads.items()
             for index, name in enumerate(flat.names)
-            if name in self.grouped_names
+            if name in grouped_names
         ]
 
     def grad_shards(self) -> list[torch.Tensor]:
@@ -279,6 +301,19 @@ class ParamGroups:
         if not self.has_ungrouped:
             return self._engine.gradients.scaling.shards()
         return [shard for flat_grad, index in self.grouped_params() for _, shard in flat_grad.param_shards(index)]
+
+    def check_frozen_grads(self) -> None:
+        """Raise if a parameter in a group that was frozen at shard() has a gradient: torch would update it.
+
+        It has no shard.
+        """
+        given = self._engine.state_guard.frozen_params_with_grads()
+        given = [name for name in given if name in self.grouped_names] if given else given
+        if given:
+            raise RuntimeError(
+                f"{given[0]!r} was frozen when shard() was called and has a gradient now: clear it (parameter.grad = "
+                "None), or call zeroshard.unwrap(), set requires_grad, and shard again"
+            )
 
     def sync_unused_params(self) -> None:
         """Find the parameters that have no gradient on any rank; split slices that mix used and unused parameters.

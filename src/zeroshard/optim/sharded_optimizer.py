@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from zeroshard.config.config import Config
 from zeroshard.config.offload import TIERS
-from zeroshard.engine import PICKLE_ERROR, Engine, param_info, raise_on_join
+from zeroshard.engine import PICKLE_ERROR, Engine, raise_on_join
 from zeroshard.optim.clipping import clip_grad_norm, clip_grad_value
 from zeroshard.optim.cpu.updates import CpuUpdates
-from zeroshard.optim.elementwise_check import check_elementwise_group
+from zeroshard.optim.elementwise_check import check_elementwise
 from zeroshard.optim.loss_scale import LossScale
 from zeroshard.optim.param_groups import ParamGroups
-from zeroshard.optim.state_dict import OptimizerStates, allocate_masters
+from zeroshard.optim.state_dict import OptimizerStates, allocate_masters, check_shardable_states, describe_full_states
 from zeroshard.optim.step import OptimizerStep
 from zeroshard.sharding import Range
 
 
 class _ModeSwitch:
-    """Redirects ``train()`` and ``eval()`` of a schedule-free optimizer: all ranks must change parameters together."""
+    """Redirects ``train()`` and ``eval()`` of a schedule-free optimizer, on it and on the sharded optimizer.
+
+    They change parameters, so all ranks must call them together. Forward then uses the new values.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
         self._inner, self._engine = inner, engine
@@ -33,7 +37,7 @@ class _ModeSwitch:
             inner.__dict__[name] = partial(_run_mode_switch, weakref.ref(self), name)
 
     def run(self, name: str) -> Any:
-        """Call the inner optimizer's own method. Forward then uses the new values."""
+        """Call the inner optimizer's own method."""
         engine = self._engine
         if engine.is_running:
             raise RuntimeError(f"optimizer.{name}() was called in a forward or backward: call it between steps")
@@ -73,14 +77,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        engine: Engine,
-        names: dict[int, str],
+        self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str]
     ) -> None:
-        self.inner = inner
-        self._engine = engine
-        config = engine.context.config
+        self.inner, self._engine, config = inner, engine, engine.context.config
         loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
         self._loss_scale = loss_scale
         self._cpu_updates = CpuUpdates(inner, engine) if config.offload is not None else None
@@ -91,12 +90,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names_by_group = [[names[id(parameter)] for parameter in group["params"]] for group in inner.param_groups]
         states = {names[id(p)]: _gather_dtensors(state) for p, state in inner.state.items() if id(p) in names}
         super().__init__([torch.zeros(0)], {})
-        self.param_groups = self._groups.views
+        self.param_groups = self._groups.views  # type: ignore[assignment]
         self.state, self.defaults = inner.state, inner.defaults
         for group in names_by_group:
             self._groups.add(group)
         self._load_states(states)
         self._mode_switch = _ModeSwitch(inner, engine)
+        self.__dict__.update({name: partial(self._mode_switch.run, name) for name in self._mode_switch.methods})
         engine.state_guard.has_loss_scale = loss_scale is not None
         if self._cpu_updates is not None:
             engine.gradients.reducer.listeners.append(weakref.ref(self._cpu_updates))
@@ -114,20 +114,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def join_hook(self, **options: object) -> NoReturn:
         """Raise: torch's Join is not supported."""
         raise_on_join()
-
-    # -- public API ---------------------------------------------------------------------------------------------
-
-    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any attribute
-
-        def __getattr__(self, name: str) -> Any:
-            """Return ``train()`` or ``eval()`` if the inner optimizer has them, as schedule-free optimizers do.
-
-            They change parameters, so all ranks must call them together. Forward then uses the new values.
-            """
-            switch = self.__dict__.get("_mode_switch")
-            if switch is not None and name in switch.methods:
-                return partial(switch.run, name)
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def restore_train_eval(self) -> None:
         """Restore the inner optimizer's own ``train()`` and ``eval()``."""
@@ -185,14 +171,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         guard.check_states_reloaded()
         guard.check_not_gathered("optimizer.step()")
         if closure is not None:
-            self._check_frozen_grads()
+            self._groups.check_frozen_grads()
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
             engine.order.begin_pass(f"step after {engine.backward_count} backwards{engine.gradients.scaled_suffix}")
-            for group in self.param_groups:
-                group.check_unchanged()  # type: ignore[attr-defined]
-            self._check_frozen_grads()
+            for group in self._groups.views:
+                group.check_unchanged()
+            self._groups.check_frozen_grads()
             backwards, engine.backward_count = engine.backward_count, 0
             engine.reduce_pending()
             if self._needs_tp_grad_check:
@@ -230,19 +216,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if set_to_none:
             gradients.clear_if_empty()
 
-    def _check_frozen_grads(self) -> None:
-        """Raise if a grouped parameter that was frozen at shard() has a gradient.
-
-        torch would update it; here it has no shard.
-        """
-        given = self._engine.state_guard.frozen_params_with_grads()
-        given = [name for name in given if name in self._groups.grouped_names] if given else given
-        if given:
-            raise RuntimeError(
-                f"{given[0]!r} was frozen when shard() was called and has a gradient now: clear it (parameter.grad = "
-                "None), or call zeroshard.unwrap(), set requires_grad, and shard again"
-            )
-
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the sharded model that are in no group yet."""
@@ -253,17 +226,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         param_names = [entry[0] for entry in params if isinstance(entry, tuple)]  # from named_parameters()
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-        engine, names = self._engine, []
-        for parameter in params:
-            info = param_info(parameter)
-            if info is None or info.flat() not in engine.gradients.flat_grads:
-                raise ValueError("add_param_group() takes trainable parameters of the sharded model only")
-            if info.name in self._groups.grouped_names:
-                raise ValueError(f"{info.name!r} is already in a parameter group")
-            names.append(info.name)
+        engine, names = self._engine, self._groups.check_addable(params)
         engine.state_guard.check_not_gathered("add_param_group()")
-        dtype = None if engine.context.config.precision is None else torch.float32
-        check_elementwise_group(self.inner, {**param_group, "params": params}, engine.context.config.elementwise, dtype)
+        new_group, config = {**param_group, "params": params}, engine.context.config
+        check_elementwise(self.inner, config.elementwise, _update_dtype(config), new_group)
         engine.state_guard.prepare_write()
         allocate_masters(engine, set(names))
         placeholder = torch.zeros(0, requires_grad=True)  # the inner optimizer checks the group and adds defaults
@@ -280,15 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         With fp16 it has an additional key, "loss_scale".
         """
-        names = [name for group in self.group_param_names for name in group]
-        param_ids = {name: param_id for param_id, name in enumerate(names)}
-        described = self.describe_states(param_ids, "read the optimizer's state_dict()")
-        states = {param_id: self._states.full(name, described[name]) for name, param_id in param_ids.items()}
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [param_ids[n] for n in names]}
-            for group, names in zip(self.param_groups, self.group_param_names, strict=True)
-        ]
-        full: dict[str, Any] = {"state": {param_id: s for param_id, s in states.items() if s}, "param_groups": groups}
+        full = self._states.state_dict()
         return full if self._loss_scale is None else {**full, "loss_scale": self.loss_scale_state()}
 
     @torch.no_grad()
@@ -312,13 +270,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def full_state(self, name: str) -> dict[str, Any]:
         """Return the full optimizer state of one parameter, in its original shape. All ranks must call it together."""
-        return self._states.full(name, self.describe_states([name], f"read the optimizer's state of {name!r}")[name])
-
-    def describe_states(
-        self, names: Iterable[str] | None = None, what: str = "read the optimizer's states"
-    ) -> dict[str, dict[str, Any]]:
-        """Return which states each parameter has: see :meth:`OptimizerStates.describe`."""
-        return self._states.describe(names, what)
+        described = self._states.describe([name], f"read the optimizer's state of {name!r}")
+        return self._states.full(name, described[name])
 
     def local_states(self) -> Iterator[tuple[str, str, Range, torch.Tensor]]:
         """Yield (parameter name, state key, range, values) for every elementwise state on this rank."""
@@ -351,3 +304,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _gather_dtensors(state: dict[str, Any]) -> dict[str, Any]:
     """Return the states with every DTensor replaced by its full tensor."""
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str], config: Config) -> None:
+    """Raise if an optimizer cannot run on shards, or has states that cannot be sharded.
+
+    ``names`` are the names of the model's parameters, by id.
+    """
+    check_elementwise(optimizer, config.elementwise, _update_dtype(config))
+    states = {parameter: state for parameter, state in optimizer.state.items() if id(parameter) in names}
+    shapes = {names[id(parameter)]: parameter.shape for parameter in states}
+    check_shardable_states(describe_full_states({names[id(p)]: state for p, state in states.items()}, shapes))
+
+
+def _update_dtype(config: Config) -> torch.dtype | None:
+    """Return the dtype in which parameters are updated; None: each in its own."""
+    return None if config.precision is None else torch.float32

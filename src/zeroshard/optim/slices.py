@@ -241,33 +241,12 @@ def make_slices(
 
     Flats whose gradients are in different ``grad_segments`` have different slices.
     """
-    joined: list[tuple[list[FlatRange], list[torch.Tensor], TierSegment | None]] = []
-    for flat in flats:
-        for span, tensor, segment in _group_spans(flat, names):
-            last = joined[-1] if joined else None
-            if (
-                last is not None
-                and last[2] is segment
-                and grad_segments.get(last[0][-1].flat) == grad_segments.get(flat)
-                and _is_adjacent(last[1][-1], tensor)
-            ):
-                last[0].append(FlatRange(flat, span))
-                last[1].append(tensor)
-            else:
-                joined.append(([FlatRange(flat, span)], [tensor], segment))
     slices = []
-    for ranges, tensors, segment in joined:
-        numel = sum(tensor.numel() for tensor in tensors)
-        flattened, merged = tensors[0].as_strided((numel,), (1,)), _merge_adjacent(ranges)
-        for start in range(0, numel, max_numel or numel):
-            within = Range(start, min(start + (max_numel or numel), numel))
-            slices.append(
-                OptimizerSlice(
-                    _intersect_ranges(merged, within),
-                    flattened[within.start : within.end],
-                    tier_segment=segment,
-                )
-            )
+    for flat_ranges, tensor, segment in _contiguous_ranges(flats, names, grad_segments):
+        for start in range(0, tensor.numel(), max_numel or tensor.numel()):
+            within = Range(start, min(start + (max_numel or tensor.numel()), tensor.numel()))
+            slice_ranges = _intersect_ranges(flat_ranges, within)
+            slices.append(OptimizerSlice(slice_ranges, tensor[within.slice], tier_segment=segment))
     for flat in flats:
         for index, name in enumerate(flat.names):
             if name in names and flat.layout.numels[index] == 0:
@@ -275,6 +254,32 @@ def make_slices(
                 empty = torch.empty(0, dtype=dtype, device=flat.device)
                 slices.append(OptimizerSlice([FlatRange(flat, Range(0, 0))], empty, empty_param_index=index))
     return [slice_ for slice_ in slices if next(slice_.param_ranges(), None) is not None]  # drop slices of padding only
+
+
+def _contiguous_ranges(
+    flats: list[FlatParam], names: set[str], grad_segments: Mapping[FlatParam, object]
+) -> Iterator[tuple[list[FlatRange], torch.Tensor, TierSegment | None]]:
+    """Yield (ranges of shards that are adjacent in memory, tensor over them, offloaded segment or None)."""
+    ranges: list[FlatRange] = []
+    tensor, segment = torch.empty(0), None
+    for flat in flats:
+        for span, values, values_segment in _group_spans(flat, names):
+            if (
+                ranges
+                and segment is values_segment
+                and grad_segments.get(ranges[-1].flat) == grad_segments.get(flat)
+                and _is_adjacent(tensor, values)
+            ):
+                tensor = tensor.as_strided((tensor.numel() + values.numel(),), (1,))
+                if ranges[-1].flat is flat and ranges[-1].span.end == span.start:
+                    span = Range(ranges.pop().span.start, span.end)
+                ranges.append(FlatRange(flat, span))
+                continue
+            if ranges:
+                yield ranges, tensor, segment
+            ranges, tensor, segment = [FlatRange(flat, span)], values, values_segment
+    if ranges:
+        yield ranges, tensor, segment
 
 
 def _group_spans(flat: FlatParam, names: set[str]) -> Iterator[tuple[Range, torch.Tensor, TierSegment | None]]:
@@ -289,14 +294,10 @@ def _group_spans(flat: FlatParam, names: set[str]) -> Iterator[tuple[Range, torc
         )
         for span in spans:
             if flat.master is None:
-                yield (
-                    span,
-                    flat.local_shards[bucket_index][span.start - shard_range.start : span.end - shard_range.start],
-                    None,
-                )
+                yield span, flat.local_shards[bucket_index][span.shift(-shard_range.start).slice], None
                 continue
             for segment, common in flat.master.segments_in(span):
-                values = segment.tensor[common.start - segment.span.start : common.end - segment.span.start]
+                values = segment.tensor[common.shift(-segment.span.start).slice]
                 yield common, values, segment if segment.is_offloaded else None
 
 
@@ -358,15 +359,3 @@ def _intersect_ranges(flat_ranges: list[FlatRange], span: Range) -> list[FlatRan
             found.append(FlatRange(flat_range.flat, common.shift(-shift)))
         offset += flat_range.span.numel
     return found
-
-
-def _merge_adjacent(flat_ranges: list[FlatRange]) -> list[FlatRange]:
-    """Merge adjacent ranges of the same flat."""
-    merged: list[FlatRange] = []
-    for flat_range in flat_ranges:
-        last = merged[-1] if merged else None
-        if last is not None and last.flat is flat_range.flat and last.span.end == flat_range.span.start:
-            merged[-1] = FlatRange(flat_range.flat, Range(last.span.start, flat_range.span.end))
-        else:
-            merged.append(flat_range)
-    return merged

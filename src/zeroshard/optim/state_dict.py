@@ -27,7 +27,20 @@ class OptimizerStates:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def describe(self, names: Iterable[str] | None, what: str) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state dict, as the plain optimizer would. All ranks call it together."""
+        param_ids = {name: number for number, name in enumerate(name for names in self._groups.names for name in names)}
+        described = self.describe(param_ids, "read the optimizer's state_dict()")
+        states = {param_id: self.full(name, described[name]) for name, param_id in param_ids.items()}
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [param_ids[n] for n in names]}
+            for group, names in zip(self._groups.inner.param_groups, self._groups.names, strict=True)
+        ]
+        return {"state": {param_id: state for param_id, state in states.items() if state}, "param_groups": groups}
+
+    def describe(
+        self, names: Iterable[str] | None = None, what: str = "read the optimizer's states"
+    ) -> dict[str, dict[str, Any]]:
         """Describe the states of all parameters, or of ``names``, without gathering them. All ranks call it together.
 
         ``what`` names the operation in errors.
@@ -149,19 +162,11 @@ class OptimizerStates:
         if not states:
             return
         self.allocate(describe_full_states(states, self._full_shapes()))
-        for slice_ in self._groups.all_slices:
-            for flat, parameter, within, at in slice_.param_ranges():
-                for key, value in states.get(flat.names[parameter], {}).items():
-                    if is_elementwise(key, value, flat.full_shapes[parameter]):
-                        flattened = _flatten_local_state(value, flat, parameter)
-                        target = self._states[slice_.parameter][key]
-                        target[at : at + within.numel] = flattened[within.start : within.end]
-        for name, frozen in self._groups.frozen_states.items():
-            flat, parameter = find_parameter(self._engine.units, name)
-            for key, values in frozen.elementwise.items():
-                flattened = _flatten_local_state(states[name][key], flat, parameter)
-                for within, at in _owned_param_ranges(flat, parameter):
-                    values[at : at + within.numel] = flattened[within.start : within.end]
+        for name, key, within, values in self.local():
+            flat, index = find_parameter(self._engine.units, name)
+            full_state: Any = states.get(name, {}).get(key)
+            if is_elementwise(key, full_state, flat.full_shapes[index]):
+                values.copy_(_flatten_local_state(full_state, flat, index)[within.slice])
 
     def allocate(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace all states, by their descriptions: allocate zeros for a dtype, copy any other value.

@@ -1,4 +1,15 @@
-"""One step of the user's optimizer over this rank's slices, through one buffer of constant size.
+"""One step of the user's optimizer over this rank's slices.
+
+[Note: an optimizer step]
+``OptimizerStep.run`` gets the slices that have a gradient and gives each to one of three updaters, in this order:
+
+    FusedAdam     slices of fused Adam and AdamW on a GPU         optim/fused_adam/  [Note: fused Adam in one pass]
+    TorchUpdater  the other slices on the device                  this file          [Note: stepping in batches]
+    CpuUpdates    offloaded slices: only submits their updates    optim/cpu/         [Note: overlapping CPU updates]
+
+All of them unscale and clip a gradient when they read it (``GradScale``), and with fp16 they update nothing if a
+gradient overflowed on any rank: gradients are checked first, in 16 bits. If the optimizer has step hooks, is not
+elementwise by its class, or has a replaced step(), one call of it must update all slices: TorchUpdater makes it.
 
 [Note: stepping in batches]
 torch's optimizers need the gradient in the dtype of the parameter. With bf16 and fp16, gradients have 16 bits and the
@@ -11,11 +22,6 @@ that fits in one batch is updated by one call.
 Every element is updated once, from its own gradient and with the step count of its slice, so the result is bitwise
 equal to one call. This holds for torch's own elementwise optimizers. Any other optimizer may count its calls, and a
 step hook or a replaced step() must see all gradients in one call: in these cases one batch holds all slices.
-
-With fp16, nothing may be updated if a gradient overflowed on any rank, so gradients are checked first, in 16 bits.
-
-On a GPU, fused Adam and AdamW need no copy and no batches: see [Note: fused Adam in one pass]. This file handles all
-other cases.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ ELEMENTWISE_OPTIMIZERS = (
 
 
 class SliceUpdater(Protocol):
-    """Updates slices: with the fused kernel, with torch, or on the CPU."""
+    """One way to update slices: see [Note: an optimizer step]."""
 
     def select(self, slices: list[OptimizerSlice]) -> list[OptimizerSlice]:
         """Return the slices that it can update."""
@@ -62,7 +68,7 @@ class SliceUpdater(Protocol):
 
 
 class OptimizerStep:
-    """One step of an optimizer: each updater updates the slices that it selects from those left by the others."""
+    """One step of an optimizer, by up to three updaters: see [Note: an optimizer step]."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, engine: Engine, loss_scale: LossScale | None, cpu_updates: CpuUpdates | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from zeroshard.engine import Gradients, GradScale
-from zeroshard.memory import TierAllocator, record_blocking_event
+from zeroshard.memory import TierAllocator, local_world_size, record_blocking_event
 from zeroshard.optim.cpu.chunk import MASTER_KEY, StateChunk
 from zeroshard.optim.cpu.kernels import (
     DTYPE_CODES,
@@ -177,6 +178,12 @@ class ChunkUpdate:
         """The keys of the states that native kernels update."""
         return list(dict.fromkeys(key for spec in self.specs or () for key in spec.state_keys))
 
+    def increment_steps(self) -> None:
+        """Count this update in the step counts of the slices."""
+        for state in self.states:
+            if "step" in state:
+                state["step"] += 1
+
 
 class ChunkUpdater:
     """Update state chunks with native kernels or with torch. ``step_event`` is always the event recorded by the step.
@@ -192,10 +199,10 @@ class ChunkUpdater:
         tiers: TierAllocator,
         staging: PinnedStaging,
         kernels: CpuKernels | None,
-        threads: int,
     ) -> None:
         self._inner, self._gradients, self._tiers, self._staging = inner, gradients, tiers, staging
-        self._kernels, self._thread_count = kernels, threads
+        self._kernels = kernels
+        self._thread_count = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
         self._kernel_threads = None if kernels is None else kernels.make_threads()
 
     def speculate(self, update: ChunkUpdate, grad_scale: GradScaleValues) -> Generator[None, None, None]:
@@ -206,9 +213,8 @@ class ChunkUpdater:
     def commit(self, update: ChunkUpdate, step_event: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Commit a speculative update and copy the new parameters to the device."""
         chunk = update.chunk
-        states = dict(zip(update.slices, update.states, strict=True))
-        chunk.swap(update.state_keys, states)
-        self._increment_steps(update)
+        chunk.swap(update.state_keys, dict(zip(update.slices, update.states, strict=True)))
+        update.increment_steps()
         return self._staging.copy_to_device(chunk.param_shard, chunk.shadow_params, step_event)
 
     def update(
@@ -226,14 +232,14 @@ class ChunkUpdater:
                 return self.copy_masters_to_params(chunk, list(update.slices), step_event)
         if self._staging.can_write_directly(chunk.param_shard, step_event):
             yield from self._apply_native(update, tensors, tensors, chunk.param_shard, grad_scale)
-            self._increment_steps(update)
+            update.increment_steps()
             return None
         slot, copy = None, chunk.shadow_params
         if copy is None:  # there are few slots, and they stay in use until the device reaches the step
             slot = self._staging.acquire_slot()
             copy = slot.param_view(chunk)
         yield from self._apply_native(update, tensors, tensors, copy, grad_scale)
-        self._increment_steps(update)
+        update.increment_steps()
         is_complete = chunk.is_fully_covered and len(update.slices) == len(chunk.slices)
         event = None
         for span in [slice(None)] if is_complete else [chunk.range_of(slice_).slice for slice_ in update.slices]:
@@ -272,11 +278,6 @@ class ChunkUpdater:
         finally:
             for handle in handles:
                 handle.wait()
-
-    def _increment_steps(self, update: ChunkUpdate) -> None:
-        for state in update.states:
-            if "step" in state:
-                state["step"] += 1
 
     @contextlib.contextmanager
     def _using_buffers(self, update: ChunkUpdate, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -336,3 +337,9 @@ class ChunkUpdater:
                 chunk.param_shard[span], slot.param_view(chunk)[span], step_event
             )
         return slot.copy_done
+
+
+def default_threads() -> int:
+    """Return this rank's share of the CPUs minus two: one launches device work, one runs backward."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors // local_world_size() - 2)

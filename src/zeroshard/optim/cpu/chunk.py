@@ -9,7 +9,7 @@ import torch
 
 from zeroshard.engine import FlatParam
 from zeroshard.memory import TierAllocator, TierSegment
-from zeroshard.optim.slices import OptimizerSlice, is_elementwise
+from zeroshard.optim.slices import FlatRange, OptimizerSlice, is_elementwise
 from zeroshard.sharding import Range
 
 MASTER_KEY = ""  # the key of the master weights, next to the optimizer's own state keys
@@ -34,7 +34,7 @@ class StateChunk:
         self.shadow: dict[str, torch.Tensor] = {}  # by the same keys, and MASTER_KEY
         self.shadow_params: torch.Tensor | None = None  # speculative parameters, in the compute dtype
         self.slices: list[OptimizerSlice] = []
-        self.is_fully_covered = False  # whether the slices cover the whole chunk
+        self.is_fully_covered = False  # whether the slices cover the whole chunk, except padding
 
     @property
     def numel(self) -> int:
@@ -62,15 +62,12 @@ class StateChunk:
         """Return the range of a slice in the chunk."""
         return slice_.flat_ranges[0].span.shift(-self.segment.span.start)
 
-    def is_covered_by(self, slices: list[OptimizerSlice]) -> bool:
-        """Whether these slices cover the whole chunk, except padding."""
-        span = self.segment.span
-        param_ranges = [
-            Range(param_range.offset, param_range.offset + param_range.elements.numel).intersect(span)
-            for param_range in self.flat.owned_ranges
-        ]
-        expected = sum(param_range.numel for param_range in param_ranges if param_range is not None)
-        return expected == sum(within.numel for slice_ in slices for _, _, within, _ in slice_.param_ranges())
+    def set_slices(self, slices: list[OptimizerSlice]) -> None:
+        """Set the slices of this chunk."""
+        self.slices = slices
+        param_numel = sum(within.numel for _, within, _ in FlatRange(self.flat, self.segment.span).param_ranges())
+        sliced_numel = sum(within.numel for slice_ in slices for _, _, within, _ in slice_.param_ranges())
+        self.is_fully_covered = param_numel == sliced_numel
 
     def state_buffer(self, slice_: OptimizerSlice, key: str, dtype: torch.dtype, tiers: TierAllocator) -> torch.Tensor:
         """Return the memory for one state of a slice; allocate the chunk's state tensor if needed."""
@@ -102,15 +99,6 @@ class StateChunk:
                 view.copy_(value)
                 state[key] = view
 
-    def allocate_shadow(self, tiers: TierAllocator, keys: list[str]) -> None:
-        """Allocate shadow buffers for the values and for the compute-dtype parameters."""
-        for key in (MASTER_KEY, *keys):
-            if key not in self.shadow:
-                dtype = self.segment.tensor.dtype if key == MASTER_KEY else self.states[key].dtype
-                self.shadow[key] = tiers.zeros("ahead of the step", "host", self.numel, dtype)
-        if self.shadow_params is None:
-            self.shadow_params = tiers.zeros("ahead of the step", "host", self.numel, self.flat.dtype, pinned=True)
-
     def swap(self, keys: list[str], states: dict[OptimizerSlice, dict[str, Any]]) -> None:
         """Swap the old values with the shadow buffers, and point the slices at the new values."""
         old, self.segment.tensor = self.segment.tensor, self.shadow[MASTER_KEY]
@@ -118,7 +106,7 @@ class StateChunk:
         for key in keys:
             self.states[key], self.shadow[key] = self.shadow[key], self.states[key]
         for slice_, state in states.items():
-            within = self.range_of(slice_)
-            slice_.parameter.data = self.segment.tensor[within.start : within.end]
+            within = self.range_of(slice_).slice
+            slice_.parameter.data = self.segment.tensor[within]
             for key in keys:
-                state[key] = self.states[key][within.start : within.end]
+                state[key] = self.states[key][within]

@@ -254,7 +254,7 @@ class CpuKernels:
         else:
             _set_adam_constants(update, hyperparams, step)
         tensors = (parameter, exp_avg, exp_avg_sq, gradient, copy, *out)
-        return self._launch("zeroshard_adam", update, _check_threads(threads), kernel_threads, tensors)
+        return self._launch("zeroshard_adam", update, threads, kernel_threads, tensors)
 
     def sgd(
         self,
@@ -289,7 +289,7 @@ class CpuKernels:
         update.momentum, update.undamped = hyperparams.momentum, 1 - hyperparams.dampening
         update.begins, update.nesterov = momentum is None, hyperparams.nesterov
         tensors = (parameter, momentum, gradient, copy, *out)
-        return self._launch("zeroshard_sgd", update, _check_threads(threads), kernel_threads, tensors)
+        return self._launch("zeroshard_sgd", update, threads, kernel_threads, tensors)
 
     def _launch(
         self,
@@ -299,6 +299,8 @@ class CpuKernels:
         kernel_threads: KernelThreads | None,
         tensors: tuple[torch.Tensor | None, ...],
     ) -> KernelHandle:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
         if kernel_threads is None:
             getattr(self._library, name)(ctypes.byref(update), threads)
             return KernelHandle()
@@ -363,16 +365,13 @@ def _make_update(
         rounding = default_rounding(hyperparams)
     update.plain = update.numel - update.numel % rounding.vector_lanes if rounding.vector_lanes else 0
     update.separate, update.roots = rounding.is_fma_free, rounding.sqrt_address
-    for field, tensor in zip(("parameter", "first", "second"), states, strict=False):
-        setattr(update, field, _checked_address(field, tensor, parameter, (torch.float32,)))
-    for field, tensor in zip(("parameter_out", "first_out", "second_out"), out, strict=False):
-        setattr(update, field, _checked_address(field, tensor, parameter, (torch.float32,)))
+    for field, old, new in zip(("parameter", "first", "second"), states, out, strict=False):
+        setattr(update, field, _checked_address(field, old, parameter, (torch.float32,)))
+        setattr(update, f"{field}_out", _checked_address(f"{field}_out", new, parameter, (torch.float32,)))
     update.gradient = _checked_address("gradient", gradient, parameter, tuple(DTYPE_CODES))
     update.copy = _checked_address("copy", copy, parameter, tuple(DTYPE_CODES))
-    update.gradient_dtype, update.copy_dtype = (
-        DTYPE_CODES[gradient.dtype],
-        0 if copy is None else DTYPE_CODES[copy.dtype],
-    )
+    update.gradient_dtype = DTYPE_CODES[gradient.dtype]
+    update.copy_dtype = 0 if copy is None else DTYPE_CODES[copy.dtype]
     update.factor[:] = [*grad_factors, *(1.0 for _ in range(MAX_GRAD_FACTORS - len(grad_factors)))]
     update.sign = -1.0 if hyperparams.maximize else 1.0
     return update
@@ -424,9 +423,3 @@ def _checked_address(
         expected = f"({parameter.numel()},) {' or '.join(map(str, dtypes))} on cpu, contiguous"
         raise ValueError(f"{name} must be {expected}; got {got}")
     return tensor.data_ptr()
-
-
-def _check_threads(threads: int) -> int:
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    return threads

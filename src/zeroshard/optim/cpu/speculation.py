@@ -114,14 +114,18 @@ class Speculator:
 
     def _try_allocate_shadow(self, update: ChunkUpdate) -> bool:
         """Allocate shadow buffers; return False if the budget is too small."""
-        chunk, keys = update.chunk, update.state_keys
-        missing = [key for key in (MASTER_KEY, *keys) if key not in chunk.shadow]
-        nbytes = chunk.numel * (4 * len(missing) + (chunk.flat.dtype.itemsize if chunk.shadow_params is None else 0))
+        chunk, tensors = update.chunk, update.chunk.tensors
+        missing = [key for key in (MASTER_KEY, *update.state_keys) if key not in chunk.shadow]
+        nbytes = sum(tensors[key].nbytes for key in missing)
+        nbytes += chunk.numel * chunk.flat.dtype.itemsize if chunk.shadow_params is None else 0
         if nbytes > self._bytes_left:
             return False
         self._bytes_left -= nbytes
-        if missing:
-            chunk.allocate_shadow(self._tiers, keys)
+        new_tensor = partial(self._tiers.zeros, "ahead of the step", "host", chunk.numel)
+        for key in missing:
+            chunk.shadow[key] = new_tensor(tensors[key].dtype)
+        if chunk.shadow_params is None:
+            chunk.shadow_params = new_tensor(chunk.flat.dtype, pinned=True)
         return True
 
     def _run_speculative(

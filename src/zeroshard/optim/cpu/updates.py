@@ -11,7 +11,6 @@ those of PyTorch: before ``step()`` nothing has changed, after it everything has
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -72,8 +71,7 @@ class CpuUpdates:
         }
         self._kernels: CpuKernels | None = load_kernels()
         self._staging = PinnedStaging(engine.comm.device, tiers, self._chunk_by_segment.values())
-        threads = (tiers.offload.threads if tiers.offload is not None else None) or default_threads()
-        self._updater = ChunkUpdater(inner, engine.gradients, tiers, self._staging, self._kernels, threads)
+        self._updater = ChunkUpdater(inner, engine.gradients, tiers, self._staging, self._kernels)
         self._disk_staging = DiskStaging(tiers)
         self._chunk_order = {chunk: index for index, chunk in enumerate(self._chunk_by_segment.values())}
         # the event after which a flat's gradient is complete, if known
@@ -88,20 +86,22 @@ class CpuUpdates:
     def set_slices(self, slices: list[OptimizerSlice]) -> None:
         """Set the current slices."""
         self.invalidate()
+        slices_by_chunk = self._slices_by_chunk(slices)
         for chunk in self._chunk_by_segment.values():
-            chunk.slices = []
-        for slice_ in self.select(slices):
-            self._chunk_of(slice_).slices.append(slice_)
-        for chunk in self._chunk_by_segment.values():
-            chunk.is_fully_covered = chunk.is_covered_by(chunk.slices)
+            chunk.set_slices(slices_by_chunk.get(chunk, []))
 
-    def _chunk_of(self, slice_: OptimizerSlice) -> StateChunk:
-        assert slice_.tier_segment is not None
-        return self._chunk_by_segment[slice_.tier_segment]
+    def _slices_by_chunk(self, slices: list[OptimizerSlice]) -> dict[StateChunk, list[OptimizerSlice]]:
+        """Return the offloaded slices of each chunk that has some, in the order of the chunks."""
+        found: dict[StateChunk, list[OptimizerSlice]] = {}
+        for slice_ in slices:
+            if slice_.tier_segment is not None:
+                found.setdefault(self._chunk_by_segment[slice_.tier_segment], []).append(slice_)
+        return {chunk: found[chunk] for chunk in self._chunk_by_segment.values() if chunk in found}
 
     def state_buffer(self, slice_: OptimizerSlice, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised offloaded memory for one optimizer state of a slice."""
-        return self._chunk_of(slice_).state_buffer(slice_, key, dtype, self._tiers)
+        """Return uninitialised offloaded memory for one optimizer state of an offloaded slice."""
+        assert slice_.tier_segment is not None
+        return self._chunk_by_segment[slice_.tier_segment].state_buffer(slice_, key, dtype, self._tiers)
 
     def on_backward_begin(self, backwards: int) -> None:
         """Start to speculate if a step is expected after this backward: see [Note: overlapping CPU updates]."""
@@ -138,14 +138,8 @@ class CpuUpdates:
         """Submit the updates of these slices."""
         self.wait()
         readback, speculations = GradScaleReadback(grad_scale), self._speculator.pop_pending()
-        slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
-        for slice_ in slices:
-            slices_by_chunk.setdefault(self._chunk_of(slice_), []).append(slice_)
-        updates = [
-            self._make_update(chunk, slices_by_chunk[chunk])
-            for chunk in self._chunk_by_segment.values()
-            if chunk in slices_by_chunk
-        ]
+        slices_by_chunk = self._slices_by_chunk(slices)
+        updates = [self._make_update(chunk, chunk_slices) for chunk, chunk_slices in slices_by_chunk.items()]
         for chunk, speculation in speculations.items():
             if chunk not in slices_by_chunk:
                 self._speculator.discard(speculation)
@@ -170,12 +164,9 @@ class CpuUpdates:
     def write_through(self, slices: list[OptimizerSlice]) -> None:
         """Copy to the device what the optimizer itself has just updated, in one call for all slices."""
         step_event = self._staging.record_event()
-        slices_by_chunk: dict[StateChunk, list[OptimizerSlice]] = {}
-        for slice_ in self.select(slices):
-            chunk = self._chunk_of(slice_)
-            chunk.adopt_states(slice_, self._inner.state.get(slice_.parameter, {}), self._tiers)
-            slices_by_chunk.setdefault(chunk, []).append(slice_)
-        for chunk, chunk_slices in slices_by_chunk.items():
+        for chunk, chunk_slices in self._slices_by_chunk(slices).items():
+            for slice_ in chunk_slices:
+                chunk.adopt_states(slice_, self._inner.state.get(slice_.parameter, {}), self._tiers)
             event = self._updater.copy_masters_to_params(chunk, chunk_slices, step_event)
             if event is not None:
                 event.synchronize()
@@ -307,9 +298,3 @@ def _snapshot_group(group: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a group for torch to step on the host, independent of later changes by the user."""
     tensors = {key: value.detach().cpu().clone() for key, value in group.items() if isinstance(value, torch.Tensor)}
     return {**group, **tensors, **({"capturable": False} if "capturable" in group else {})}
-
-
-def default_threads() -> int:
-    """Return this rank's share of the CPUs minus two: one launches device work, one runs backward."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // local_world_size() - 2)

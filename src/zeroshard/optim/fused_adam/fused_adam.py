@@ -119,13 +119,8 @@ class FusedAdam:
     def select(self, slices: list[OptimizerSlice]) -> list[OptimizerSlice]:
         """Return the slices that this kernel can update."""
         groups = {id(slice_.param_group): slice_.param_group for slice_ in slices}
-        optimizer_class, device = type(self._inner), self._engine.comm.device
-        groups = {
-            key: group
-            for key, group in groups.items()
-            if fused_hyperparams_from_group(optimizer_class, group, device) is not None
-        }
-        return [slice_ for slice_ in slices if id(slice_.param_group) in groups and self._can_update(slice_)]
+        supported = {key for key, group in groups.items() if self._hyperparams(group) is not None}
+        return [slice_ for slice_ in slices if id(slice_.param_group) in supported and self._can_update(slice_)]
 
     def step(self, slices: list[OptimizerSlice], grad_scale: GradScale) -> bool:
         """Update the slices. Each must have a gradient."""
@@ -135,9 +130,7 @@ class FusedAdam:
         for slice_ in slices:
             by_group.setdefault(id(slice_.param_group), []).append(slice_)
         for group_slices in by_group.values():
-            hyperparams = fused_hyperparams_from_group(
-                type(self._inner), group_slices[0].param_group, self._engine.comm.device
-            )
+            hyperparams = self._hyperparams(group_slices[0].param_group)
             assert hyperparams is not None
             states = [self._get_or_init_state(slice_) for slice_ in group_slices]
             steps = [state["step"] for state in states]
@@ -147,6 +140,9 @@ class FusedAdam:
                 torch._foreach_sub_(steps, [grad_scale.found_inf] * len(steps))
         defer_clip(self._engine.gradients, slices, grad_scale)
         return True
+
+    def _hyperparams(self, group: dict[str, Any]) -> AdamHyperparams | None:
+        return fused_hyperparams_from_group(type(self._inner), group, self._engine.comm.device)
 
     # -- eligibility -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,9 +20,11 @@ ROW_FIELDS = 8  # int64 values per row
 VECTOR_NUMEL = 4  # elements per vector load
 
 
-@dataclass(frozen=True)
-class SliceTensors:
-    """Elements of a slice that are contiguous in every tensor: all tensors are 1-D and have the same length."""
+class SliceTensors(NamedTuple):
+    """Elements of a slice that are contiguous in every tensor: all tensors are 1-D and have the same length.
+
+    They are in the order of a row of the table.
+    """
 
     slice_index: int  # of the slice, which has its own step count
     gradient: torch.Tensor  # reduced, in its own dtype
@@ -78,18 +81,12 @@ def _merge_adjacent(slice_tensors: Iterable[SliceTensors]) -> list[tuple[SliceTe
     return rows
 
 
-def _tensors(slice_tensors: SliceTensors) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors in the order of a row."""
-    moments = slice_tensors.exp_avg, slice_tensors.exp_avg_sq
-    return slice_tensors.gradient, slice_tensors.master, *moments, slice_tensors.compute_param
-
-
 def _addresses(slice_tensors: SliceTensors) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(slice_tensors)]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in slice_tensors[1:]]
 
 
 def _element_bytes(slice_tensors: SliceTensors) -> list[int]:
-    return [0 if tensor is None else tensor.element_size() for tensor in _tensors(slice_tensors)]
+    return [0 if tensor is None else tensor.element_size() for tensor in slice_tensors[1:]]
 
 
 def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
