@@ -210,7 +210,7 @@ def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, s
 
 
 def _calibrate(echo: Callable[[str], None]) -> None:
-    from zeroshard.planner import calibrate, machine_path
+    from zeroshard.planner import calibrate
 
     echo("measuring this machine, which takes up to a minute …")
     with warnings.catch_warnings(record=True) as caught:
@@ -220,7 +220,7 @@ def _calibrate(echo: Callable[[str], None]) -> None:
         print(f"zeroshard plan: {warning.message}", file=sys.stderr)
     for label, text in describe_machine(machine):
         echo(f"  {label:<16}{text}")
-    path = machine_path(machine.name)
+    path = machine.saved_path
     echo(f"saved in {path}, for --machine here\n" if path.is_file() else "")
 
 

@@ -142,11 +142,10 @@ def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.cli.simulate_output import simulation_table, simulation_to_dict
-    from zeroshard.planner import default_precision
     from zeroshard.planner.scaling import DEVICE_COUNTS, simulate
 
     machine, opened = open_machine_and_model(options, **{name: getattr(options, name) for name in SHAPE_OPTIONS})
-    options.precision = options.precision or default_precision(machine)
+    options.precision = options.precision or machine.default_precision
     options.devices, options.stage = options.devices or list(DEVICE_COUNTS), options.stage or [0, 1, 2, 3]
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     echo(f"{opened.description}, {parameters:,} parameters, {options.precision}, on {machine.name}")

@@ -37,14 +37,11 @@ Sizes are in bytes, times in seconds, rates per second; all for one device (one 
 from __future__ import annotations
 
 import json
-import platform
 from typing import Any
 
-import torch
-
-import zeroshard
 from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner.plans import Plan, Plans
+from zeroshard.utils.version import software_versions
 
 TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
 
@@ -52,9 +49,9 @@ TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
 def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
     """Return all plans as plain data: [Note: a plan as JSON]. ``model`` replaces the model's class name.
 
-    >>> from torch import nn
+    >>> import torch, zeroshard
     >>> with torch.device("meta"):
-    ...     layer = nn.Linear(64, 64, bias=False)
+    ...     layer = torch.nn.Linear(64, 64, bias=False)
     >>> plans = zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None)
     >>> data = plans_to_dict(plans)
     >>> data["plans"][data["best"]]["states"]["optimizer states"]
@@ -71,7 +68,7 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
         "precision": plans.precision,
         "tokens": tokens,
         "machine": json.loads(plans.machine.to_json()),
-        "versions": versions(),
+        "versions": software_versions(),
         "best": None if best is None else indices[id(best)],
         "rows": [indices[id(plan)] for plan in plans.best_per_strategy()],
         "plans": [plan_to_dict(plan, plans.psi_bytes, tokens) for plan in candidates],
@@ -115,11 +112,6 @@ def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str,
         "tokens_per_second": None if tokens is None else plan.samples_per_second * tokens,
         "flops_per_second": plan.flops_per_second,
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that made the plans."""
-    return {"zeroshard": zeroshard.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _offload_to_dict(offload: Offload | None) -> dict[str, dict[str, float]] | None:

@@ -228,7 +228,7 @@ def plan(
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {loss!r}")
     machine = Machine.resolve(machine).with_memory(memory).shared_by(devices)
-    precision = options.setdefault("precision", default_precision(machine))
+    precision = options.setdefault("precision", machine.default_precision)
     if precision is not None:
         machine.peak_flops(precision)  # raises if the machine does not support it
     space = SearchSpace(
@@ -275,17 +275,6 @@ def evaluate_strategy(
     """Predict the footprint of one strategy and whether it fits."""
     footprint = traced_model.footprint(strategy, devices, machine, timeline)
     return Plan(strategy, devices, machine, footprint, memory_shortfall(footprint, devices, machine), traced_model)
-
-
-def default_precision(machine: Machine) -> str:
-    """Return the 16-bit precision of a GPU (fp32 if it has none), or fp32 on a CPU.
-
-    >>> default_precision(Machine.resolve("dgx2")), default_precision(Machine.resolve("cpu"))
-    ('fp16', 'fp32')
-    """
-    if machine.is_cpu:
-        return "fp32"
-    return next(name for name in ("bf16", "fp16", "fp32") if name in machine.flops)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...] | None:
