@@ -175,7 +175,7 @@ def _find_largest(
     from zeroshard.cli.simulate_output import largest_table, largest_to_dict
     from zeroshard.config.offload import Offload
     from zeroshard.planner import Strategy
-    from zeroshard.planner.scaling import DepthExtrapolatedModel, TrainingLoop, find_deepest_member, find_family
+    from zeroshard.planner.scaling import TracedModel, TrainingLoop, find_deepest_member, find_family
 
     family = find_family(opened.model)
     if family is None:
@@ -184,7 +184,7 @@ def _find_largest(
             "zeroshard.planner.scaling.find_largest_model with a function of the number of layers"
         )
     loop = TrainingLoop(inputs=opened.inputs, sequence=options.sequence)
-    base_model = DepthExtrapolatedModel(family, loop=loop, precision=options.precision)
+    base_model = TracedModel.from_family(family, loop=loop, precision=options.precision)
     micro_batch = options.micro_batch or 1
     largest = {}
     for devices in options.devices:
