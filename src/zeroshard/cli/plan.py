@@ -151,7 +151,7 @@ def _heading(opened: OpenedModel, machine: Machine, devices: int, tokens: int | 
     parameters = list(opened.model.parameters())
     total, trained = count(parameters), count([parameter for parameter in parameters if parameter.requires_grad])
     trained_note = "" if trained == total else f", {trained:,} of them trained"
-    nodes = -(-devices // machine.devices)
+    nodes = machine.nodes(devices)
     nodes_text = f"{nodes} nodes of {machine.devices}" if nodes > 1 else "one node"
     samples = "" if tokens is None else f", {tokens:,} tokens a sample"
     return [

@@ -19,7 +19,7 @@ from zeroshard.page import (
     plot_layout,
     stacked_bar_layout,
 )
-from zeroshard.planner import CheckpointMode, Plan, Strategy
+from zeroshard.planner import CHECKPOINT_MODES, CheckpointMode, Plan, Strategy
 from zeroshard.utils.format import format_bytes
 
 STAGES = (0, 1, 2, 3)
@@ -185,11 +185,11 @@ def timeline_chart(chosen: Plan) -> Chart:
 
 def micro_batch_chart(chosen: Plan) -> Chart:
     """Draw the memory that a device needs by micro-batch and checkpoint mode, against what it has."""
-    capacity, has_blocks = chosen.machine.memory, chosen.traced_model.has_blocks
+    capacity, modes = chosen.machine.memory, CHECKPOINT_MODES if chosen.traced_model.has_blocks else ("none",)
     lines = {
-        line: _bytes_by_micro_batch(chosen, mode)
-        for mode, line in CHECKPOINT_LINES.items()
-        if mode == "none" or (has_blocks and not (mode == "host" and chosen.machine.is_cpu))
+        CHECKPOINT_LINES[mode]: _bytes_by_micro_batch(chosen, mode)
+        for mode in modes
+        if mode != "host" or not chosen.machine.is_cpu
     }
     data = [
         line_trace(list(points), list(points.values()), name, _color(color), 2.2)

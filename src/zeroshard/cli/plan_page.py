@@ -84,7 +84,7 @@ def _template_context(plans: Plans, model: str, tokens: int | None, usage: Seque
 
 
 def _facts(plans: Plans, tokens: int | None) -> list[str]:
-    machine, nodes = plans.machine, -(-plans.devices // plans.machine.devices)
+    machine, nodes = plans.machine, plans.machine.nodes(plans.devices)
     nodes_text = f" on {nodes} nodes" if nodes > 1 else ""
     facts = [f"{format_count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{nodes_text}"]
     facts += [f"{format_bytes(machine.memory)} a device", str(plans.precision)]

@@ -129,26 +129,25 @@ def _printed_table(result: PaperResult) -> str:
 
 def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
     """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where stages stop scaling."""
-    psi = found.parameters * (4 if found.precision == "fp32" else 2)
     return {
         "model": model,
         "parameters": found.parameters,
         "precision": found.precision,
         "machine": json.loads(found.machine.to_json()),
         "versions": software_versions(),
-        "points": [_point_to_dict(point, psi, tokens) for point in found.points],
+        "points": [_point_to_dict(point, tokens) for point in found.points],
         "scaling": [vars(one) | {"best": None if one.best is None else one.best.devices} for one in found.scaling],
     }
 
 
-def _point_to_dict(point: ScalingPoint, psi: float, tokens: int | None) -> dict[str, Any]:
+def _point_to_dict(point: ScalingPoint, tokens: int | None) -> dict[str, Any]:
     return {
         "devices": point.devices,
         "stage": point.stage,
         "samples_per_second_and_device": point.samples_per_second_per_device,
         "tflops_per_device": point.tflops_per_device,
         "shares": point.time_fractions,
-        "plan": plan_to_dict(point.plan, psi, tokens),
+        "plan": plan_to_dict(point.plan, tokens),
     }
 
 

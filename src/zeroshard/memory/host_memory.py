@@ -36,6 +36,19 @@ def available_host_memory() -> int:
     return min(candidates, default=0)
 
 
+def host_memory() -> int:
+    """Return the bytes of host memory that the processes of this node can use, within the container's limits.
+
+    >>> host_memory() > 0
+    True
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit, _ in CGROUP_MEMORY_FILES:
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
+
+
 def local_world_size() -> int:
     """Return how many ranks share this machine, according to torchrun."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

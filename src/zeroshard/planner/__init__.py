@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from zeroshard.planner.state_sizes import PredictedMemory, predict_memory
     from zeroshard.planner.strategy import Strategy
     from zeroshard.planner.tracing.inputs import Inputs, LossFn, model_arguments
-    from zeroshard.planner.tracing.trace_model import CheckpointMode, UntraceableError
+    from zeroshard.planner.tracing.trace_model import CHECKPOINT_MODES, CheckpointMode, UntraceableError
 
 __all__ = [
+    "CHECKPOINT_MODES",
     "MACHINE_PRESETS",
     "CheckpointMode",
     "Inputs",
@@ -52,6 +53,6 @@ __getattr__, __dir__ = lazy_names(
         "state_sizes": "PredictedMemory predict_memory",
         "strategy": "Strategy",
         "tracing.inputs": "Inputs LossFn model_arguments",
-        "tracing.trace_model": "CheckpointMode UntraceableError",
+        "tracing.trace_model": "CHECKPOINT_MODES CheckpointMode UntraceableError",
     },
 )

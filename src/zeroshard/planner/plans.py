@@ -74,6 +74,18 @@ class Plan:
         return self.collective_bytes - sum(nbytes for kind, nbytes in traffic if kind.startswith("tensor "))
 
     @property
+    def data_parallel_psi(self) -> float:
+        """The same as a multiple of Ψ, all parameters in the compute precision."""
+        itemsize = 2 if self.traced_model.options.get("precision") in ("bf16", "fp16") else 4
+        return self.data_parallel_bytes / (self.traced_model.parameters * itemsize)
+
+    @property
+    def node_bytes(self) -> dict[str, float]:
+        """Bytes of host memory and disk that all ranks of a node need."""
+        local_ranks = self.machine.local_ranks(self.devices)
+        return {"host": self.footprint.host * local_ranks, "disk": self.footprint.disk * local_ranks}
+
+    @property
     def batch(self) -> int:
         """Samples per step over all devices."""
         return self.strategy.micro_batch * self.strategy.accumulate * (self.devices // self.strategy.tensor)
@@ -111,11 +123,6 @@ class Plans:
     """Every plan that was evaluated."""
     traced_model: TracedModel = field(repr=False, compare=False)
     """The model that is planned, with its traces."""
-
-    @property
-    def psi_bytes(self) -> float:
-        """Ψ in bytes: all parameters in the compute precision."""
-        return self.parameters * (2 if self.precision in ("bf16", "fp16") else 4)
 
     @property
     def fitting(self) -> list[Plan]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -162,7 +163,7 @@ class TracedModel:
         shallow_models = self._shallow_models
         return self.from_family(self._family, layers, self.loop, shallow_models=shallow_models, **self.options)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Ψ: the number of elements of all parameters."""
         if self._is_built:

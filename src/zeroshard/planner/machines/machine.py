@@ -271,6 +271,18 @@ class Machine:
         """The file that ``calibrate`` saves this machine in."""
         return cache.machine_path(self.name)
 
+    def local_ranks(self, ranks: int) -> int:
+        """Return how many of ``ranks`` ranks are on the first node: nodes are filled one after the other."""
+        return min(ranks, self.devices)
+
+    def nodes(self, ranks: int) -> int:
+        """Return how many nodes ``ranks`` ranks need.
+
+        >>> Machine.resolve("h100").nodes(12)
+        2
+        """
+        return -(-ranks // self.devices)
+
     def shared_by(self, ranks: int) -> Machine:
         """Return the local CPU machine, which one process has measured, divided among ``ranks`` on one node.
 
