@@ -22,8 +22,8 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.plans import evaluate_strategy
-from zeroshard.planner.scaling import model_family as searching
-from zeroshard.planner.scaling.model_family import (
+from zeroshard.planner.scaling import largest_model as searching
+from zeroshard.planner.scaling.largest_model import (
     LargestModel,
     find_deepest_member,
     find_family,

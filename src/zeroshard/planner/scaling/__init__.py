@@ -1,6 +1,6 @@
 """Simulate training on any number of devices, find the largest model, and reproduce the ZeRO paper's results."""
 
-from zeroshard.planner.scaling.model_family import (
+from zeroshard.planner.scaling.largest_model import (
     LargestModel,
     find_deepest_member,
     find_family,

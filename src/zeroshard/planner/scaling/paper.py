@@ -32,7 +32,7 @@ from torch import Tensor
 
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
-from zeroshard.planner.scaling.model_family import find_deepest_member, gpt_family
+from zeroshard.planner.scaling.largest_model import find_deepest_member, gpt_family
 from zeroshard.planner.scaling.paper_tables import (
     FIGURE_1,
     FIGURE_2,
