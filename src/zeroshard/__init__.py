@@ -1,12 +1,12 @@
 """zeroshard: train models too large for one device with ZeRO, the Zero Redundancy Optimizer."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from zeroshard.utils.lazy_import import lazy_names
 from zeroshard.utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from zeroshard.activations.checkpoint import checkpoint_activations
+    from zeroshard.activations import checkpoint_activations
     from zeroshard.api import (
         full_gradient,
         full_parameter,
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
         reload_states,
         report,
         unshard,
+        unwrap,
     )
     from zeroshard.auto import shard
     from zeroshard.checkpoint import CheckpointError, Loaded, Save, load, save
-    from zeroshard.comm.consistency import RanksDisagreeError
+    from zeroshard.comm import RanksDisagreeError
     from zeroshard.config.config import Config
     from zeroshard.config.offload import Offload
-    from zeroshard.memory.tracker import Profile, Report
-    from zeroshard.optim.sharded_optimizer import ShardedOptimizer
+    from zeroshard.memory import Profile, Report
+    from zeroshard.optim import ShardedOptimizer
     from zeroshard.planner import plan
 
 __all__ = [
@@ -56,31 +57,19 @@ __all__ = [
     "unwrap",
 ]
 
-_MODULE_OF = {
-    "CheckpointError": "checkpoint",
-    "Config": "config.config",
-    "Loaded": "checkpoint",
-    "Offload": "config.offload",
-    "Profile": "memory.tracker",
-    "RanksDisagreeError": "comm.consistency",
-    "Report": "memory.tracker",
-    "Save": "checkpoint",
-    "ShardedOptimizer": "optim.sharded_optimizer",
-    "checkpoint_activations": "activations.checkpoint",
-    "load": "checkpoint",
-    "plan": "planner",
-    "save": "checkpoint",
-    "shard": "auto",
-}  # all others are in api
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: the command line answers ``--help`` without waiting for torch."""
-    if name not in __all__:
-        raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"zeroshard.{_MODULE_OF.get(name, 'api')}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "activations": "checkpoint_activations",
+        "api": "full_gradient full_parameter full_state gathered no_sync offload_states profile reload_states report "
+        "unshard unwrap",
+        "auto": "shard",
+        "checkpoint": "CheckpointError Loaded Save load save",
+        "comm": "RanksDisagreeError",
+        "config.config": "Config",
+        "config.offload": "Offload",
+        "memory": "Profile Report",
+        "optim": "ShardedOptimizer",
+        "planner": "plan",
+    },
+)

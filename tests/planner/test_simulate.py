@@ -22,9 +22,8 @@ from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.depth_extrapolation import NonUniformBlocksError, extrapolate_state_sizes, extrapolate_trace
 from zeroshard.planner.machines.machine import Link, Machine
 from zeroshard.planner.plans import evaluate_strategy
-from zeroshard.planner.scaling import model_family as searching
-from zeroshard.planner.scaling.model_family import (
-    DepthExtrapolatedModel,
+from zeroshard.planner.scaling import largest_model as searching
+from zeroshard.planner.scaling.largest_model import (
     LargestModel,
     find_deepest_member,
     find_family,
@@ -82,14 +81,14 @@ def test_a_family_has_the_models_that_its_shape_makes() -> None:
     ours, plain = family(5), gpt(5)
     assert [(n, p.shape) for n, p in ours.named_parameters()] == [(n, p.shape) for n, p in plain.named_parameters()]
     assert all(parameter.is_meta for parameter in ours.parameters())
-    assert DepthExtrapolatedModel(family, 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
+    assert TracedModel.from_family(family, 5).parameters == sum(parameter.numel() for parameter in plain.parameters())
     assert find_family(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.slow
 def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
     machine = Machine.resolve("dgx2")
-    deep, plain = DepthExtrapolatedModel(gpt_family(SHAPE), 5, precision="fp16"), TracedModel(gpt(5), precision="fp16")
+    deep, plain = TracedModel.from_family(gpt_family(SHAPE), 5, precision="fp16"), TracedModel(gpt(5), precision="fp16")
     for stage, offload in ((0, None), (2, None), (3, None), (2, Offload(optimizer=("host", 0.5)))):
         choice = Strategy(stage=stage, tensor=2, checkpoint="recompute", micro_batch=3, offload=offload)
         ours, theirs = (evaluate_strategy(subject, choice, 32, machine) for subject in (deep, plain))
@@ -204,7 +203,7 @@ def test_a_model_of_small_blocks_is_simulated_as_it_is_planned() -> None:
     choice = Strategy(stage=3, checkpoint="none", offload=Offload.from_option("host"), micro_batch=2)
     with torch.device("meta"):
         whole = TracedModel(GPT(config), precision="bf16")
-    deep = DepthExtrapolatedModel(gpt_family(config), 34, precision="bf16")
+    deep = TracedModel.from_family(gpt_family(config), 34, precision="bf16")
     assert len(deep.state_sizes(choice, 8, True).units) == len(whole.state_sizes(choice, 8, True).units) < 34
     assert (
         deep.step_time(choice, 8, Machine.resolve("h100")).step
@@ -280,22 +279,18 @@ def test_bad_sweeps_are_refused(given: dict[str, Any], words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def family() -> DepthExtrapolatedModel:
+def family() -> TracedModel:
     """A family whose traces all searches share."""
-    return DepthExtrapolatedModel(gpt_family(LARGER), 3, precision="bf16")
+    return TracedModel.from_family(gpt_family(LARGER), 3, precision="bf16")
 
 
-def deepest_in(
-    family: DepthExtrapolatedModel, devices: int, stage: int, memory: str = "1.5GB", **given: Any
-) -> LargestModel:
+def deepest_in(family: TracedModel, devices: int, stage: int, memory: str = "1.5GB", **given: Any) -> LargestModel:
     choice = Strategy(stage=stage, checkpoint="recompute", micro_batch=2, **given)
     return find_deepest_member(family, choice, devices, Machine.resolve("h100", memory=memory))
 
 
 @pytest.mark.parametrize(("stage", "memory"), [(0, "2.5GB"), (1, "2GB"), (2, "1.5GB"), (3, "1.5GB")])
-def test_the_largest_model_fits_and_a_deeper_one_does_not(
-    family: DepthExtrapolatedModel, stage: int, memory: str
-) -> None:
+def test_the_largest_model_fits_and_a_deeper_one_does_not(family: TracedModel, stage: int, memory: str) -> None:
     found = deepest_in(family, 4, stage, memory)
     choice, machine = (
         Strategy(stage=stage, checkpoint="recompute", micro_batch=2),
@@ -307,9 +302,7 @@ def test_the_largest_model_fits_and_a_deeper_one_does_not(
     assert found.parameters == replace(LARGER, layers=found.layers).parameters
 
 
-def test_the_straight_line_ends_where_a_replay_does(
-    family: DepthExtrapolatedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_straight_line_ends_where_a_replay_does(family: TracedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     replayed = deepest_in(family, 16, 3, "2GB")
     monkeypatch.setattr(searching, "MAX_REPLAYED_LAYERS", 64)
     on_the_line = deepest_in(family, 16, 3, "2GB")
@@ -319,7 +312,7 @@ def test_the_straight_line_ends_where_a_replay_does(
 
 
 @pytest.mark.slow
-def test_largest_models_grow_with_stage_devices_and_offload(family: DepthExtrapolatedModel) -> None:
+def test_largest_models_grow_with_stage_devices_and_offload(family: TracedModel) -> None:
     layers = [deepest_in(family, 16, stage).layers for stage in (0, 1, 2, 3)]
     assert layers == sorted(set(layers)) and layers[-1] < deepest_in(family, 32, 3).layers
     assert layers[1] < deepest_in(family, 16, 1, offload=Offload(optimizer="host")).layers
@@ -340,7 +333,7 @@ def test_bad_searches_are_refused() -> None:
     with pytest.raises(ValueError, match=r"devices \(12\) must be a multiple of the tensor degree \(8\)"):
         find_largest_model(gpt_family(SHAPE), devices=12, tensor=8)
     with pytest.raises(ValueError, match="layers must be a positive integer, got 0"):
-        DepthExtrapolatedModel(gpt_family(SHAPE), 0)
+        TracedModel.from_family(gpt_family(SHAPE), 0)
 
 
 # ------------------------------------------------------------------------------------------------- the command

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,13 +20,7 @@ from zeroshard.planner import Inputs, model_arguments
 from zeroshard.presets import PRESETS
 
 CONFIG_FILE = "config.json"
-_PRESET_OVERRIDES = {
-    "layers": "layers",
-    "heads": "heads",
-    "width": "width",
-    "sequence": "context",
-    "vocabulary": "vocab_size",
-}
+_PRESET_OVERRIDES = ("layers", "heads", "width", "sequence", "vocabulary")
 _ACCEPTED_MODELS = (
     f"a preset ({', '.join(list(PRESETS)[:4])}, …: see `zeroshard presets`), a Hugging Face model's directory or its "
     f"{CONFIG_FILE}, or module:callable for your own model"
@@ -134,16 +128,9 @@ def import_attribute(name: str) -> Any:
 
 
 def _open_preset(name: str, changes: dict[str, int]) -> OpenedModel:
-    preset = PRESETS[name]
-    config = GPTConfig(
-        vocab_size=preset.vocabulary,
-        context=preset.context,
-        layers=preset.layers,
-        heads=preset.heads,
-        width=preset.width,
-    )
-    shape: dict[str, Any] = {_PRESET_OVERRIDES[key]: value for key, value in changes.items()}
-    config = replace(config, **shape)
+    changes = {"context" if key == "sequence" else key: value for key, value in changes.items()}
+    shape = asdict(replace(PRESETS[name], **changes))
+    config = GPTConfig(vocab_size=shape.pop("vocabulary"), **shape)
     with torch.device("meta"):
         model = GPT(config)
     return OpenedModel(model, None, f"GPT, {config.layers} layers, {config.heads} heads, width {config.width}")

@@ -151,7 +151,7 @@ def _heading(opened: OpenedModel, machine: Machine, devices: int, tokens: int | 
     parameters = list(opened.model.parameters())
     total, trained = count(parameters), count([parameter for parameter in parameters if parameter.requires_grad])
     trained_note = "" if trained == total else f", {trained:,} of them trained"
-    nodes = -(-devices // machine.devices)
+    nodes = machine.nodes(devices)
     nodes_text = f"{nodes} nodes of {machine.devices}" if nodes > 1 else "one node"
     samples = "" if tokens is None else f", {tokens:,} tokens a sample"
     return [
@@ -210,7 +210,7 @@ def _usage_lines(plans: Plans, options: argparse.Namespace) -> list[tuple[str, s
 
 
 def _calibrate(echo: Callable[[str], None]) -> None:
-    from zeroshard.planner import calibrate, machine_path
+    from zeroshard.planner import calibrate
 
     echo("measuring this machine, which takes up to a minute …")
     with warnings.catch_warnings(record=True) as caught:
@@ -220,7 +220,7 @@ def _calibrate(echo: Callable[[str], None]) -> None:
         print(f"zeroshard plan: {warning.message}", file=sys.stderr)
     for label, text in describe_machine(machine):
         echo(f"  {label:<16}{text}")
-    path = machine_path(machine.name)
+    path = machine.saved_path
     echo(f"saved in {path}, for --machine here\n" if path.is_file() else "")
 
 

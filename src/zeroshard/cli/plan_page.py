@@ -19,8 +19,9 @@ from zeroshard.cli.plan_text import (
     table_cells,
 )
 from zeroshard.page import render_page
-from zeroshard.planner import Machine, Plan, Plans, versions
+from zeroshard.planner import Machine, Plan, Plans
 from zeroshard.utils.format import format_bytes, format_count
+from zeroshard.utils.version import __version__, software_versions
 
 
 class HeadlineFigure(NamedTuple):
@@ -77,13 +78,13 @@ def _template_context(plans: Plans, model: str, tokens: int | None, usage: Seque
         "table": _html_table(plans, rows, tokens),
         "whole": _html_table(plans, plans.best_per_strategy(), tokens),
         "machine": _describe_machine(plans.machine),
-        "versions": versions(),
-        "version": versions()["zeroshard"],
+        "versions": software_versions(),
+        "version": __version__,
     }
 
 
 def _facts(plans: Plans, tokens: int | None) -> list[str]:
-    machine, nodes = plans.machine, -(-plans.devices // plans.machine.devices)
+    machine, nodes = plans.machine, plans.machine.nodes(plans.devices)
     nodes_text = f" on {nodes} nodes" if nodes > 1 else ""
     facts = [f"{format_count(plans.parameters)} parameters", f"{plans.devices} × {machine.name}{nodes_text}"]
     facts += [f"{format_bytes(machine.memory)} a device", str(plans.precision)]

@@ -194,8 +194,7 @@ def _short_offload(strategy: Strategy) -> str:
 
 
 def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> list[str]:
-    strategy, local_ranks = plan.strategy, min(plan.devices, plan.machine.devices)
-    host = plan.footprint.host * local_ranks
+    strategy, host = plan.strategy, plan.node_bytes["host"]
     return [
         CHOSEN_MARK if chosen else "",
         str(strategy.stage),
@@ -206,7 +205,7 @@ def _row_cells(plan: Plan, plans: Plans, chosen: bool, tokens: int | None) -> li
         *(format_bytes(part) for part in peak_breakdown(plan)),
         format_bytes(plan.memory),
         format_bytes(host) if host else "-",
-        f"{plan.data_parallel_bytes / plans.psi_bytes:.2f} Ψ" if plan.collective_bytes else "-",
+        f"{plan.data_parallel_psi:.2f} Ψ" if plan.collective_bytes else "-",
         format_bytes(plan.collective_bytes) if plan.collective_bytes else "-",
         format_seconds(plan.step_time.step),
         format_rate(plan.samples_per_second * (1 if tokens is None else tokens)),
@@ -230,7 +229,7 @@ def train_command(
     zeroshard train --model gpt2-xl --ranks 8 --stage 2 --recompute --micro-batch 4
     """
     args = ["--model", model]
-    nodes = -(-devices // machine.devices)
+    nodes = machine.nodes(devices)
     if nodes == 1:
         args += ["--ranks", str(devices)]
     if machine.is_cpu:

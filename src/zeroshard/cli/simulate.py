@@ -142,11 +142,10 @@ def _simulate_paper(echo: Callable[[str], None]) -> dict[str, Any]:
 
 def _simulate(options: argparse.Namespace, echo: Callable[[str], None]) -> dict[str, Any]:
     from zeroshard.cli.simulate_output import simulation_table, simulation_to_dict
-    from zeroshard.planner import default_precision
     from zeroshard.planner.scaling import DEVICE_COUNTS, simulate
 
     machine, opened = open_machine_and_model(options, **{name: getattr(options, name) for name in SHAPE_OPTIONS})
-    options.precision = options.precision or default_precision(machine)
+    options.precision = options.precision or machine.default_precision
     options.devices, options.stage = options.devices or list(DEVICE_COUNTS), options.stage or [0, 1, 2, 3]
     parameters = sum(parameter.numel() for parameter in opened.model.parameters())
     echo(f"{opened.description}, {parameters:,} parameters, {options.precision}, on {machine.name}")
@@ -176,7 +175,7 @@ def _find_largest(
     from zeroshard.cli.simulate_output import largest_table, largest_to_dict
     from zeroshard.config.offload import Offload
     from zeroshard.planner import Strategy
-    from zeroshard.planner.scaling import DepthExtrapolatedModel, TrainingLoop, find_deepest_member, find_family
+    from zeroshard.planner.scaling import TracedModel, TrainingLoop, find_deepest_member, find_family
 
     family = find_family(opened.model)
     if family is None:
@@ -185,7 +184,7 @@ def _find_largest(
             "zeroshard.planner.scaling.find_largest_model with a function of the number of layers"
         )
     loop = TrainingLoop(inputs=opened.inputs, sequence=options.sequence)
-    base_model = DepthExtrapolatedModel(family, loop=loop, precision=options.precision)
+    base_model = TracedModel.from_family(family, loop=loop, precision=options.precision)
     micro_batch = options.micro_batch or 1
     largest = {}
     for devices in options.devices:

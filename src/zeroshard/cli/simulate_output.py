@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zeroshard.cli.plan_text import align_columns, format_batch
-from zeroshard.planner import Machine, plan_to_dict, versions
+from zeroshard.planner import Machine, plan_to_dict
 from zeroshard.planner.scaling import (
     PAPER_CURVE,
     WAIT_KINDS,
@@ -23,6 +23,7 @@ from zeroshard.planner.scaling import (
     mean_error,
 )
 from zeroshard.utils.format import format_bytes
+from zeroshard.utils.version import software_versions
 
 TABLE_HEADERS = ("devices", "micro-batch", "memory", "samples/s", "TFLOPS", "compute", *WAIT_KINDS, "step", "")
 
@@ -128,26 +129,25 @@ def _printed_table(result: PaperResult) -> str:
 
 def simulation_to_dict(found: ScalingSimulation, model: str, tokens: int | None = None) -> dict[str, Any]:
     """Return a sweep: its points, each with its plan as in `zeroshard plan`, and where stages stop scaling."""
-    psi = found.parameters * (4 if found.precision == "fp32" else 2)
     return {
         "model": model,
         "parameters": found.parameters,
         "precision": found.precision,
         "machine": json.loads(found.machine.to_json()),
-        "versions": versions(),
-        "points": [_point_to_dict(point, psi, tokens) for point in found.points],
+        "versions": software_versions(),
+        "points": [_point_to_dict(point, tokens) for point in found.points],
         "scaling": [vars(one) | {"best": None if one.best is None else one.best.devices} for one in found.scaling],
     }
 
 
-def _point_to_dict(point: ScalingPoint, psi: float, tokens: int | None) -> dict[str, Any]:
+def _point_to_dict(point: ScalingPoint, tokens: int | None) -> dict[str, Any]:
     return {
         "devices": point.devices,
         "stage": point.stage,
         "samples_per_second_and_device": point.samples_per_second_per_device,
         "tflops_per_device": point.tflops_per_device,
         "shares": point.time_fractions,
-        "plan": plan_to_dict(point.plan, psi, tokens),
+        "plan": plan_to_dict(point.plan, tokens),
     }
 
 
@@ -162,13 +162,18 @@ def largest_to_dict(found: dict[tuple[int, int], LargestModel], model: str, mach
         }
         for (devices, stage), largest in found.items()
     ]
-    return {"model": model, "machine": json.loads(machine.to_json()), "versions": versions(), "largest": records}
+    return {
+        "model": model,
+        "machine": json.loads(machine.to_json()),
+        "versions": software_versions(),
+        "largest": records,
+    }
 
 
 def paper_to_dict(results: Iterable[PaperResult]) -> dict[str, Any]:
     """Return the paper's tables and figures, each number with zeroshard's prediction."""
     return {
-        "versions": versions(),
+        "versions": software_versions(),
         "curve": asdict(PAPER_CURVE),
         "exhibits": [
             {

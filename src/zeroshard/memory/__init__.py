@@ -4,13 +4,7 @@ from zeroshard.memory.allocator.segment_preallocator import SegmentPreallocator
 from zeroshard.memory.bucket_ring import BucketRing, BucketSlot, buffer_lengths
 from zeroshard.memory.disk.disk import Disk, Transfer, aligned_buffer
 from zeroshard.memory.disk.file import DiskError
-from zeroshard.memory.host_memory import (
-    CGROUP_MEMORY_FILES,
-    PinnedBuffer,
-    available_host_memory,
-    host_memory,
-    local_world_size,
-)
+from zeroshard.memory.host_memory import PinnedBuffer, available_host_memory, host_memory, local_world_size
 from zeroshard.memory.pool import Arena, CublasWorkspace, Pool
 from zeroshard.memory.streams import SideStream, record_blocking_event
 from zeroshard.memory.tier_allocator import (
@@ -21,7 +15,6 @@ from zeroshard.memory.tiered_tensor import TieredTensor, TierSegment
 from zeroshard.memory.tracker import MODEL_STATE_KINDS, MemoryTracker, Profile, Report
 
 __all__ = [
-    "CGROUP_MEMORY_FILES",
     "MODEL_STATE_KINDS",
     "Arena",
     "BucketRing",

@@ -227,6 +227,17 @@ def choose_plan_for_machine(
     return decision.with_directory(directory) if offload == AUTO else decision
 
 
+def local_machine(
+    device: torch.device,
+    ranks: int,
+    memory: int | str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> Machine:
+    """Return the machine that ``ranks`` ranks would run on here, with the memory that is free now."""
+    free_memory = FreeMemory.measure(device, nn.Module(), directory)
+    return machine_from_free_memory([free_memory], ranks, memory=memory)
+
+
 def choose_for_shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

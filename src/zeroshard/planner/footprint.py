@@ -24,7 +24,7 @@ import torch
 from zeroshard.engine import assign_segments
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import BucketSizes, StateSizes
-from zeroshard.planner.tracing.trace import Trace, TraceSpan, split_spans
+from zeroshard.planner.tracing.trace import Trace, TraceSpan, UnshardOrder, split_spans
 from zeroshard.utils.format import format_bytes
 
 RESERVED_RATIO = 1.09  # reserved / allocated memory of the allocator: 1.01 to 1.09 measured, docs/benchmarks.md
@@ -190,8 +190,7 @@ class _MemoryReplay:
         self._sizes, self._conditions = sizes, conditions
         self._segments = _grad_segments(sizes)  # of reduced gradients
         self._allocated_segments = set().union(*self._segments) if conditions.has_persistent_grads else set()
-        self._unshard_orders = unshard_orders(spans)
-        self._next_unshard = 0
+        self._unshard_order = UnshardOrder(spans)
         self._unsharded: set[int] = set()
         self._pending_grad_bytes = 0.0  # gradients that a reduction still reads
         self._forward_end_bytes = 0.0  # activations (with the loss) and units at the end of forward
@@ -217,7 +216,10 @@ class _MemoryReplay:
         if event is None:
             return 0.0
         if event.kind == "unshard" and placement.parameters:
-            self._unshard(event.unit, self._unshard_orders[span.is_backward])
+            self._unsharded.add(event.unit)
+            next_unit = self._unshard_order.next_unit(span.is_backward)
+            if self._conditions.prefetch and next_unit is not None:
+                self._unsharded.add(next_unit)
         elif event.kind == "reshard":
             self._unsharded.discard(event.unit)
         elif event.kind == "reduce":
@@ -234,7 +236,7 @@ class _MemoryReplay:
             return event.nbytes - self._pending_grad_bytes
         elif event.kind == "end forward":
             self._forward_end_bytes = span.start_bytes + self._unsharded_bytes
-            self._next_unshard = 0
+            self._unshard_order.begin_pass()
         elif event.kind == "end backward":
             self._pending_grad_bytes = 0.0
             self._rings.free()
@@ -253,12 +255,6 @@ class _MemoryReplay:
     @property
     def _unsharded_bytes(self) -> float:
         return float(sum(self._sizes.units[unit].alloc_bytes for unit in self._unsharded))
-
-    def _unshard(self, unit: int, order: list[int]) -> None:
-        self._unsharded.add(unit)
-        self._next_unshard += 1
-        if self._conditions.prefetch and self._next_unshard < len(order):
-            self._unsharded.add(order[self._next_unshard])
 
 
 def _grad_segments(sizes: StateSizes) -> list[set[GradSegment]]:
@@ -281,15 +277,6 @@ def _grad_segments(sizes: StateSizes) -> list[set[GradSegment]]:
     return segments
 
 
-def unshard_orders(spans: Sequence[TraceSpan]) -> tuple[list[int], list[int]]:
-    """Return the order in which forward unshards the units, and the same for backward."""
-    orders: tuple[list[int], list[int]] = ([], [])
-    for span in spans:
-        if span.event is not None and span.event.kind == "unshard":
-            orders[span.is_backward].append(span.event.unit)
-    return orders
-
-
 def device_bytes_needed(footprint: Footprint, machine: Machine) -> float:
     """Return the device memory needed, in bytes: what the allocator reserves plus the runtime's context."""
     return footprint.reserved + machine.context
@@ -297,7 +284,7 @@ def device_bytes_needed(footprint: Footprint, machine: Machine) -> float:
 
 def usage_fractions(footprint: Footprint, devices: int, machine: Machine) -> dict[str, float]:
     """Return usage / usable capacity of device, host and disk; above 1, the footprint does not fit."""
-    local_ranks = min(devices, machine.devices)
+    local_ranks = machine.local_ranks(devices)
     return {
         "device": device_bytes_needed(footprint, machine) / machine.memory,
         "host": footprint.host * local_ranks / (machine.host_memory * USABLE_HOST_FRACTION),
@@ -307,7 +294,7 @@ def usage_fractions(footprint: Footprint, devices: int, machine: Machine) -> dic
 
 def memory_shortfall(footprint: Footprint, devices: int, machine: Machine) -> str:
     """Say which memory is too small for a footprint, with the numbers; empty if it fits."""
-    ranks, usage = min(devices, machine.devices), usage_fractions(footprint, devices, machine)
+    ranks, usage = machine.local_ranks(devices), usage_fractions(footprint, devices, machine)
     if usage["device"] > 1:
         needed = format_bytes(int(device_bytes_needed(footprint, machine)))
         return f"it needs {needed} per device, but a device has {format_bytes(machine.memory)}"

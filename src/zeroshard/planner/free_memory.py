@@ -18,9 +18,7 @@ from zeroshard.config.offload import parse_bytes
 from zeroshard.memory import available_host_memory
 from zeroshard.planner.machines import cache
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.machines.presets import preset_of_gpu
-
-FALLBACK_PRESET = "a100"  # rates for a GPU that has no preset and was not measured
+from zeroshard.planner.machines.presets import FALLBACK_PRESET, preset_of_gpu
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,12 @@ Sizes are in bytes, times in seconds, rates per second; all for one device (one 
 from __future__ import annotations
 
 import json
-import platform
+from dataclasses import fields
 from typing import Any
 
-import torch
-
-import zeroshard
 from zeroshard.config.offload import STATE_KINDS, Offload
 from zeroshard.planner.plans import Plan, Plans
+from zeroshard.utils.version import software_versions
 
 TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
 
@@ -52,9 +50,9 @@ TIME_PARTS = ("compute", "tensor", "launch", "gather", "reduce", "update")
 def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None = None) -> dict[str, Any]:
     """Return all plans as plain data: [Note: a plan as JSON]. ``model`` replaces the model's class name.
 
-    >>> from torch import nn
+    >>> import torch, zeroshard
     >>> with torch.device("meta"):
-    ...     layer = nn.Linear(64, 64, bias=False)
+    ...     layer = torch.nn.Linear(64, 64, bias=False)
     >>> plans = zeroshard.plan(layer, torch.empty(1, 64), devices=2, stage=3, micro_batch=4, offload=None)
     >>> data = plans_to_dict(plans)
     >>> data["plans"][data["best"]]["states"]["optimizer states"]
@@ -71,28 +69,24 @@ def plans_to_dict(plans: Plans, *, model: str | None = None, tokens: int | None 
         "precision": plans.precision,
         "tokens": tokens,
         "machine": json.loads(plans.machine.to_json()),
-        "versions": versions(),
+        "versions": software_versions(),
         "best": None if best is None else indices[id(best)],
         "rows": [indices[id(plan)] for plan in plans.best_per_strategy()],
-        "plans": [plan_to_dict(plan, plans.psi_bytes, tokens) for plan in candidates],
+        "plans": [plan_to_dict(plan, tokens) for plan in candidates],
     }
 
 
-def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str, Any]:
-    """Return one plan as plain data; ``psi`` is the size of all parameters in bytes."""
-    footprint, local_ranks = plan.footprint, min(plan.devices, plan.machine.devices)
+def plan_to_dict(plan: Plan, tokens: int | None = None) -> dict[str, Any]:
+    """Return one plan as plain data."""
+    footprint = plan.footprint
     offloaded: dict[str, dict[str, float]] = {}
     for (kind, tier), nbytes in footprint.offloaded.items():
         offloaded.setdefault(kind, {})[tier] = nbytes
     return {
         "words": plan.strategy.description,
         "choice": {
-            "stage": plan.strategy.stage,
-            "tensor": plan.strategy.tensor,
-            "checkpoint": plan.strategy.checkpoint,
+            **{field.name: getattr(plan.strategy, field.name) for field in fields(plan.strategy)},
             "offload": _offload_to_dict(plan.strategy.offload),
-            "micro_batch": plan.strategy.micro_batch,
-            "accumulate": plan.strategy.accumulate,
         },
         "fits": plan.fits,
         "lacks": plan.shortfall,
@@ -107,19 +101,14 @@ def plan_to_dict(plan: Plan, psi: float, tokens: int | None = None) -> dict[str,
         },
         "host": footprint.host,
         "disk": footprint.disk,
-        "node": {"host": footprint.host * local_ranks, "disk": footprint.disk * local_ranks},
+        "node": plan.node_bytes,
         "traffic": dict(plan.step_time.traffic),
-        "psi": plan.data_parallel_bytes / psi,
+        "psi": plan.data_parallel_psi,
         "seconds": {name: getattr(plan.step_time, name) for name in ("step", *TIME_PARTS)},
         "samples_per_second": plan.samples_per_second,
         "tokens_per_second": None if tokens is None else plan.samples_per_second * tokens,
         "flops_per_second": plan.flops_per_second,
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that made the plans."""
-    return {"zeroshard": zeroshard.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _offload_to_dict(offload: Offload | None) -> dict[str, dict[str, float]] | None:

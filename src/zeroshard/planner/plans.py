@@ -74,6 +74,18 @@ class Plan:
         return self.collective_bytes - sum(nbytes for kind, nbytes in traffic if kind.startswith("tensor "))
 
     @property
+    def data_parallel_psi(self) -> float:
+        """The same as a multiple of Ψ, all parameters in the compute precision."""
+        itemsize = 2 if self.traced_model.options.get("precision") in ("bf16", "fp16") else 4
+        return self.data_parallel_bytes / (self.traced_model.parameters * itemsize)
+
+    @property
+    def node_bytes(self) -> dict[str, float]:
+        """Bytes of host memory and disk that all ranks of a node need."""
+        local_ranks = self.machine.local_ranks(self.devices)
+        return {"host": self.footprint.host * local_ranks, "disk": self.footprint.disk * local_ranks}
+
+    @property
     def batch(self) -> int:
         """Samples per step over all devices."""
         return self.strategy.micro_batch * self.strategy.accumulate * (self.devices // self.strategy.tensor)
@@ -111,11 +123,6 @@ class Plans:
     """Every plan that was evaluated."""
     traced_model: TracedModel = field(repr=False, compare=False)
     """The model that is planned, with its traces."""
-
-    @property
-    def psi_bytes(self) -> float:
-        """Ψ in bytes: all parameters in the compute precision."""
-        return self.parameters * (2 if self.precision in ("bf16", "fp16") else 4)
 
     @property
     def fitting(self) -> list[Plan]:
@@ -228,7 +235,7 @@ def plan(
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of the model's output, or None, got {loss!r}")
     machine = Machine.resolve(machine).with_memory(memory).shared_by(devices)
-    precision = options.setdefault("precision", default_precision(machine))
+    precision = options.setdefault("precision", machine.default_precision)
     if precision is not None:
         machine.peak_flops(precision)  # raises if the machine does not support it
     space = SearchSpace(
@@ -275,17 +282,6 @@ def evaluate_strategy(
     """Predict the footprint of one strategy and whether it fits."""
     footprint = traced_model.footprint(strategy, devices, machine, timeline)
     return Plan(strategy, devices, machine, footprint, memory_shortfall(footprint, devices, machine), traced_model)
-
-
-def default_precision(machine: Machine) -> str:
-    """Return the 16-bit precision of a GPU (fp32 if it has none), or fp32 on a CPU.
-
-    >>> default_precision(Machine.resolve("dgx2")), default_precision(Machine.resolve("cpu"))
-    ('fp16', 'fp32')
-    """
-    if machine.is_cpu:
-        return "fp32"
-    return next(name for name in ("bf16", "fp16", "fp32") if name in machine.flops)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...] | None:

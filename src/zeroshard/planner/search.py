@@ -91,7 +91,7 @@ def _tensor_degrees(
 ) -> list[int]:
     if given is None:
         # across nodes the tensor-parallel collectives cost too much
-        degrees = traced_model.tensor_degrees(min(machine.devices, devices))
+        degrees = traced_model.tensor_degrees(machine.local_ranks(devices))
         return [degree for degree in degrees if devices % degree == 0]
     for degree in given:
         if devices % degree:

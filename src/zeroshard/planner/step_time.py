@@ -21,11 +21,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from zeroshard.planner.footprint import unshard_orders
 from zeroshard.planner.machines.collective_time import collective_seconds
 from zeroshard.planner.machines.machine import Machine
 from zeroshard.planner.state_sizes import StateSizes
-from zeroshard.planner.tracing.trace import Op, Trace, TraceSpan, split_spans
+from zeroshard.planner.tracing.trace import Op, Trace, TraceSpan, UnshardOrder, split_spans
 
 SIMULATED_STEPS = 3  # only the last one counts
 # host memory traffic per parameter: the 16-bit gradient and parameter in transfer, and an Adam update
@@ -177,8 +176,8 @@ class _StepSimulator:
     def __init__(self, cost: TraceCost, sizes: StateSizes, machine: Machine, conditions: StepConditions) -> None:
         self._cost, self._sizes, self._machine, self._conditions = cost, sizes, machine, conditions
         self._data_ranks = conditions.ranks // conditions.tensor
-        self._local_ranks = min(conditions.ranks, machine.devices)  # they share a node's host memory and disk
-        self._unshard_orders = unshard_orders(cost.spans)
+        self._local_ranks = machine.local_ranks(conditions.ranks)  # they share a node's host memory and disk
+        self._unshard_order = UnshardOrder(cost.spans)
         self._wait_seconds = dict.fromkeys(("launch", "gather", "reduce", "update"), 0.0)
         self._traffic: dict[str, float] = {}
         self._known_collective_seconds: dict[tuple[str, float], float] = {}  # over the data-parallel axis
@@ -187,7 +186,6 @@ class _StepSimulator:
         self._grad_offloaded_at: dict[int, float] = {}  # offloaded gradients → when the copy is done
         # units updated by the last step → when their new values are on the device
         self._updated_params_at: dict[int, float] = {}
-        self._next_unshard = 0
 
     def simulate(self, accumulate: int) -> StepTime:
         """Simulate a step with ``accumulate`` backwards."""
@@ -215,7 +213,8 @@ class _StepSimulator:
 
     def _micro_step(self) -> None:
         """Simulate one forward and backward."""
-        self._next_unshard, began = 0, self._time.compute
+        self._unshard_order.begin_pass()
+        began = self._time.compute
         for index, span in enumerate(self._cost.spans):
             event = span.event
             kind = "" if event is None else event.kind
@@ -226,7 +225,7 @@ class _StepSimulator:
             elif event is not None and kind == "reduce":
                 self._post_backward(event.unit)
             elif kind == "end forward":
-                self._next_unshard = 0
+                self._unshard_order.begin_pass()
                 began = self._wait_kept_inputs(began)
             elif kind == "end backward":
                 self._wait_until("reduce", self._time.reduce)
@@ -275,10 +274,9 @@ class _StepSimulator:
             return
         self._start_all_gather(unit)
         self._wait_until("gather", self._all_gather_done_at[unit])
-        self._next_unshard += 1
-        order = self._unshard_orders[backward]
-        if self._conditions.prefetch and self._next_unshard < len(order):
-            self._start_all_gather(order[self._next_unshard])
+        next_unit = self._unshard_order.next_unit(backward)
+        if self._conditions.prefetch and next_unit is not None:
+            self._start_all_gather(next_unit)
 
     def _host_seconds(self, unit: int) -> float:
         """Return the host time of a unit: half of it for a collective, half for the hooks of each of its blocks."""
@@ -372,7 +370,7 @@ class _StepSimulator:
             unit: time for unit, time in self._grad_offloaded_at.items() if state_sizes.units[unit].offloaded_numel
         }
         self._grad_offloaded_at.clear()
-        forward_position = {unit: position for position, unit in reversed(list(enumerate(self._unshard_orders[0])))}
+        forward_position = {unit: position for position, unit in reversed(list(enumerate(self._unshard_order.forward)))}
         free_at = self._time.host_update
         while arrivals:
             now = max(free_at, min(arrivals.values()))
@@ -398,7 +396,7 @@ class _StepSimulator:
     def _all_gather_params(self) -> None:
         """All-gather the updated shards of unsharded parameters; the next forward waits unit by unit."""
         self._time.all_gather = max(self._time.all_gather, self._time.compute, self._time.host)
-        for unit in dict.fromkeys(self._unshard_orders[0]):
+        for unit in dict.fromkeys(self._unshard_order.forward):
             if self._sizes.units[unit].trained_numel:
                 self._time.all_gather = max(self._time.all_gather, self._updated_params_at.get(unit, 0.0))
                 self._time.all_gather = self._schedule_collective(

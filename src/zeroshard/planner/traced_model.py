@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,6 +12,7 @@ from torch import nn
 from zeroshard.config.config import Config
 from zeroshard.planner.depth_extrapolation import (
     NonUniformBlocksError,
+    extrapolate_state_sizes,
     extrapolate_trace,
     find_block_stack,
     truncate_model,
@@ -22,11 +25,11 @@ from zeroshard.planner.strategy import Strategy
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
 from zeroshard.planner.tracing.trace import Trace, split_spans
 from zeroshard.planner.tracing.trace_model import CheckpointMode, UntraceableError, trace_model
-from zeroshard.sharding import find_repeated_blocks, plan_units
+from zeroshard.sharding import blocks_per_group, find_repeated_blocks, plan_units
 from zeroshard.tensor_parallel import tensor_plan_for
 
 TRACE_TOLERANCE = 0.001  # relative error allowed for an extrapolated trace
-TRACED_DEPTHS = (2, 3)  # blocks of the truncated models that are traced instead of a deep one
+TRACED_DEPTHS = (2, 3)  # blocks of the models that are traced instead of a deep one: more go between first and last
 MIN_EXTRAPOLATED_BLOCKS = 8  # models with fewer blocks are traced in full
 # traced micro-batches; others are extrapolated linearly. Not 1: many kernels treat it specially
 TRACED_MICRO_BATCHES = (2, 3)
@@ -82,10 +85,15 @@ class TraceAndCost:
     cost: TraceCost
 
 
+ModelFamily = Callable[[int], nn.Module]
+"""Returns the model with the given number of layers; on the meta device it takes no memory."""
+
+
 class TracedModel:
     """A model with its training loop, and the ``options`` of :func:`zeroshard.shard` that are not part of a strategy.
 
-    ``group_small_blocks``: small blocks are grouped into units, as in the engine ([Note: small blocks]).
+    A deep model is not traced itself: see [Note: extrapolating in depth]. ``group_small_blocks``: small blocks are
+    grouped into units, as in the engine ([Note: small blocks]).
     """
 
     def __init__(
@@ -99,17 +107,69 @@ class TracedModel:
         stack = find_block_stack(model) if self._config.units is None and is_ungrouped else None
         # 0: the full model is traced
         self._extrapolated_depth = len(stack) if stack is not None and len(stack) >= MIN_EXTRAPOLATED_BLOCKS else 0
-        self._short_models: list[nn.Module] = []
+        self._shallow_models: Sequence[TracedModel] = ()  # with TRACED_DEPTHS blocks, if traces are extrapolated
+        self._family: ModelFamily | None = None
+        self.layers = 0  # of a family's model
+        self._is_built = True  # ``model`` has all blocks; a deep model of a family has not
         self._can_extrapolate_micro_batch = True  # traces are linear in the micro-batch
         self._traces: dict[TraceKey, Trace] = {}
         self._costs: dict[tuple[TraceKey, Machine], TraceAndCost] = {}
         self._state_sizes: dict[Any, StateSizes] = {}
         self._footprints: dict[Any, Footprint] = {}
 
-    @property
+    @classmethod
+    def from_family(
+        cls,
+        family: ModelFamily,
+        layers: int = TRACED_DEPTHS[1],
+        loop: TrainingLoop = DEFAULT_LOOP,
+        *,
+        shallow_models: Sequence[TracedModel] = (),
+        **options: Any,
+    ) -> TracedModel:
+        """Return the traced model of a family with the given number of layers, without building a deep model.
+
+        Its state sizes are extrapolated, too. ``shallow_models`` are those of another depth, if there are any. If
+        several blocks form one unit, or there are only a few, the model is built and traced at its full depth.
+
+        >>> from zeroshard.models import GPTConfig
+        >>> from zeroshard.planner.scaling import gpt_family
+        >>> deep = TracedModel.from_family(gpt_family(GPTConfig(heads=64, width=8192)), 125, precision="fp16")
+        >>> f"{deep.parameters / 1e9:.1f}B"
+        '101.5B'
+        """
+        if layers < 1:
+            raise ValueError(f"layers must be a positive integer, got {layers}")
+        if not shallow_models and layers > TRACED_DEPTHS[0] and _blocks_per_unit(family, layers, options) == 1:
+            shallow_models = [cls(family(depth), loop, **options) for depth in TRACED_DEPTHS]
+        traced = cls(shallow_models[0].model if shallow_models else family(layers), loop, **options)
+        traced._family, traced.layers, traced._shallow_models = family, layers, shallow_models
+        if shallow_models:
+            traced._extrapolated_depth, traced._is_built = layers, False
+        return traced
+
+    def with_layers(self, layers: int) -> TracedModel:
+        """Return the model of the same family with another depth; both share traces, and each block is a unit.
+
+        >>> from zeroshard.models import GPTConfig
+        >>> from zeroshard.planner.scaling import gpt_family
+        >>> TracedModel.from_family(gpt_family(GPTConfig(heads=64, width=8192))).with_layers(125).layers
+        125
+        """
+        if self._family is None or min(self.layers, layers) <= TRACED_DEPTHS[0]:
+            raise ValueError(
+                f"models share traces only with more than {TRACED_DEPTHS[0]} layers, got {self.layers} and {layers}"
+            )
+        shallow_models = self._shallow_models
+        return self.from_family(self._family, layers, self.loop, shallow_models=shallow_models, **self.options)
+
+    @cached_property
     def parameters(self) -> int:
         """Ψ: the number of elements of all parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        if self._is_built:
+            return sum(parameter.numel() for parameter in self.model.parameters())
+        low, high = (shallow.parameters for shallow in self._shallow_models)
+        return low + (self.layers - TRACED_DEPTHS[0]) * (high - low)
 
     @property
     def has_blocks(self) -> bool:
@@ -135,28 +195,30 @@ class TracedModel:
         return self._costs[key, machine]
 
     def _trace(self, key: TraceKey) -> Trace:
+        if self._extrapolated_depth:
+            try:
+                return self._extrapolate_depth(key)
+            except (NonUniformBlocksError, UntraceableError):
+                if not self._is_built:
+                    raise
+                self._extrapolated_depth = 0
         if key.micro_batch not in TRACED_MICRO_BATCHES and self._can_extrapolate_micro_batch:
             low, high = (self._cached_trace(key._replace(micro_batch=batch)) for batch in TRACED_MICRO_BATCHES)
             if low.has_same_ops(high):
                 return low.extrapolate(high, key.micro_batch)
         return self._cached_trace(key)
 
+    def _extrapolate_depth(self, key: TraceKey) -> Trace:
+        self._shallow_models = self._shallow_models or [
+            TracedModel(truncate_model(self.model, blocks), self.loop, **self.options) for blocks in TRACED_DEPTHS
+        ]
+        low, high = (shallow._trace(key) for shallow in self._shallow_models)
+        return extrapolate_trace(low, high, self._extrapolated_depth - TRACED_DEPTHS[1])
+
     def _cached_trace(self, key: TraceKey) -> Trace:
         if key not in self._traces:
-            self._traces[key] = (
-                self._trace_from_short_models(key) if self._extrapolated_depth else self._trace_model(self.model, key)
-            )
+            self._traces[key] = self._trace_model(self.model, key)
         return self._traces[key]
-
-    def _trace_from_short_models(self, key: TraceKey) -> Trace:
-        """Extrapolate the trace from two truncated models; if their blocks differ, trace the full model."""
-        try:
-            self._short_models = self._short_models or [truncate_model(self.model, blocks) for blocks in TRACED_DEPTHS]
-            low, high = (self._trace_model(model, key) for model in self._short_models)
-            return extrapolate_trace(low, high, self._extrapolated_depth - TRACED_DEPTHS[1])
-        except (NonUniformBlocksError, UntraceableError):
-            self._extrapolated_depth = 0
-            return self._trace_model(self.model, key)
 
     def _trace_model(self, model: nn.Module, key: TraceKey) -> Trace:
         return trace_model(
@@ -192,6 +254,12 @@ class TracedModel:
         return self._state_sizes[key]
 
     def _compute_state_sizes(self, strategy: Strategy, ranks: int, on_gpu: bool) -> StateSizes:
+        if self._family is not None and not self._is_built:
+            if strategy.offload is not None:  # its fractions apply to all blocks together: they cannot be extrapolated
+                model = TracedModel(self._family(self.layers), self.loop, group_small_blocks=False, **self.options)
+                return model.state_sizes(strategy, ranks, on_gpu)
+            low, high = (shallow.state_sizes(strategy, ranks, on_gpu) for shallow in self._shallow_models)
+            return extrapolate_state_sizes(low, high, self.layers - TRACED_DEPTHS[1], self._config.bucket_size)
         return state_sizes(
             self.model,
             Config(**{**self.options, **strategy.shard_options}),
@@ -244,6 +312,14 @@ class TracedModel:
         """Return the FLOPs of a step on one device, without recomputation."""
         uncheckpointed = Strategy(tensor=strategy.tensor, micro_batch=strategy.micro_batch)
         return strategy.accumulate * self.trace_and_cost(uncheckpointed, machine).cost.flops
+
+
+def _blocks_per_unit(family: ModelFamily, layers: int, options: dict[str, Any]) -> int:
+    """Return how many blocks form a unit in the model with the given number of layers: see [Note: small blocks]."""
+    if options.get("units") is not None:
+        return 1
+    counts = [sum(parameter.numel() for parameter in family(depth).parameters()) for depth in (1, 2)]
+    return blocks_per_group(counts[1] - counts[0], layers)
 
 
 def _has_same_cost(found: Trace, real: Trace) -> bool:

@@ -1,7 +1,8 @@
 """The training program, `zeroshard train`. Names are imported on first use, so that `--help` does not import torch."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from zeroshard.utils.lazy_import import lazy_names
 
 if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
@@ -13,17 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["generate_text", "open_model", "read_options", "run_training", "shakespeare", "write_html_report"]
 
-_MODULE_OF = {
-    "generate_text": "generation",
-    "open_model": "models.huggingface",
-    "read_options": "flags",
-    "run_training": "run",
-    "shakespeare": "data.corpus",
-    "write_html_report": "report.html_report",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "data.corpus": "shakespeare",
+        "flags": "read_options",
+        "generation": "generate_text",
+        "models.huggingface": "open_model",
+        "report.html_report": "write_html_report",
+        "run": "run_training",
+    },
+)

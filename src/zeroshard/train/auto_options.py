@@ -8,19 +8,8 @@ from typing import Any, cast
 import torch
 
 from zeroshard.models import GPT
-from zeroshard.planner import (
-    AUTO,
-    FreeMemory,
-    Inputs,
-    JobTopology,
-    LossFn,
-    Machine,
-    Strategy,
-    UntraceableError,
-    choose_plan,
-    choose_plan_for_machine,
-    machine_from_free_memory,
-)
+from zeroshard.planner import Inputs, LossFn, Machine, Strategy, UntraceableError
+from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import Batching, ShardOptions, Stage, TrainOptions
 from zeroshard.train.rank_info import RankInfo
@@ -83,8 +72,7 @@ def target_machine(sharding: ShardOptions, ranks: int) -> Machine:
         return Machine.resolve(sharding.machine, **changes)
     on_gpu = sharding.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    free_memory = FreeMemory.measure(device, torch.nn.Module(), sharding.offload_directory)
-    return machine_from_free_memory([free_memory], ranks, memory=sharding.memory)
+    return local_machine(device, ranks, sharding.memory, sharding.offload_directory)
 
 
 def _apply_decision(options: TrainOptions, strategy: Strategy, batching: Batching) -> TrainOptions:

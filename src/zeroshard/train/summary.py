@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zeroshard.config.offload import TIERS
-from zeroshard.planner import PredictedMemory, default_precision, predict_memory
+from zeroshard.planner import PredictedMemory, predict_memory
 from zeroshard.train.auto_options import resolve_auto, target_machine
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainOptions
@@ -118,7 +118,7 @@ def dry_run(options: TrainOptions, ranks: int) -> str:
     if options.sharding.auto and options.sharding.machine is not None:
         machine = target_machine(options.sharding, ranks)
         device = machine.kind
-        precision = default_precision(machine) if options.sharding.precision == "auto" else precision
+        precision = machine.default_precision if options.sharding.precision == "auto" else precision
     options, plan_reason = resolve_auto(options, language_model, precision, ranks)
     batching, training = options.batching(ranks), options.training
     parameters = list(language_model.module.parameters())

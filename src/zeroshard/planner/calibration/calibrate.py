@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.memory import CublasWorkspace, DiskError
+from zeroshard.memory import CublasWorkspace, DiskError, host_memory
 from zeroshard.planner.calibration.device_rates import (
     attention_rate,
     convolution_rate,
@@ -36,13 +36,12 @@ from zeroshard.planner.calibration.device_rates import (
 from zeroshard.planner.calibration.node_rates import (
     CalibrationRanks,
     disk_rates,
-    host_memory,
     measure_links,
     update_rate,
 )
 from zeroshard.planner.machines import cache
 from zeroshard.planner.machines.machine import PRECISIONS, EfficiencyCurve, Machine, round_measurement
-from zeroshard.planner.machines.presets import preset_of_gpu
+from zeroshard.planner.machines.presets import FALLBACK_PRESET, preset_of_gpu
 
 FULL_CALIBRATION_SECONDS = 45.0  # enough for every measurement at its full size
 TIME_SHARES = {  # fractions of the total time
@@ -139,7 +138,7 @@ def _base_machine(device: torch.device) -> Machine:
         RuntimeWarning,
         stacklevel=3,
     )
-    return Machine.resolve("a100")
+    return Machine.resolve(FALLBACK_PRESET)
 
 
 def _device_rates(device: torch.device, base: Machine, seconds: float, ranks: CalibrationRanks) -> dict[str, Any]:

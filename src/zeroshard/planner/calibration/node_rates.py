@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shutil
@@ -10,13 +9,12 @@ import statistics
 import time
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from zeroshard.comm import MeshAxis, all_gather_sync
-from zeroshard.memory import CGROUP_MEMORY_FILES, Disk, DiskError, aligned_buffer, available_host_memory
+from zeroshard.memory import Disk, DiskError, aligned_buffer, available_host_memory
 from zeroshard.optim import AdamHyperparams, default_threads, load_kernels
 from zeroshard.planner.calibration.device_rates import host_seconds
 from zeroshard.planner.machines.machine import Link, Machine, round_measurement
@@ -27,19 +25,6 @@ MIN_DISK_FILE_BYTES = 2**20  # fewer bytes say nothing about a disk's speed
 ALL_GATHER_REPEATS = 5
 SMALL_BYTES = 2**12  # of the all-gather output on each rank: latency dominates
 LARGE_BYTES = {"cuda": 2**28, "cpu": 2**22}  # bandwidth dominates
-
-
-def host_memory() -> int:
-    """Return the bytes of host memory that processes of this node can use, within a container's limits.
-
-    >>> host_memory() > 0
-    True
-    """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit, _ in CGROUP_MEMORY_FILES:
-        with contextlib.suppress(OSError, ValueError):  # "max" is not a number and means no limit
-            limits.append(int(Path(limit).read_text()))
-    return min(limits)
 
 
 def update_rate(seconds: float, max_numel: int = UPDATE_NUMEL) -> float:

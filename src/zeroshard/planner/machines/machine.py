@@ -257,6 +257,32 @@ class Machine:
         """Whether its devices are CPUs."""
         return self.kind == "cpu"
 
+    @property
+    def default_precision(self) -> str:
+        """The 16-bit precision of a GPU (fp32 if it has none), or fp32 on a CPU.
+
+        >>> Machine.resolve("dgx2").default_precision, Machine.resolve("cpu").default_precision
+        ('fp16', 'fp32')
+        """
+        return "fp32" if self.is_cpu else next(name for name in ("bf16", "fp16", "fp32") if name in self.flops)
+
+    @property
+    def saved_path(self) -> Path:
+        """The file that ``calibrate`` saves this machine in."""
+        return cache.machine_path(self.name)
+
+    def local_ranks(self, ranks: int) -> int:
+        """Return how many of ``ranks`` ranks are on the first node: nodes are filled one after the other."""
+        return min(ranks, self.devices)
+
+    def nodes(self, ranks: int) -> int:
+        """Return how many nodes ``ranks`` ranks need.
+
+        >>> Machine.resolve("h100").nodes(12)
+        2
+        """
+        return -(-ranks // self.devices)
+
     def shared_by(self, ranks: int) -> Machine:
         """Return the local CPU machine, which one process has measured, divided among ``ranks`` on one node.
 

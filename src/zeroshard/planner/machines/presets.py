@@ -22,7 +22,18 @@ _SERVER_DEFAULTS: Final[dict[str, Any]] = {
     "op": 4e-5,
     "unit": 3e-4,
     "context": 600 * MiB,
+    "workspace": 8_519_680,  # cuBLAS: 8.125 MiB before Hopper
+    "disk": 30 * TB,
 }
+
+
+def _links(nvlink: float, infiniband: float) -> dict[str, dict[str, float]]:
+    """Return the links for published rates in GB/s and each direction: a device's NVLink, a node's InfiniBand."""
+    return {
+        "inside": {"bandwidth": NVLINK_FRACTION * nvlink * GB, "latency": 2e-6},
+        "outside": {"bandwidth": INFINIBAND_FRACTION * infiniband * GB, "latency": 5e-6},
+    }
+
 
 # DGX A100 (data sheet of the 80 GB system): 8 devices, NVLink 3 of 600 GB/s in both directions, 8 adapters of HDR
 # InfiniBand, 2 processors of 8 channels DDR4-3200, 2 TB, 8 NVMe disks of 3.84 TB on PCIe 4.
@@ -34,15 +45,12 @@ _A100: Final[dict[str, Any]] = {
     "efficiency": {"share": 0.8, "half": 1.2e9},
     "attention": 0.35,
     "bandwidth": MEMORY_BANDWIDTH_FRACTION * 2039 * GB,
-    "workspace": 8_519_680,  # cuBLAS: 8.125 MiB before Hopper
     "host_memory": 2 * TB,
     "host_update": 8e9,
     "pcie": 24 * GB,  # PCIe 4, 16 lanes
-    "disk": 30 * TB,
     "disk_read": 45 * GB,
     "disk_write": 25 * GB,
-    "inside": {"bandwidth": NVLINK_FRACTION * 300 * GB, "latency": 2e-6},
-    "outside": {"bandwidth": INFINIBAND_FRACTION * 200 * GB, "latency": 5e-6},
+    **_links(300, 200),
 }
 
 # DGX H100 (data sheet): 8 devices, NVLink 4 of 900 GB/s in both directions, 8 adapters of NDR InfiniBand, 2 processors
@@ -56,8 +64,7 @@ _H100: Final[dict[str, Any]] = {
     "workspace": 32 * MiB,  # cuBLAS, on Hopper
     "host_update": 12e9,
     "pcie": 55 * GB,  # PCIe 5, 16 lanes
-    "inside": {"bandwidth": NVLINK_FRACTION * 450 * GB, "latency": 2e-6},
-    "outside": {"bandwidth": INFINIBAND_FRACTION * 400 * GB, "latency": 5e-6},
+    **_links(450, 400),
 }
 
 MACHINE_PRESETS: Final[dict[str, dict[str, Any]]] = {
@@ -74,15 +81,12 @@ MACHINE_PRESETS: Final[dict[str, dict[str, Any]]] = {
         "bandwidth": MEMORY_BANDWIDTH_FRACTION * 900 * GB,
         "gap": 2e-6,
         "context": 450 * MiB,
-        "workspace": 8_519_680,
         "host_memory": 1_500 * GB,
         "host_update": 4e9,
         "pcie": 12 * GB,  # PCIe 3, 16 lanes
-        "disk": 30 * TB,
         "disk_read": 24 * GB,
         "disk_write": 15 * GB,
-        "inside": {"bandwidth": NVLINK_FRACTION * 150 * GB, "latency": 2e-6},
-        "outside": {"bandwidth": INFINIBAND_FRACTION * 100 * GB, "latency": 5e-6},
+        **_links(150, 100),
     },
     "a100": _A100,
     "a100-40gb": {
@@ -124,6 +128,8 @@ MACHINE_PRESETS: Final[dict[str, dict[str, Any]]] = {
         "outside": {"bandwidth": 1 * GB, "latency": 1e-4},  # 10 Gbit Ethernet
     },
 }
+
+FALLBACK_PRESET: Final = "a100"  # rates for a GPU that has no preset and was not measured
 
 # GPU name → preset: the first entry whose words are all in the name.
 GPU_NAME_PATTERNS: Final = (

@@ -1,7 +1,6 @@
 """Simulate training on any number of devices, find the largest model, and reproduce the ZeRO paper's results."""
 
-from zeroshard.planner.scaling.model_family import (
-    DepthExtrapolatedModel,
+from zeroshard.planner.scaling.largest_model import (
     LargestModel,
     find_deepest_member,
     find_family,
@@ -17,18 +16,18 @@ from zeroshard.planner.scaling.sweep import (
     StageScaling,
     simulate,
 )
-from zeroshard.planner.traced_model import TrainingLoop
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 __all__ = [
     "DEVICE_COUNTS",
     "PAPER_CURVE",
     "WAIT_KINDS",
-    "DepthExtrapolatedModel",
     "LargestModel",
     "PaperResult",
     "ScalingPoint",
     "ScalingSimulation",
     "StageScaling",
+    "TracedModel",
     "TrainingLoop",
     "find_deepest_member",
     "find_family",

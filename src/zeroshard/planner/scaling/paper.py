@@ -32,11 +32,7 @@ from torch import Tensor
 
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.machines.machine import EfficiencyCurve, Machine
-from zeroshard.planner.scaling.model_family import (
-    DepthExtrapolatedModel,
-    find_deepest_member,
-    gpt_family,
-)
+from zeroshard.planner.scaling.largest_model import find_deepest_member, gpt_family
 from zeroshard.planner.scaling.paper_tables import (
     FIGURE_1,
     FIGURE_2,
@@ -51,7 +47,7 @@ from zeroshard.planner.scaling.paper_tables import (
 )
 from zeroshard.planner.step_time import StepTime
 from zeroshard.planner.strategy import Strategy
-from zeroshard.planner.traced_model import TrainingLoop
+from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.trace_model import CheckpointMode
 from zeroshard.presets import CONFIGURATIONS
 from zeroshard.sharding import Placement
@@ -229,10 +225,10 @@ def paper_flops(run: PaperRun) -> float:
 
 
 @cache
-def _paper_model(width: int, heads: int, partition: bool) -> DepthExtrapolatedModel:
+def _paper_model(width: int, heads: int, partition: bool) -> TracedModel:
     config = GPTConfig(vocab_size=VOCAB_SIZE, context=SEQUENCE_TOKENS, heads=heads, width=width)
     loop = TrainingLoop(partition_activations=partition)
-    return DepthExtrapolatedModel(gpt_family(config, VocabParallelGPT), loop=loop, precision="fp16")
+    return TracedModel.from_family(gpt_family(config, VocabParallelGPT), loop=loop, precision="fp16")
 
 
 def _throughput_result(name: str, about: str, runs: Sequence[PaperRun]) -> PaperResult:

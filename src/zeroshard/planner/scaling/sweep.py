@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.planner.machines.machine import Machine
-from zeroshard.planner.plans import Plan, default_precision, evaluate_strategy, fastest_or_smallest
+from zeroshard.planner.plans import Plan, evaluate_strategy, fastest_or_smallest
 from zeroshard.planner.search import STAGES, SearchSpace, candidate_strategies
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 from zeroshard.planner.tracing.inputs import Inputs, LossFn
@@ -165,7 +165,7 @@ def simulate(
     counts = _sorted_counts("devices", devices, 1)
     sorted_stages = _sorted_counts("stages", stages, 0)
     machine = Machine.resolve(machine).with_memory(memory)
-    precision = options.setdefault("precision", default_precision(machine))
+    precision = options.setdefault("precision", machine.default_precision)
     machine.peak_flops(precision)  # raises if the machine does not support the precision
     if tensor < 1:
         raise ValueError(f"tensor must be a positive integer, got {tensor}")

@@ -22,7 +22,7 @@ from zeroshard.planner.tracing.op_cost import (
     op_name,
     op_scratch_bytes,
 )
-from zeroshard.planner.tracing.trace import EngineEvent, EngineEventKind, Op
+from zeroshard.planner.tracing.trace import EngineEvent, EngineEventKind, Op, OpKind
 from zeroshard.sharding import UnitSpec
 from zeroshard.utils.tree import tensors_in
 
@@ -55,25 +55,25 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record_collective(self, collective: str, nbytes: float) -> None:
         """Record a tensor-parallel collective."""
-        self._append_op(Op(collective, "nothing", "", 0, nbytes, self._pop_freed_bytes(), 0, 0, collective))
+        self._append_op(collective, "nothing", moved_bytes=nbytes, collective=collective)
 
     def record_copy(self, nbytes: float) -> None:
         """Record a copy into memory that the library owns."""
-        self._append_op(Op("keep", "plain", "", 0, 2 * nbytes, self._pop_freed_bytes(), 0, 0))
+        self._append_op("keep", "plain", moved_bytes=2 * nbytes)
 
     def record_recompute(self) -> None:
         """Record the start of a block's recomputation."""
-        self._append_op(
-            Op("recompute", "nothing", "", 0, 0, self._pop_freed_bytes(), 0, 0, host_ops=RECOMPUTE_HOST_OPS)
-        )
+        self._append_op("recompute", "nothing", host_ops=RECOMPUTE_HOST_OPS)
 
     def flush_frees(self) -> None:
         """Record the memory freed so far as freed before the next event."""
-        if freed := self._pop_freed_bytes():
-            self._append_op(Op("free", "nothing", "", 0, 0, freed, 0, 0))
+        if self._freed_bytes:
+            self._append_op("free", "nothing")
 
-    def _append_op(self, op: Op) -> None:
-        op.module_name, op.is_backward = self.module_name, self.is_backward
+    def _append_op(self, name: str, kind: OpKind, freed_bytes: float | None = None, **fields: Any) -> None:
+        """Record an operation; ``freed_bytes`` is by default what was freed since the previous one."""
+        freed = self._pop_freed_bytes() if freed_bytes is None else freed_bytes
+        op = Op(name, kind, freed_bytes=freed, module_name=self.module_name, is_backward=self.is_backward, **fields)
         self.events.append(op)
 
     def _pop_freed_bytes(self) -> float:
@@ -110,11 +110,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind == "nothing" and not (allocated or freed):
             return result
         dtypes = (tensor.dtype for tensor in iter_tensors((result, args)) if tensor.is_floating_point())
-        op = Op(op_name(func), kind, DTYPE_NAMES.get(next(dtypes, torch.int64), "other"), 0, 0, freed, allocated, 0)
+        dtype = DTYPE_NAMES.get(next(dtypes, torch.int64), "other")
+        cost: dict[str, float] = {}
         if kind != "nothing":
-            op.flops, op.moved_bytes = op_flops(func, args, kwargs, result), op_moved_bytes(func, args, kwargs, result)
-            op.scratch_bytes = op_scratch_bytes(func, args, result)
-        self._append_op(op)
+            cost["flops"] = op_flops(func, args, kwargs, result)
+            cost["moved_bytes"] = op_moved_bytes(func, args, kwargs, result)
+            cost["scratch_bytes"] = op_scratch_bytes(func, args, result)
+        self._append_op(op_name(func), kind, freed, dtype=dtype, allocated_bytes=allocated, **cost)
         return result
 
 

@@ -11,7 +11,7 @@ need another trace; nearly everything is linear in the micro-batch (:meth:`Trace
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,12 +26,12 @@ class Op:
 
     name: str
     kind: OpKind  # "nothing": no kernel, as for a view or an allocation
-    dtype: str  # "fp32", "bf16", "fp16" or another: the compute dtype
-    flops: float
-    moved_bytes: float  # bytes read and written
-    freed_bytes: float  # since the previous operation
-    allocated_bytes: float  # for its results
-    scratch_bytes: float  # temporary memory of its kernel
+    dtype: str = ""  # "fp32", "bf16", "fp16" or another: the compute dtype
+    flops: float = 0.0
+    moved_bytes: float = 0.0  # bytes read and written
+    freed_bytes: float = 0.0  # since the previous operation
+    allocated_bytes: float = 0.0  # for its results
+    scratch_bytes: float = 0.0  # temporary memory of its kernel
     collective: str = ""  # tensor-parallel: "all-reduce", "all-gather"; ``moved_bytes`` is then its tensor's size
     module_name: str = ""  # the unit or module that runs
     is_backward: bool = False
@@ -118,7 +118,7 @@ class TraceSpan:
 def split_spans(trace: Trace) -> list[TraceSpan]:
     """Split a trace at its engine events.
 
-    >>> add = Op("add", "plain", "fp32", flops=0, moved_bytes=12, freed_bytes=0, allocated_bytes=4, scratch_bytes=0)
+    >>> add = Op("add", "plain", "fp32", moved_bytes=12, allocated_bytes=4)
     >>> events = (EngineEvent("unshard", 0), add, add, EngineEvent("end forward"))
     >>> trace = Trace(events, ("a",), micro_batch=1, input_bytes=0, buffer_bytes=0)
     >>> [span.peak_bytes for span in split_spans(trace)]
@@ -145,3 +145,25 @@ def split_spans(trace: Trace) -> list[TraceSpan]:
             span.peak_bytes, span.peak_module_name = live_bytes + event.scratch_bytes, event.module_name
     spans[-1].end_bytes = live_bytes
     return spans
+
+
+class UnshardOrder:
+    """The units that forward and backward unshard, in order: after each one, the engine prefetches the next."""
+
+    def __init__(self, spans: Sequence[TraceSpan]) -> None:
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        for span in spans:
+            if span.event is not None and span.event.kind == "unshard":
+                (self.backward if span.is_backward else self.forward).append(span.event.unit)
+        self._position = 0
+
+    def begin_pass(self) -> None:
+        """Start a forward or a backward."""
+        self._position = 0
+
+    def next_unit(self, is_backward: bool) -> int | None:
+        """Advance by one unit, and return the unit to prefetch; None at the end of the pass."""
+        order = self.backward if is_backward else self.forward
+        self._position += 1
+        return order[self._position] if self._position < len(order) else None
