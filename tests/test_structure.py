@@ -64,7 +64,7 @@ FOLDERS = (
 ).split()
 # Others import these folders' names from the folder itself. (The modules of utils and config are imported one by one:
 # the command line reads its options before it imports torch.)
-FACES = "activations checkpoint comm engine memory models optim page sharding tensor_parallel".split()
+FACES = "activations checkpoint comm engine memory models optim page sharding tensor_parallel train".split()
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more
 BUDGETS = {
     "forward": (15, 111, 23, 445),

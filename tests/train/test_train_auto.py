@@ -24,7 +24,7 @@ from zeroshard.train.auto_options import resolve_auto
 from zeroshard.train.flags import read_options
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainingError, TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.summary import header_lines
 from zeroshard.train.training_setup import _shard_model, prepare_training
 

@@ -7,9 +7,9 @@ if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
     from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
+    from zeroshard.train.launch import run_training
     from zeroshard.train.models.huggingface import open_model
     from zeroshard.train.report.html_report import write_html_report
-    from zeroshard.train.run import run_training
 
 __all__ = ["generate_text", "open_model", "read_options", "run_training", "shakespeare", "write_html_report"]
 
@@ -17,7 +17,7 @@ _MODULE_OF = {
     "generate_text": "generation",
     "open_model": "models.huggingface",
     "read_options": "flags",
-    "run_training": "run",
+    "run_training": "launch",
     "shakespeare": "data.corpus",
     "write_html_report": "report.html_report",
 }

@@ -23,7 +23,7 @@ from zeroshard.planner import (
 )
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import Batching, ShardOptions, Stage, TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 
 
 def resolve_auto(

@@ -18,7 +18,7 @@ from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 
 MAX_TIMELINE_POINTS = 4000  # a step of a deep model has more, which no screen can show
 

@@ -14,9 +14,7 @@ import torch.distributed as dist
 import zeroshard
 from zeroshard.memory import Profile
 from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
-from zeroshard.train.generation import generate_tokens
-from zeroshard.train.launch import StopRequest
+from zeroshard.train.generation import generate_sample
 from zeroshard.train.metrics import (
     MetricsFile,
     StepMetrics,
@@ -29,6 +27,7 @@ from zeroshard.train.metrics import (
 from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
 from zeroshard.train.plain_view import open_view
+from zeroshard.train.rank import StopRequest
 from zeroshard.train.report.html_report import write_html_report
 from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
 from zeroshard.train.run_record import (
@@ -44,7 +43,6 @@ from zeroshard.train.training_setup import TrainingSetup
 
 # steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
 STEADY_AFTER_STEPS = 2
-PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt
 
 
 def learning_rate(step: int, options: StepOptions) -> float:
@@ -83,30 +81,6 @@ def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
         setup.model.train()
     dist.all_reduce(total)
     return float(total) / (count * rank_info.world_size)
-
-
-def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
-    """Generate a text after the run's prompt; return None if it is disabled. All ranks call it together."""
-    run_options, tokenizer_path, language_model = setup.options.run, setup.corpus.tokenizer_path, setup.language_model
-    if not run_options.sample_tokens or tokenizer_path is None:
-        return None
-    tokenizer = load_tokenizer(tokenizer_path)
-    if run_options.prompt is not None:
-        ids = encode_prompt(tokenizer, run_options.prompt)
-    else:
-        loader = setup.validation_loader or setup.train_loader
-        ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
-    setup.model.eval()
-    tokens = generate_tokens(
-        lambda tokens: language_model.logits(setup.model, tokens),
-        torch.tensor([ids], device=setup.rank_info.device),
-        run_options.sample_tokens,
-        context=language_model.context,
-        seed=setup.options.training.seed,
-    )
-    setup.model.train()
-    prompt = tokenizer.decode(ids)
-    return {"prompt": prompt, "text": tokenizer.decode(tokens[0].tolist()).removeprefix(prompt)}
 
 
 class CheckpointSaver:

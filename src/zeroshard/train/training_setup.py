@@ -22,7 +22,7 @@ from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import Batching, TrainingError, TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
 from zeroshard.train.run_record import RunRecord, new_run_record
 
