@@ -19,6 +19,7 @@ from zeroshard.tensor_parallel import local_numels
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.rank import RankInfo
+from zeroshard.train.report.run_charts import STATE_KINDS, state_bytes
 
 MAX_TIMELINE_POINTS = 4000  # a step of a deep model has more, which no screen can show
 
@@ -126,16 +127,14 @@ def memory_by_kind(report: Report) -> dict[str, Any]:
 
 
 def max_state_bytes(memory: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the maximum over ranks of model state bytes by kind; gradients count with their peak.
+    """Return the maximum over ranks of each model state's bytes.
 
     >>> max_state_bytes([{"parameters": {"now": 2, "peak": 3}, "gradients": {"now": 0, "peak": 4}, "total": {}}])
     {'parameters': 2, 'gradients': 4}
     """
-    kinds = {"parameters": "now", "gradients": "peak", "master weights": "now", "optimizer states": "now"}
-    nbytes_by_kind = {
-        kind: max(rank.get(kind, {}).get(field_name, 0) for rank in memory) for kind, field_name in kinds.items()
-    }
-    return {kind: nbytes for kind, nbytes in nbytes_by_kind.items() if nbytes}
+    ranks = [state_bytes(rank) for rank in memory]
+    largest = {kind: max(rank.get(kind, 0) for rank in ranks) for kind in STATE_KINDS}
+    return {kind: nbytes for kind, nbytes in largest.items() if nbytes}
 
 
 def traffic_by_collective(report: Report) -> dict[str, Any]:
