@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -116,37 +115,26 @@ def launcher_environment(environment: Mapping[str, str]) -> dict[str, str] | Non
         return {**given, "LOCAL_RANK": environment.get("LOCAL_RANK", local)}
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # set by srun, not by sbatch; 1: for example a shell
     if tasks > 1 and "SLURM_PROCID" in environment:
+        hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
         job_step = environment.get("SLURM_JOB_ID", "0") + environment.get("SLURM_STEP_ID", "0").zfill(2)[-2:]
         return {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-            "MASTER_ADDR": environment.get("MASTER_ADDR") or _slurm_first_host(environment),
+            "MASTER_ADDR": environment.get("MASTER_ADDR") or first_slurm_host(hosts),
             # one of 10,000 ports: the same on all ranks of a job step, another one for the next step
             "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job_step) % 10000),
         }
     return None
 
 
-def _slurm_first_host(environment: Mapping[str, str]) -> str:
-    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    if "[" not in hosts:
-        return hosts.partition(",")[0]
-    try:
-        result = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
-        return result.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return first_slurm_host(hosts)
-
-
 def first_slurm_host(hosts: str) -> str:
-    """Return the first host of a compressed Slurm node list, for machines without scontrol.
+    """Return the first host of a compressed Slurm node list.
 
-    >>> first_slurm_host("node[007-012,020],other")
-    'node007'
+    >>> first_slurm_host("node[007-012,020],other"), first_slurm_host("rack[1-2]node[3,5]")
+    ('node007', 'rack1node3')
     """
-    match = re.match(r"([^\[,]*)\[([^\],-]+)[^\]]*\]([^,]*)", hosts)
-    return "".join(match.groups()) if match else hosts.partition(",")[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", hosts).partition(",")[0]
 
 
 # -------------------------------------------------------------------------------- signals and failures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,7 +25,6 @@ from zeroshard.train.metrics import (
     flops_per_token,
     peak_flops,
 )
-from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
 from zeroshard.train.plain_view import open_view
 from zeroshard.train.rank import StopRequest
@@ -339,13 +339,16 @@ class Trainer:
             self._write_report("interrupted", "stopped by a signal")
 
     def _export(self) -> None:
-        """Write the trained weights in the model's original format."""
-        directory = self.setup.directory.model_dir
-        if self.rank_info.is_rank_zero:
+        """Write the trained weights in the model's original format, with the tokenizer."""
+        directory = self.setup.directory.model_dir if self.rank_info.is_rank_zero else None
+        if directory is not None:
             directory.mkdir(exist_ok=True)
-        self.setup.language_model.save(self.setup.model, directory if self.rank_info.is_rank_zero else None)
-        if self.rank_info.is_rank_zero and self.setup.corpus.tokenizer_path is not None:
-            copy_tokenizer(self.setup.corpus.tokenizer_path, directory)
+        self.setup.language_model.save(self.setup.model, directory)
+        tokenizer = self.setup.corpus.tokenizer_path
+        if directory is None or tokenizer is None or not tokenizer.is_file():
+            return
+        if not (directory / tokenizer.name).exists():  # a Hugging Face model has saved its own
+            shutil.copy2(tokenizer, directory)
 
     def _write_report(self, outcome: str, message: str) -> None:
         """Write the record and the report. A failure is shown, but does not fail the run."""
