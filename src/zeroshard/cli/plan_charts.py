@@ -15,7 +15,7 @@ from zeroshard.page import (
     bar_rows,
     bytes_axis,
     line_trace,
-    memory_timeline,
+    memory_over_time,
     plot_axis,
     plot_layout,
     stacked_bars,
@@ -151,7 +151,7 @@ def timeline_chart(chosen: Plan) -> Chart:
         f"Memory over a step: {format_bytes(usages[0].total)} at its start, at most "
         f"{format_bytes(usages[peak].total)} in {usages[peak].label}, after {starts_ms[peak]:.3g} ms."
     )
-    return memory_timeline(
+    return memory_over_time(
         label, [*starts_ms, end_ms], memory, _colors(kinds), phases=phases, time_title="milliseconds of computation"
     )
 

@@ -137,7 +137,7 @@ def bar_rows(bars: Bars, kinds: Iterable[str], format_value: Callable[[float], s
     ]
 
 
-def memory_timeline(
+def memory_over_time(
     label: str,
     milliseconds: Sequence[float],
     memory: Mapping[str, Sequence[float]],

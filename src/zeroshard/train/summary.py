@@ -28,9 +28,9 @@ def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]
     validation_note = f", {len(validation.tokens):,} for validation" if validation is not None else ""
     groups_note = describe_tensor_groups(options, rank_info.world_size)
     return [
-        ("model", f"{setup.language_model.description}, {setup.record.model['parameters']:,} parameters"),
+        ("model", f"{setup.language_model.description}, {setup.record.facts.model['parameters']:,} parameters"),
         ("data", f"{len(setup.train_loader.tokens):,} tokens for training{validation_note}"),
-        ("ranks", f"{rank_info.world_size} on {setup.record.device} over {rank_info.backend}{groups_note}"),
+        ("ranks", f"{rank_info.world_size} on {setup.record.facts.device} over {rank_info.backend}{groups_note}"),
         *([("plan", setup.plan_reason)] if setup.plan_reason else []),
         *describe_sharding(options, setup.precision),
         ("steps", f"{options.training.steps}{start_note}, {setup.tokens_per_step:,} tokens per step{backwards_note}"),
@@ -80,7 +80,7 @@ def footer_lines(setup: TrainingSetup, steps_done: int, report_path: Path | None
     record, directory = setup.record, setup.directory
     lines = [("outcome", f"{record.outcome} after step {steps_done}")]
     if record.memory:
-        held, ddp = sum(max_state_bytes(record.memory).values()), sum(record.plain.values())
+        held, ddp = sum(max_state_bytes(record.memory).values()), sum(record.facts.plain.values())
         ratio = f", {ddp / held:.1f} × less than the {format_bytes(ddp)} of plain data parallelism"
         lines.append(("memory", f"{format_bytes(held)} of model states per rank{ratio if held < ddp else ''}"))
     if report_path is not None:

@@ -30,13 +30,7 @@ from zeroshard.train.plain_view import open_view
 from zeroshard.train.rank import StopRequest
 from zeroshard.train.report.html_report import write_html_report
 from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
-from zeroshard.train.run_record import (
-    max_state_bytes,
-    memory_by_kind,
-    memory_timeline,
-    tensor_parallel_traffic,
-    traffic_by_collective,
-)
+from zeroshard.train.run_record import max_state_bytes, memory_by_kind, memory_timeline
 from zeroshard.train.run_view import RunView
 from zeroshard.train.summary import footer_lines, header_lines, resume_command
 from zeroshard.train.training_setup import TrainingSetup
@@ -158,7 +152,7 @@ class Trainer:
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
-        self._peak_flops = peak_flops(setup.record.device, setup.precision)
+        self._peak_flops = peak_flops(setup.record.facts.device, setup.precision)
         self._flops_per_token = flops_per_token(
             *count_matmul_params(setup.language_model.module),
             setup.language_model.layers,
@@ -286,9 +280,8 @@ class Trainer:
         report = zeroshard.report(self.setup.model)
         memory: list[dict[str, Any]] = [{} for _ in range(self.rank_info.world_size)]
         dist.all_gather_object(memory, memory_by_kind(report))
-        self.record.memory, self.record.traffic = memory, traffic_by_collective(report)
-        self.record.tensor_traffic = tensor_parallel_traffic(report)
-        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
+        self.record.set_step(memory, report)
+        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.facts.plain.items() if nbytes}
         held_bytes = {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in ddp_bytes}
         self.view.show_memory(held_bytes, ddp_bytes)
 

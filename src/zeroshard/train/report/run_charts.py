@@ -13,7 +13,7 @@ from zeroshard.page import (
     bar_rows,
     downsample,
     line_trace,
-    memory_timeline,
+    memory_over_time,
     plot_axis,
     plot_layout,
     stacked_bars,
@@ -235,7 +235,7 @@ def timeline_chart(record: JsonObject | None) -> Chart | None:
         f"Memory of rank 0 over one step: {format_bytes(total[0])} at its start, at most {format_bytes(total[peak])} "
         f"after {milliseconds[peak]:.3g} ms."
     )
-    return memory_timeline(
+    return memory_over_time(
         label,
         milliseconds,
         memory,
