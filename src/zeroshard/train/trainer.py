@@ -26,13 +26,12 @@ from zeroshard.train.metrics import (
     peak_flops,
 )
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
-from zeroshard.train.plain_view import open_view
 from zeroshard.train.rank import StopRequest
 from zeroshard.train.report.html_report import write_html_report
 from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
 from zeroshard.train.run_record import max_state_bytes, memory_by_kind, memory_timeline
 from zeroshard.train.run_view import RunView
-from zeroshard.train.summary import footer_lines, header_lines, resume_command
+from zeroshard.train.summary import footer_lines, header_lines, open_view, resume_command
 from zeroshard.train.training_setup import TrainingSetup
 
 # steps after which memory and time per step are steady: the optimizer has its states, the collectives their order

@@ -37,20 +37,16 @@ def write_html_report(run: Path) -> Path:
     'report.html'
     """
     run = Path(run)
-    record, metrics = _read_record(run / "run.json"), read_metrics(run / "metrics.jsonl")
-    context = _template_context(record, metrics)
+    record_path = run / "run.json"
+    if not record_path.is_file():
+        raise FileNotFoundError(f"{record_path} does not exist: pass the directory of a run of `zeroshard train`")
+    context = _template_context(read_json(record_path), read_metrics(run / "metrics.jsonl"))
     report_path = run / "report.html"
     report_path.write_bytes(render_page("zeroshard.train.report", "page.html.j2", "the report of a run", **context))
     return report_path
 
 
 # ------------------------------------------------------------------------------------------------ reading
-
-
-def _read_record(path: Path) -> JsonObject:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: pass the directory of a run of `zeroshard train`")
-    return read_json(path)
 
 
 def read_metrics(path: Path) -> RunMetrics:
