@@ -73,7 +73,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def main() -> None:
-    """Initialise the process group, train, and print a report."""
+    """Initialize the process group, train, and print a report."""
     args = parse()
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one GPU per local rank

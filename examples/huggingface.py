@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
 
 
 def build(path: Path | None) -> tuple[Any, Callable[[nn.Module], None], Any]:
-    """Return a model on the meta device, a function that initialises its modules, and a tokenizer."""
+    """Return a model on the meta device, a function that initializes its modules, and a tokenizer."""
     if path is not None:
         stored = open_model(path)  # reads only file headers; init_fn reads each tensor when shard() builds its unit
         return stored.module, stored.init_fn, transformers.AutoTokenizer.from_pretrained(path)
@@ -77,7 +77,7 @@ def train(model: Any, optimizer: Any, tokens: torch.Tensor, args: argparse.Names
 
 
 def main() -> None:
-    """Initialise the process group, train, generate, and save."""
+    """Initialize the process group, train, generate, and save."""
     args = parse()
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one GPU per local rank
     if on_gpu:

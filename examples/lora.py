@@ -78,7 +78,7 @@ def save(model: Any, directory: Path) -> None:
 
 
 def main() -> None:
-    """Initialise the process group, fine-tune, print a report, and save."""
+    """Initialize the process group, fine-tune, print a report, and save."""
     args = parse()
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one GPU per local rank
     if on_gpu:

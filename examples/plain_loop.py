@@ -54,7 +54,7 @@ def train(args: argparse.Namespace, device: torch.device) -> nn.Module:
     )
 
     torch.manual_seed(0)
-    with torch.device("meta"):  # no memory yet: shard() initialises unit by unit, and no rank ever holds the full model
+    with torch.device("meta"):  # no memory yet: shard() initializes unit by unit, and no rank ever holds the full model
         model: nn.Module = GPT(config)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     model, optimizer = zeroshard.shard(model, adamw, stage=args.stage, precision=args.precision)  # the only new line
@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def main() -> None:
-    """Initialise the process group, train, and print a report."""
+    """Initialize the process group, train, and print a report."""
     args = parse()
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one GPU per local rank

@@ -66,7 +66,7 @@ FOLDERS = (
 # the command line reads its options before it imports torch.)
 FACES = (
     "activations checkpoint comm engine memory models optim page planner planner.auto planner.scaling sharding "
-    "tensor_parallel"
+    "tensor_parallel train"
 ).split()
 # (files, functions, classes, calls) of zeroshard that one event runs through, with four blocks on two ranks: not more
 BUDGETS = {

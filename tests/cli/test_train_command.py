@@ -33,7 +33,7 @@ from zeroshard.cli.main import main
 from zeroshard.train.data.corpus import shakespeare
 from zeroshard.train.data.tokenizer import train_tokenizer
 from zeroshard.train.flags import read_options
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import checkpoint_step, complete_checkpoints
 from zeroshard.train.summary import dry_run
 from zeroshard.train.trainer import Trainer

@@ -24,7 +24,7 @@ from zeroshard.train.auto_options import resolve_auto
 from zeroshard.train.flags import read_options
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainingError, TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.summary import header_lines
 from zeroshard.train.training_setup import _shard_model, prepare_training
 
@@ -286,7 +286,7 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
 
     def body(rank: int) -> tuple[TrainOptions, str, dict[str, str], dict[str, Any]]:
         job = prepare_training(options, RankInfo(rank, 4, torch.device("cpu"), "gloo"))
-        return job.options, job.plan_reason, dict(header_lines(job, 0)), job.record.settings
+        return job.options, job.plan_reason, dict(header_lines(job, 0)), job.record.facts.settings
 
     found = run_threads(4, body)
     assert all(one == found[0] for one in found)

@@ -22,9 +22,9 @@ import pytest
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'zeroshard[train]'")
 pytest.importorskip("jinja2", reason="the report needs jinja2: pip install 'zeroshard[train]'")
 
+from zeroshard.page.chart import MAX_POINTS, downsample
 from zeroshard.train.report import run_charts
 from zeroshard.train.report.html_report import read_metrics, write_html_report
-from zeroshard.train.report.run_charts import MAX_POINTS, downsample
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")

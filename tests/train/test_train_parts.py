@@ -20,10 +20,10 @@ from ranks import run_processes
 from zeroshard.presets import PRESETS
 from zeroshard.train.flags import read_options
 from zeroshard.train.generation import generate_tokens
-from zeroshard.train.launch import ERROR_DIR_ENV, STOP_SIGNALS, describe_first_failure, launch, report_failure
+from zeroshard.train.launch import describe_first_failure, launch
 from zeroshard.train.metrics import StepStatsReducer
 from zeroshard.train.options import Batching, DataOptions, ModelOptions, StepOptions, TrainingError, TrainOptions
-from zeroshard.train.rank_info import first_slurm_host, launcher_environment
+from zeroshard.train.rank import ERROR_DIR_ENV, STOP_SIGNALS, first_slurm_host, launcher_environment, report_failure
 from zeroshard.train.run_directory import RunDirectory, create_run_directory, newest_run
 from zeroshard.train.run_record import paper_traffic
 from zeroshard.train.trainer import learning_rate

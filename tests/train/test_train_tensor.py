@@ -36,7 +36,7 @@ from zeroshard.train.metrics import count_matmul_params
 from zeroshard.train.models.huggingface import HuggingFaceModel
 from zeroshard.train.models.language_model import open_language_model
 from zeroshard.train.options import Batching, ConfigurationName, DataOptions, ModelOptions, TrainingError
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunDirectory
 from zeroshard.train.run_record import paper_traffic
 from zeroshard.train.summary import dry_run

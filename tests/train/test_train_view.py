@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.picture import save_live_view_svg
-from zeroshard.train import live_view, plain_view
+from zeroshard.train import live_view, summary
 from zeroshard.train.live_view import LiveView
 from zeroshard.train.metrics import StepMetrics
-from zeroshard.train.plain_view import PlainView, open_view
-from zeroshard.train.run_view import RunView
+from zeroshard.train.run_view import PlainView, RunView
+from zeroshard.train.summary import open_view
 
 HELD = {"parameters": 1_050_000, "gradients": 1_050_000, "optimizer states": 4_200_000}
 PLAIN = {kind: 4 * nbytes for kind, nbytes in HELD.items()}
@@ -261,7 +261,7 @@ def test_the_view_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_rich_there_are_plain_lines_and_a_word_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(plain_view.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(summary.importlib.util, "find_spec", lambda name: None)
     terminal, file = Terminal(), io.StringIO()
     assert type(open_view(total_steps=4, start_step=0, stream=terminal)) is PlainView
     assert terminal.getvalue().count("\n") == 1

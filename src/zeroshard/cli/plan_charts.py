@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 
 from zeroshard.cli.plan_text import format_seconds, short_label
 from zeroshard.config.offload import Offload
 from zeroshard.page import (
+    BYTES_FORMAT,
     Chart,
     JsonObject,
-    bar_trace,
+    bar_rows,
     bytes_axis,
     line_trace,
-    phase_markers,
+    memory_over_time,
     plot_axis,
     plot_layout,
-    stacked_bar_layout,
+    stacked_bars,
 )
 from zeroshard.planner import CHECKPOINT_MODES, CheckpointMode, Plan, Strategy
 from zeroshard.utils.format import format_bytes
@@ -61,6 +62,10 @@ def _color(name: str) -> str:
     return f"var(--{name})"
 
 
+def _colors(kinds: Iterable[str]) -> dict[str, str]:
+    return {kind: _color(KIND_COLORS[kind]) for kind in kinds}
+
+
 def bytes_by_kind(usage: Mapping[str, float], states: Mapping[str, int]) -> dict[str, float]:
     """Return the bytes in use at a point in time by kind, with states split by kind and small kinds merged.
 
@@ -89,27 +94,15 @@ def stages_chart(chosen: Plan) -> Chart:
     names = [
         f"stage {plan.strategy.stage}" + (", chosen" if plan.strategy == chosen.strategy else "") for plan in plans
     ]
-    kinds = [kind for kind in KIND_COLORS if any(by_kind.get(kind) for by_kind in usages)]
-    data = [
-        bar_trace(names, [by_kind.get(kind, 0.0) for by_kind in usages], kind, _color(KIND_COLORS[kind]))
-        for kind in kinds
-    ]
+    bars = list(zip(names, usages, strict=True))
+    colors = _colors(kind for kind in KIND_COLORS if any(by_kind.get(kind) for by_kind in usages))
     capacity = chosen.machine.memory
-    layout = stacked_bar_layout(names, [plan.memory for plan in plans], min_axis_end=1.01 * capacity)
-    layout["shapes"] = [_limit_line(x=capacity)]
+    figure = stacked_bars(bars, colors, min_axis_end=1.01 * capacity)
+    figure["layout"]["shapes"] = [_limit_line(x=capacity)]
     needs = ", ".join(f"stage {plan.strategy.stage} {format_bytes(plan.memory)}" for plan in plans)
-    rows = [
-        [name, *(format_bytes(by_kind.get(kind, 0.0)) for kind in kinds), format_bytes(plan.memory)]
-        for name, by_kind, plan in zip(names, usages, plans, strict=True)
-    ]
-    return Chart(
-        "stages",
-        f"Memory that a device needs: {needs}; it has {format_bytes(capacity)}.",
-        {"data": data, "layout": layout},
-        ["", *kinds, "total"],
-        rows,
-        [*((kind, _color(KIND_COLORS[kind])) for kind in kinds), _limit_legend(capacity)],
-    )
+    label = f"Memory that a device needs: {needs}; it has {format_bytes(capacity)}."
+    legend = [*colors.items(), _limit_legend(capacity)]
+    return Chart("stages", label, figure, ["", *colors, "total"], bar_rows(bars, colors), legend)
 
 
 def _strategies_by_stage(chosen: Plan) -> list[Strategy]:
@@ -148,38 +141,18 @@ def timeline_chart(chosen: Plan) -> Chart:
     end_ms = starts_ms[-1] + 1000 * max(plan.step_time.update, 0.02 * plan.step_time.step)
     parts = [bytes_by_kind(usage.by_kind, plan.footprint.states) for usage in usages]
     kinds = [kind for kind in KIND_COLORS if any(part.get(kind) for part in parts)]
-    data = []
-    for kind in kinds:
-        values, color = [part.get(kind, 0.0) for part in parts], _color(KIND_COLORS[kind])
-        area = line_trace([*starts_ms, end_ms], [*values, values[-1]], escape(kind), color, 0)
-        area["line"]["shape"] = "hv"  # memory is allocated and freed instantly
-        data.append(area | {"stackgroup": "held", "fillcolor": color, "hovertemplate": "%{y:.3~s}B"})
+    memory = {kind: [part.get(kind, 0.0) for part in [*parts, parts[-1]]] for kind in kinds}
     phases = [("forward", 0.0)]
     backward_start = next((start for start, span in zip(starts_ms, cost.spans, strict=False) if span.is_backward), None)
     phases += [("backward", backward_start / 1000)] if backward_start is not None else []
     phases.append(("step", starts_ms[-1] / 1000))
-    xaxis = plot_axis("milliseconds of computation", range=[0, end_ms], unifiedhovertitle={"text": "%{x:.3~g} ms"})
-    layout = plot_layout(380, xaxis, bytes_axis("bytes in use"), hovermode="x unified", **phase_markers(phases, end_ms))
-    layout["margin"] = {"l": 8, "r": 16, "t": 40, "b": 8}
     peak = max(range(len(usages)), key=lambda number: usages[number].total)
-    start_text, peak_text = format_bytes(usages[0].total), format_bytes(usages[peak].total)
-    rows = [
-        [
-            kind,
-            format_bytes(parts[0].get(kind, 0.0)),
-            format_bytes(max(part.get(kind, 0.0) for part in parts)),
-            format_bytes(parts[peak].get(kind, 0.0)),
-        ]
-        for kind in kinds
-    ]
-    return Chart(
-        "timeline",
-        f"Memory over a step: {start_text} at its start, at most {peak_text} in {usages[peak].label}, after "
-        f"{starts_ms[peak]:.3g} ms.",
-        {"data": data, "layout": layout},
-        ["", "at the start", "at most", "at the peak"],
-        [*rows, ["total", start_text, peak_text, peak_text]],
-        [(kind, _color(KIND_COLORS[kind])) for kind in kinds],
+    label = (
+        f"Memory over a step: {format_bytes(usages[0].total)} at its start, at most "
+        f"{format_bytes(usages[peak].total)} in {usages[peak].label}, after {starts_ms[peak]:.3g} ms."
+    )
+    return memory_over_time(
+        label, [*starts_ms, end_ms], memory, _colors(kinds), phases=phases, time_title="milliseconds of computation"
     )
 
 
@@ -192,8 +165,8 @@ def micro_batch_chart(chosen: Plan) -> Chart:
         if mode != "host" or not chosen.machine.is_cpu
     }
     data = [
-        line_trace(list(points), list(points.values()), name, _color(color), 2.2)
-        | {"mode": "lines+markers", "hovertemplate": "%{y:.3~s}B"}
+        line_trace(list(points), list(points.values()), name, _color(color), 2.2, BYTES_FORMAT)
+        | {"mode": "lines+markers"}
         for (name, color), points in lines.items()
     ]
     sizes = sorted({micro_batch for points in lines.values() for micro_batch in points})
@@ -244,31 +217,23 @@ def step_time_chart(plans: Sequence[Plan], chosen: Plan) -> Chart | None:
         divisor = plan.batch if is_per_sample else 1
         totals.append(plan.step_time.step / divisor)
         parts = {name: max(0.0, getattr(plan.step_time, name)) / divisor for name in TIME_LABELS if name != "rest"}
-        times.append(parts | {"rest": max(0.0, totals[-1] - sum(parts.values()))})
+        parts["rest"] = max(0.0, totals[-1] - sum(parts.values()))
+        times.append({TIME_LABELS[name][0]: seconds for name, seconds in parts.items()})
+    colors = {
+        label: _color(color)
+        for label, color in TIME_LABELS.values()
+        if any(parts[label] > 1e-3 * sum(parts.values()) for parts in times)
+    }
     names = [escape(short_label(plan.strategy)) + (", chosen" if plan is chosen else "") for plan in fitting]
-    kinds = [kind for kind in TIME_LABELS if any(parts[kind] > 1e-3 * sum(parts.values()) for parts in times)]
-    labels = {kind: TIME_LABELS[kind][0] for kind in kinds}
-    colors = {kind: _color(TIME_LABELS[kind][1]) for kind in kinds}
-    data = [bar_trace(names, [parts[kind] for parts in times], labels[kind], colors[kind], unit="s") for kind in kinds]
-    layout = stacked_bar_layout(names, totals, format_seconds)
-    for annotation, total in zip(layout["annotations"], totals, strict=True):
+    descriptions = [plan.strategy.description for plan in fitting]
+    figure = stacked_bars(list(zip(names, times, strict=True)), colors, format_value=format_seconds, unit="s")
+    for annotation, total in zip(figure["layout"]["annotations"], totals, strict=True):
         # The time comes first, because names are long.
         annotation["text"] = f"<b>{format_seconds(total)}</b> {annotation['y']}"
-    described = [
-        f"{plan.strategy.description} {format_seconds(total)}" for plan, total in zip(fitting, totals, strict=True)
-    ]
-    rows = [
-        [plan.strategy.description, *(format_seconds(parts[kind]) for kind in kinds), format_seconds(total)]
-        for plan, parts, total in zip(fitting, times, totals, strict=True)
-    ]
-    return Chart(
-        "times",
-        f"Time of {'a sample' if is_per_sample else 'a step'}: {'; '.join(described)}.",
-        {"data": data, "layout": layout},
-        ["", *labels.values(), "total"],
-        rows,
-        [(labels[kind], colors[kind]) for kind in kinds],
-    )
+    described = "; ".join(f"{name} {format_seconds(total)}" for name, total in zip(descriptions, totals, strict=True))
+    label = f"Time of {'a sample' if is_per_sample else 'a step'}: {described}."
+    rows = bar_rows(list(zip(descriptions, times, strict=True)), colors, format_seconds)
+    return Chart("times", label, figure, ["", *colors, "total"], rows, list(colors.items()))
 
 
 def needs_time_per_sample(plans: Sequence[Plan]) -> bool:

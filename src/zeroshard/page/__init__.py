@@ -1,27 +1,31 @@
 """Shared parts of zeroshard's HTML pages: each is one self-contained file, which works offline."""
 
 from zeroshard.page.chart import (
+    BYTES_FORMAT,
     Chart,
     JsonObject,
-    bar_trace,
+    bar_rows,
     bytes_axis,
+    downsample,
     line_trace,
-    phase_markers,
+    memory_over_time,
     plot_axis,
     plot_layout,
-    stacked_bar_layout,
+    stacked_bars,
 )
 from zeroshard.page.render import render_page
 
 __all__ = [
+    "BYTES_FORMAT",
     "Chart",
     "JsonObject",
-    "bar_trace",
+    "bar_rows",
     "bytes_axis",
+    "downsample",
     "line_trace",
-    "phase_markers",
+    "memory_over_time",
     "plot_axis",
     "plot_layout",
     "render_page",
-    "stacked_bar_layout",
+    "stacked_bars",
 ]

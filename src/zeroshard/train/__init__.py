@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from zeroshard.train.data.corpus import shakespeare
     from zeroshard.train.flags import read_options
     from zeroshard.train.generation import generate_text
+    from zeroshard.train.launch import run_training
     from zeroshard.train.models.huggingface import open_model
     from zeroshard.train.report.html_report import write_html_report
-    from zeroshard.train.run import run_training
 
 __all__ = ["generate_text", "open_model", "read_options", "run_training", "shakespeare", "write_html_report"]
 
@@ -22,6 +22,6 @@ __getattr__, __dir__ = lazy_names(
         "generation": "generate_text",
         "models.huggingface": "open_model",
         "report.html_report": "write_html_report",
-        "run": "run_training",
+        "launch": "run_training",
     },
 )

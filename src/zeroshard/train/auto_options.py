@@ -10,9 +10,10 @@ import torch
 from zeroshard.models import GPT
 from zeroshard.planner import Inputs, LossFn, Machine, Strategy, UntraceableError
 from zeroshard.planner.auto import AUTO, JobTopology, choose_plan, choose_plan_for_machine, local_machine
+from zeroshard.train.models.huggingface import output_loss
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import Batching, ShardOptions, Stage, TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 
 
 def resolve_auto(
@@ -100,22 +101,7 @@ def _tracing_inputs_and_loss(language_model: LanguageModel, sequence: int) -> tu
         return {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64, device="meta"), "use_cache": False}
 
     def loss(output: Any) -> torch.Tensor:
-        tokens = torch.zeros(output.logits.shape[:2], dtype=torch.int64, device="meta")
-        model = _PrecomputedOutput(language_model.module, output)
-        return language_model.loss(cast("torch.nn.Module", model), tokens, tokens)
+        targets = torch.zeros(output.logits.shape[:2], dtype=torch.int64, device="meta")
+        return output_loss(language_model.module, output, targets)
 
     return inputs, loss
-
-
-class _PrecomputedOutput:
-    """A stand-in for a model that has already run: a call returns the recorded output."""
-
-    def __init__(self, module: torch.nn.Module, output: Any) -> None:
-        self._module, self._output = module, output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the recorded output."""
-        return self._output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

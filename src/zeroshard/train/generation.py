@@ -1,4 +1,4 @@
-"""Generate text from a model, token by token."""
+"""Generate text, token by token, from a model in training or from a trained one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
 from zeroshard.train.models.language_model import GPT_MODEL_TYPE, ReferenceGPT
+from zeroshard.train.training_setup import TrainingSetup
 from zeroshard.utils.atomic_file import read_json
 
+PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt of a sample
 DEFAULT_TEMPERATURE = 0.8  # below 1: favors likely tokens more than the model does
 
 
@@ -42,6 +44,30 @@ def generate_tokens(
             next_token = torch.multinomial(torch.softmax(scores / temperature, -1), 1, generator=generator)
         tokens = torch.cat([tokens, next_token.to(tokens.device)], dim=1)
     return tokens
+
+
+def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
+    """Generate a text after the run's prompt; return None if it is disabled. All ranks call it together."""
+    run_options, tokenizer_path, language_model = setup.options.run, setup.corpus.tokenizer_path, setup.language_model
+    if not run_options.sample_tokens or tokenizer_path is None:
+        return None
+    tokenizer = load_tokenizer(tokenizer_path)
+    if run_options.prompt is not None:
+        ids = encode_prompt(tokenizer, run_options.prompt)
+    else:
+        loader = setup.validation_loader or setup.train_loader
+        ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
+    setup.model.eval()
+    tokens = generate_tokens(
+        lambda tokens: language_model.logits(setup.model, tokens),
+        torch.tensor([ids], device=setup.rank_info.device),
+        run_options.sample_tokens,
+        context=language_model.context,
+        seed=setup.options.training.seed,
+    )
+    setup.model.train()
+    prompt = tokenizer.decode(ids)
+    return {"prompt": prompt, "text": tokenizer.decode(tokens[0].tolist()).removeprefix(prompt)}
 
 
 def generate_text(directory: Path, prompt: str, count: int, *, temperature: float, seed: int) -> str:

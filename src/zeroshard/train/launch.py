@@ -1,4 +1,4 @@
-"""launch: check the options, start the ranks on this machine, and report why one of them failed.
+"""run_training: run one rank if a launcher started this process; otherwise start the ranks on this machine.
 
 The ranks of one machine need no other machine, so everything here listens only on loopback.
 """
@@ -6,7 +6,6 @@ The ranks of one machine need no other machine, so everything here listens only 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import signal
@@ -16,30 +15,88 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from zeroshard.comm import RanksDisagreeError
 from zeroshard.train.options import TrainingError, TrainOptions
+from zeroshard.train.rank import (
+    ERROR_DIR_ENV,
+    ERROR_GRACE_SECONDS,
+    STOP_SIGNALS,
+    RankInfo,
+    StopRequest,
+    launcher_environment,
+    read_errors,
+    report_failure,
+)
 from zeroshard.train.run_directory import RunDirectory
 
 REQUIRED_PACKAGES = ("jinja2", "numpy", "plotly", "rich", "safetensors", "tokenizers")  # installed by the extra `train`
-ERROR_DIR_ENV = "ZEROSHARD_ERROR_DIR"  # environment variable: the directory for error reports of failed ranks
 SHUTDOWN_GRACE_SECONDS = 120  # for the last checkpoint after a stop signal
 POLL_SECONDS = 0.1  # between two polls of the ranks
 LOOPBACK = "127.0.0.1"
-ERROR_GRACE_SECONDS = 3  # for a rank to write its record after a peer failed
-PEER_LOST_MESSAGES = ("Connection closed by peer", "remote worker")  # in gloo's errors when another rank has died
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_training(options: TrainOptions, argv: Sequence[str]) -> int:
+    """Train as the options say and return the exit status. ``argv`` is the command line for the ranks to start."""
+    try:
+        environment = launcher_environment(os.environ)
+        if environment is None:
+            ranks = options.sharding.ranks or default_ranks(options.sharding.device)
+        else:
+            ranks = int(environment["WORLD_SIZE"])
+        if options.run.dry_run:
+            from zeroshard.train.summary import dry_run
+
+            if environment is None or environment["RANK"] == "0":
+                print(dry_run(options, ranks))
+            return 0
+        if environment is not None:
+            _run_rank(options, int(environment["RANK"]))
+        check_options(options, ranks)
+        return launch(ranks, argv)
+    except (TrainingError, ValueError, OSError, ImportError) as error:
+        print(f"zeroshard train: {error}", file=sys.stderr)
+        return 1
+
+
+def _run_rank(options: TrainOptions, rank: int) -> NoReturn:
+    """Run one rank and exit the process, with status 128 + the signal number if a signal stopped the run.
+
+    A rank that fails exits immediately, so that the others do not wait for it.
+    """
+    from zeroshard.train.trainer import Trainer  # the launcher does not need the imports of a rank
+    from zeroshard.train.training_setup import prepare_training
+
+    stop_request = StopRequest()
+    try:
+        rank_info = RankInfo.init(options.sharding.device, options.sharding.timeout)
+        trainer = Trainer(prepare_training(options, rank_info), stop_request)
+        trainer.run()
+        trainer.setup.directory.unlock()
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        report_failure(error, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(0 if trainer.is_finished else 128 + (stop_request.signal or signal.SIGTERM))
+
+
+def default_ranks(device: str) -> int:
+    """Return the number of ranks to start on this machine: one per GPU, or two on the CPU."""
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if device == "cuda":
+        raise TrainingError("--device cuda: torch finds no GPU on this machine")
+    return 2
 
 
 def check_options(options: TrainOptions, ranks: int) -> None:
@@ -80,7 +137,7 @@ def launch(ranks: int, argv: Sequence[str]) -> int:
                 for process in processes:
                     _send_signal(process, signal.SIGKILL)
                     process.wait()
-        if failed or (received_signals and any(not report["is_peer_lost"] for report in _read_errors(Path(error_dir)))):
+        if failed or (received_signals and any(not report["is_peer_lost"] for report in read_errors(Path(error_dir)))):
             print("zeroshard train: " + describe_first_failure(Path(error_dir), failed), file=sys.stderr)
             return 1
         return 128 + received_signals[0] if received_signals else 0
@@ -192,7 +249,7 @@ def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> st
     Other ranks fail as a consequence: a collective loses its peer, or the launcher kills them. So the order is: a
     rank's own error, then a rank that was killed without an error report, then a lost peer.
     """
-    reports = sorted(_read_errors(error_dir), key=lambda report: float(report["time"]))
+    reports = sorted(read_errors(error_dir), key=lambda report: float(report["time"]))
     own_errors = [report for report in reports if not report["is_peer_lost"]]
     if own_errors:
         return str(own_errors[0]["message"])
@@ -203,77 +260,3 @@ def describe_first_failure(error_dir: Path, exit_statuses: dict[int, int]) -> st
     if reports:
         return str(reports[0]["message"])
     return "; ".join(f"rank {rank} ended with status {status}" for rank, status in exit_statuses.items())
-
-
-def report_failure(error: BaseException, rank: int) -> None:
-    """Report what ended this rank: to our own launcher, or to the terminal and torchrun."""
-    stack = "".join(traceback.format_exception(error)).rstrip()
-    message = str(error) if isinstance(error, TrainingError) else f"rank {rank} failed\n{stack}"
-    directory = os.environ.get(ERROR_DIR_ENV)
-    if directory is not None:
-        partial = Path(directory, f"{rank}.partial")
-        is_peer_lost = isinstance(error, (RanksDisagreeError, DistError)) or any(
-            fragment in str(error) for fragment in PEER_LOST_MESSAGES
-        )
-        report = {"rank": rank, "time": time.time(), "message": message, "is_peer_lost": is_peer_lost}
-        partial.write_text(json.dumps(report))
-        partial.rename(partial.with_suffix(".error.json"))
-        return
-    print(f"zeroshard train: {message}", file=sys.stderr)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        ErrorHandler().record_exception(error)
-
-
-class StopRequest:
-    """Records a stop signal: Ctrl-C, a scheduler's SIGTERM, a closed terminal. A second signal ends the process.
-
-    [Note: ranks whose peer failed] When one rank fails, the launcher sends SIGTERM to the others. They may wait for the
-    failed rank in a call that runs no Python code, so their signal handler would never run. The signal also writes a
-    byte to a pipe on which a thread waits. The thread then polls for an error report of another rank, and ends this
-    process soon after it finds one.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
-        directory = os.environ.get(ERROR_DIR_ENV)
-        if directory is not None:
-            wakeup_read_fd, wakeup_write_fd = os.pipe()
-            os.set_blocking(wakeup_write_fd, False)
-            signal.set_wakeup_fd(wakeup_write_fd, warn_on_full_buffer=False)
-            threading.Thread(
-                target=self._exit_when_peer_failed, args=(wakeup_read_fd, Path(directory)), daemon=True
-            ).start()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        for other in STOP_SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
-
-    @staticmethod
-    def _exit_when_peer_failed(wakeup_fd: int, error_dir: Path) -> None:
-        os.read(wakeup_fd, 1)
-        while not _error_files(error_dir):
-            time.sleep(0.2)
-        time.sleep(ERROR_GRACE_SECONDS)
-        os._exit(1)
-
-
-def _error_files(error_dir: Path) -> list[Path]:
-    """Return the error reports of failed ranks."""
-    return list(error_dir.glob("*.error.json"))
-
-
-def _read_errors(error_dir: Path) -> list[dict[str, Any]]:
-    """Read the error reports of failed ranks."""
-    return [json.loads(path.read_text()) for path in _error_files(error_dir)]
-
-
-def default_ranks(device: str) -> int:
-    """Return the number of ranks to start on this machine: one per GPU, or two on the CPU."""
-    if device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.device_count()
-    if device == "cuda":
-        raise TrainingError("--device cuda: torch finds no GPU on this machine")
-    return 2

@@ -1,4 +1,4 @@
-"""RunRecord: the setup and results of a run, as written to ``run.json`` and shown in the report."""
+"""RunRecord: the facts and results of a run, as written to ``run.json`` and shown in the report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from zeroshard.sharding import Placement
 from zeroshard.tensor_parallel import local_numels
 from zeroshard.train.models.language_model import LanguageModel, sequence_length
 from zeroshard.train.options import TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
+from zeroshard.train.report.run_charts import STATE_KINDS, state_bytes
 
 MAX_TIMELINE_POINTS = 4000  # a step of a deep model has more, which no screen can show
 
 
-@dataclass
-class RunRecord:
-    """Filled during the run; :meth:`as_dict` returns the contents of ``run.json``."""
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known about a run before its first step."""
 
     name: str
     settings: dict[str, Any]
@@ -40,15 +41,24 @@ class RunRecord:
     plain: dict[str, int]
     """Bytes by kind of state that DDP would hold on every rank."""
     paper_traffic: dict[str, Any]
+
+
+@dataclass
+class RunRecord:
+    """A run's facts, and its results, filled while it trains; :meth:`as_dict` returns the contents of ``run.json``."""
+
+    facts: RunFacts
     previous_seconds: float = 0.0
     """Seconds of the earlier parts of a resumed run."""
     outcome: str = "running"
     message: str = ""
     memory: list[dict[str, Any]] | None = None
+    """Bytes by kind, on each rank."""
     timeline: dict[str, Any] | None = None
     traffic: dict[str, Any] | None = None
+    """Collectives of one step, by kind."""
     tensor_traffic: dict[str, Any] | None = None
-    """Traffic of tensor parallelism itself, and of P_a, in one step."""
+    """Collectives of tensor parallelism itself, and of P_a, in one step."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -66,6 +76,15 @@ class RunRecord:
             if previous.get(key) is not None:
                 setattr(self, key, previous[key])
 
+    def set_step(self, memory: list[dict[str, Any]], report: Report) -> None:
+        """Store the memory of all ranks and the traffic of a step."""
+        self.memory = memory
+        self.traffic = {kind: asdict(traffic) for kind, traffic in report.collectives.items()}
+        self.tensor_traffic = None
+        if report.tensor_traffic is not None and report.activation_traffic is not None:
+            layers, activations = asdict(report.tensor_traffic), asdict(report.activation_traffic)
+            self.tensor_traffic = {"layers": layers, "activations": activations}
+
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""
         versions = {
@@ -73,18 +92,17 @@ class RunRecord:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "device": self.device,
+            "device": self.facts.device,
         }
-        fields = {
-            key: value for key, value in vars(self).items() if key not in ("previous_seconds", "_start_time", "device")
+        facts = {key: value for key, value in vars(self.facts).items() if key != "device"}
+        results = {
+            key: value for key, value in vars(self).items() if key not in ("facts", "previous_seconds", "_start_time")
         }
-        return {**fields, "seconds": round(self.seconds, 3), "versions": versions}
+        return {**facts, **results, "seconds": round(self.seconds, 3), "versions": versions}
 
 
-def new_run_record(
-    options: TrainOptions, rank_info: RankInfo, language_model: LanguageModel, precision: str
-) -> RunRecord:
-    """Create the record of a run before its model is sharded."""
+def describe_run(options: TrainOptions, rank_info: RankInfo, language_model: LanguageModel, precision: str) -> RunFacts:
+    """Return the facts of a run whose model is not sharded yet."""
     module, batching = language_model.module, options.batching(rank_info.world_size)
     numels = local_numels(module, rank_info.tp_size)  # elements per rank without sharding over the data-parallel ranks
     trained = sum(numels[name] for name, parameter in module.named_parameters() if parameter.requires_grad)
@@ -93,7 +111,7 @@ def new_run_record(
     has_partitioned_inputs = (
         options.model.has_activation_checkpointing and options.model.partition_activations and rank_info.tp_size > 1
     )
-    return RunRecord(
+    return RunFacts(
         name=options.name,
         settings={**options.to_flat_dict(), **vars(batching)},
         model={"parameters": sum(p.numel() for p in module.parameters()), "description": language_model.description},
@@ -126,28 +144,14 @@ def memory_by_kind(report: Report) -> dict[str, Any]:
 
 
 def max_state_bytes(memory: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the maximum over ranks of model state bytes by kind; gradients count with their peak.
+    """Return the maximum over ranks of each model state's bytes.
 
     >>> max_state_bytes([{"parameters": {"now": 2, "peak": 3}, "gradients": {"now": 0, "peak": 4}, "total": {}}])
     {'parameters': 2, 'gradients': 4}
     """
-    kinds = {"parameters": "now", "gradients": "peak", "master weights": "now", "optimizer states": "now"}
-    nbytes_by_kind = {
-        kind: max(rank.get(kind, {}).get(field_name, 0) for rank in memory) for kind, field_name in kinds.items()
-    }
-    return {kind: nbytes for kind, nbytes in nbytes_by_kind.items() if nbytes}
-
-
-def traffic_by_collective(report: Report) -> dict[str, Any]:
-    """Return one step's collectives by kind."""
-    return {kind: asdict(traffic) for kind, traffic in report.collectives.items()}
-
-
-def tensor_parallel_traffic(report: Report) -> dict[str, Any] | None:
-    """Return one step's collectives of tensor parallelism and of P_a; None without a tensor axis."""
-    if report.tensor_traffic is None or report.activation_traffic is None:
-        return None
-    return {"layers": asdict(report.tensor_traffic), "activations": asdict(report.activation_traffic)}
+    ranks = [state_bytes(rank) for rank in memory]
+    largest = {kind: max(rank.get(kind, 0) for rank in ranks) for kind in STATE_KINDS}
+    return {kind: nbytes for kind, nbytes in largest.items() if nbytes}
 
 
 def memory_timeline(profile: Profile) -> dict[str, Any]:

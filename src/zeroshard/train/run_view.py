@@ -1,14 +1,18 @@
-"""RunView: the output of a run; RunProgress: the state that it shows."""
+"""RunView: the output of a run; RunProgress: the state that it shows; PlainView: the output as lines, without rich."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from io import StringIO
+from typing import Self, TextIO
 
 from zeroshard.train.metrics import StepMetrics
+from zeroshard.utils.format import format_bytes, format_count
 
 SPARKLINE_STEPS = 240  # losses in the sparkline
 ETA_WINDOW_STEPS = 50  # steps used to estimate the remaining time
@@ -99,6 +103,77 @@ class RunProgress:
         held, ddp = self.held_bytes, self.ddp_bytes
         rows = [(kind, held.get(kind, 0), ddp.get(kind, 0)) for kind in {**held, **ddp}]
         return [*rows, ("total", sum(held.values()), sum(ddp.values()))]
+
+
+class PlainView(RunView):
+    """Lines with fixed columns for log files: the first step, every `log_every`-th step and the last."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, log_every: int) -> None:
+        self._stream = stream
+        self._log_every = log_every
+        self._progress = RunProgress(total_steps, start_step)
+        self._last_step_shown = start_step
+
+    def show_header(self, lines: Sequence[tuple[str, str]]) -> None:
+        for label, value in align_labels(lines):
+            self.show_message(label + value)
+
+    def show_step(self, metrics: StepMetrics) -> None:
+        """Write a line, if this step is due."""
+        self._progress = self._progress.with_step(metrics)
+        is_first, is_last = metrics.step == self._progress.start_step + 1, metrics.step == self._progress.total_steps
+        if is_first or is_last or metrics.step % self._log_every == 0:
+            self._write_step_line(metrics)
+
+    def show_evaluation(self, step: int, loss: float) -> None:
+        self.show_message(f"{self._step_label(step)}  held-out loss {format_metric(loss)}")
+
+    def show_memory(self, held_bytes: Mapping[str, int], ddp_bytes: Mapping[str, int]) -> None:
+        """Write one line per kind, unless nothing has changed."""
+        previous = self._progress
+        self._progress = replace(previous, held_bytes=held_bytes, ddp_bytes=ddp_bytes)
+        if self._progress != previous:
+            for kind, held, ddp in self._progress.memory_rows:
+                self.show_message(f"memory  {kind:<17} {format_bytes(held):>9} of {format_bytes(ddp):>9}")
+
+    def show_message(self, text: str) -> None:
+        """Write the text with control characters escaped."""
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            self._stream.write(escape_control_chars(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            self._stream.flush()
+        except OSError:  # the reader has closed the pipe (`| head`): training continues
+            if self._stream is sys.stdout:  # Python flushes stdout at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self._stream = StringIO()
+
+    def show_sample(self, prompt: str, text: str) -> None:
+        """Write the prompt on one line and the text below it, each line after a bar."""
+        self.show_message("\n  | ".join([f"sample after {prompt!r}", *text.split("\n")]))
+
+    def close(self) -> None:
+        """Write the line of the last step, if the run ended early."""
+        if self._progress.metrics is not None and self._progress.step != self._last_step_shown:
+            self._write_step_line(self._progress.metrics)
+
+    def _step_label(self, step: int) -> str:
+        total = str(self._progress.total_steps)
+        return f"step {step:>{max(4, len(total))}}/{total}"
+
+    def _write_step_line(self, metrics: StepMetrics) -> None:
+        self._last_step_shown = metrics.step
+        norm = "-" if metrics.grad_norm is None else format_metric(metrics.grad_norm, digits=2)
+        columns = [
+            self._step_label(metrics.step),
+            f"loss {format_metric(metrics.loss):<6}",
+            f"lr {metrics.lr:.1e}",
+            f"norm {norm:<5}",
+            f"{format_count(metrics.tokens_per_s):>5} tokens/s",
+            f"comm {format_percent(metrics.communication):<4}",
+        ]
+        if metrics.tflops is not None:
+            columns += [f"{metrics.tflops:>5.1f} TFLOPS", f"mfu {format_percent(metrics.mfu):<4}"]
+        self.show_message("  ".join([*columns, f"eta {format_clock(self._progress.seconds_left)}"]))
 
 
 # ------------------------------------------------------------------------------------------------ text of both views

@@ -1,9 +1,13 @@
-"""The text that describes a run: before its first step, after its last, and without running it (`--dry-run`)."""
+"""What a run prints: the view, its description before the first step and after the last, and `--dry-run`."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shlex
+import sys
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -13,10 +17,39 @@ from zeroshard.train.auto_options import resolve_auto, target_machine
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import TrainOptions
 from zeroshard.train.run_record import max_state_bytes
+from zeroshard.train.run_view import PlainView, RunView
 from zeroshard.train.training_setup import TrainingSetup, check_tensor_parallel, resolve_precision
 from zeroshard.utils.format import format_bytes
 
 STAGES = (0, 1, 2, 3)
+
+
+def open_view(
+    *, total_steps: int, start_step: int, stream: TextIO | None = None, plain: bool = False, log_every: int = 10
+) -> RunView:
+    """Return the view for `stream` (default: stdout): live on a terminal, otherwise, or if `plain`, lines.
+
+    >>> from zeroshard.train.metrics import StepMetrics
+    >>> view = open_view(total_steps=400, start_step=0)
+    >>> metrics = StepMetrics(step=1, loss=5.812, lr=1e-3, grad_norm=1.02, tokens=4096, tokens_per_s=21300, seconds=1)
+    >>> view.show_step(metrics)
+    step    1/400  loss 5.812   lr 1.0e-03  norm 1.02   21.3k tokens/s  comm -     eta -:--
+    """
+    if log_every < 1:
+        raise ValueError(f"log_every must be at least 1 (got {log_every})")
+    stream = sys.stdout if stream is None else stream
+    plain_view = PlainView(stream, total_steps=total_steps, start_step=start_step, log_every=log_every)
+    is_unicode = (stream.encoding or "utf-8").lower().startswith("utf")
+    if plain or not stream.isatty() or os.environ.get("TERM") == "dumb" or not is_unicode:
+        return plain_view
+    if importlib.util.find_spec("rich") is None:
+        plain_view.show_message("the live view needs rich, which is not installed: pip install 'zeroshard[train]'")
+        return plain_view
+    from rich.console import Console
+
+    from zeroshard.train.live_view import LiveView
+
+    return LiveView(Console(file=stream, force_terminal=True), total_steps=total_steps, start_step=start_step)
 
 
 def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]:
@@ -28,9 +61,9 @@ def header_lines(setup: TrainingSetup, start_step: int) -> list[tuple[str, str]]
     validation_note = f", {len(validation.tokens):,} for validation" if validation is not None else ""
     groups_note = describe_tensor_groups(options, rank_info.world_size)
     return [
-        ("model", f"{setup.language_model.description}, {setup.record.model['parameters']:,} parameters"),
+        ("model", f"{setup.language_model.description}, {setup.record.facts.model['parameters']:,} parameters"),
         ("data", f"{len(setup.train_loader.tokens):,} tokens for training{validation_note}"),
-        ("ranks", f"{rank_info.world_size} on {setup.record.device} over {rank_info.backend}{groups_note}"),
+        ("ranks", f"{rank_info.world_size} on {setup.record.facts.device} over {rank_info.backend}{groups_note}"),
         *([("plan", setup.plan_reason)] if setup.plan_reason else []),
         *describe_sharding(options, setup.precision),
         ("steps", f"{options.training.steps}{start_note}, {setup.tokens_per_step:,} tokens per step{backwards_note}"),
@@ -80,7 +113,7 @@ def footer_lines(setup: TrainingSetup, steps_done: int, report_path: Path | None
     record, directory = setup.record, setup.directory
     lines = [("outcome", f"{record.outcome} after step {steps_done}")]
     if record.memory:
-        held, ddp = sum(max_state_bytes(record.memory).values()), sum(record.plain.values())
+        held, ddp = sum(max_state_bytes(record.memory).values()), sum(record.facts.plain.values())
         ratio = f", {ddp / held:.1f} × less than the {format_bytes(ddp)} of plain data parallelism"
         lines.append(("memory", f"{format_bytes(held)} of model states per rank{ratio if held < ddp else ''}"))
     if report_path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,9 +15,7 @@ import torch.distributed as dist
 import zeroshard
 from zeroshard.memory import Profile
 from zeroshard.train.data.token_loader import TokenLoader
-from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
-from zeroshard.train.generation import generate_tokens
-from zeroshard.train.launch import StopRequest
+from zeroshard.train.generation import generate_sample
 from zeroshard.train.metrics import (
     MetricsFile,
     StepMetrics,
@@ -26,25 +25,17 @@ from zeroshard.train.metrics import (
     flops_per_token,
     peak_flops,
 )
-from zeroshard.train.models.language_model import copy_tokenizer
 from zeroshard.train.options import AllRanksError, StepOptions, TrainingError
-from zeroshard.train.plain_view import open_view
+from zeroshard.train.rank import StopRequest
 from zeroshard.train.report.html_report import write_html_report
 from zeroshard.train.run_directory import checkpoint_path, checkpoint_step, complete_checkpoints, quarantine
-from zeroshard.train.run_record import (
-    max_state_bytes,
-    memory_by_kind,
-    memory_timeline,
-    tensor_parallel_traffic,
-    traffic_by_collective,
-)
+from zeroshard.train.run_record import max_state_bytes, memory_by_kind, memory_timeline
 from zeroshard.train.run_view import RunView
-from zeroshard.train.summary import footer_lines, header_lines, resume_command
+from zeroshard.train.summary import footer_lines, header_lines, open_view, resume_command
 from zeroshard.train.training_setup import TrainingSetup
 
 # steps after which memory and time per step are steady: the optimizer has its states, the collectives their order
 STEADY_AFTER_STEPS = 2
-PROMPT_TOKENS = 24  # tokens of validation text used as the default prompt
 
 
 def learning_rate(step: int, options: StepOptions) -> float:
@@ -83,30 +74,6 @@ def evaluate(setup: TrainingSetup, loader: TokenLoader) -> float:
         setup.model.train()
     dist.all_reduce(total)
     return float(total) / (count * rank_info.world_size)
-
-
-def generate_sample(setup: TrainingSetup) -> dict[str, str] | None:
-    """Generate a text after the run's prompt; return None if it is disabled. All ranks call it together."""
-    run_options, tokenizer_path, language_model = setup.options.run, setup.corpus.tokenizer_path, setup.language_model
-    if not run_options.sample_tokens or tokenizer_path is None:
-        return None
-    tokenizer = load_tokenizer(tokenizer_path)
-    if run_options.prompt is not None:
-        ids = encode_prompt(tokenizer, run_options.prompt)
-    else:
-        loader = setup.validation_loader or setup.train_loader
-        ids = loader.sequential_batch(0, 1)[0][0, : min(PROMPT_TOKENS, max(loader.sequence // 2, 1))].tolist()
-    setup.model.eval()
-    tokens = generate_tokens(
-        lambda tokens: language_model.logits(setup.model, tokens),
-        torch.tensor([ids], device=setup.rank_info.device),
-        run_options.sample_tokens,
-        context=language_model.context,
-        seed=setup.options.training.seed,
-    )
-    setup.model.train()
-    prompt = tokenizer.decode(ids)
-    return {"prompt": prompt, "text": tokenizer.decode(tokens[0].tolist()).removeprefix(prompt)}
 
 
 class CheckpointSaver:
@@ -184,7 +151,7 @@ class Trainer:
         self._stats_reducer = StepStatsReducer(setup.rank_info.device)
         # by step: fraction of a profiled step spent waiting for communication
         self._wait_fractions: dict[int, float] = {}
-        self._peak_flops = peak_flops(setup.record.device, setup.precision)
+        self._peak_flops = peak_flops(setup.record.facts.device, setup.precision)
         self._flops_per_token = flops_per_token(
             *count_matmul_params(setup.language_model.module),
             setup.language_model.layers,
@@ -312,9 +279,8 @@ class Trainer:
         report = zeroshard.report(self.setup.model)
         memory: list[dict[str, Any]] = [{} for _ in range(self.rank_info.world_size)]
         dist.all_gather_object(memory, memory_by_kind(report))
-        self.record.memory, self.record.traffic = memory, traffic_by_collective(report)
-        self.record.tensor_traffic = tensor_parallel_traffic(report)
-        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.plain.items() if nbytes}
+        self.record.set_step(memory, report)
+        ddp_bytes = {kind: nbytes for kind, nbytes in self.record.facts.plain.items() if nbytes}
         held_bytes = {kind: nbytes for kind, nbytes in max_state_bytes(memory).items() if kind in ddp_bytes}
         self.view.show_memory(held_bytes, ddp_bytes)
 
@@ -365,13 +331,16 @@ class Trainer:
             self._write_report("interrupted", "stopped by a signal")
 
     def _export(self) -> None:
-        """Write the trained weights in the model's original format."""
-        directory = self.setup.directory.model_dir
-        if self.rank_info.is_rank_zero:
+        """Write the trained weights in the model's original format, with the tokenizer."""
+        directory = self.setup.directory.model_dir if self.rank_info.is_rank_zero else None
+        if directory is not None:
             directory.mkdir(exist_ok=True)
-        self.setup.language_model.save(self.setup.model, directory if self.rank_info.is_rank_zero else None)
-        if self.rank_info.is_rank_zero and self.setup.corpus.tokenizer_path is not None:
-            copy_tokenizer(self.setup.corpus.tokenizer_path, directory)
+        self.setup.language_model.save(self.setup.model, directory)
+        tokenizer = self.setup.corpus.tokenizer_path
+        if directory is None or tokenizer is None or not tokenizer.is_file():
+            return
+        if not (directory / tokenizer.name).exists():  # a Hugging Face model has saved its own
+            shutil.copy2(tokenizer, directory)
 
     def _write_report(self, outcome: str, message: str) -> None:
         """Write the record and the report. A failure is shown, but does not fail the run."""

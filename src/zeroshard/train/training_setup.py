@@ -22,9 +22,9 @@ from zeroshard.train.data.token_loader import TokenLoader
 from zeroshard.train.data.tokenizer import encode_prompt, load_tokenizer
 from zeroshard.train.models.language_model import LanguageModel, open_language_model, sequence_length
 from zeroshard.train.options import Batching, TrainingError, TrainOptions
-from zeroshard.train.rank_info import RankInfo
+from zeroshard.train.rank import RankInfo
 from zeroshard.train.run_directory import RunCheckpoint, RunDirectory, complete_checkpoints, create_run_directory
-from zeroshard.train.run_record import RunRecord, new_run_record
+from zeroshard.train.run_record import RunRecord, describe_run
 
 UNSAVED_OPTIONS = ("out", "resume", "config", "dry_run")  # options that say where a run is stored, not what it trains
 PLANNING_OPTIONS = ("auto", "memory", "machine")  # planner options: their results are saved instead
@@ -102,7 +102,7 @@ def _prepare_training(options: TrainOptions, rank_info: RankInfo) -> TrainingSet
 
     validation_loader = make_loader(corpus.validation, rank_info.dp_size) if corpus.validation is not None else None
     train_loader = make_loader(corpus.train, batching.batch)
-    record = new_run_record(options, rank_info, language_model, precision)
+    record = RunRecord(describe_run(options, rank_info, language_model, precision))
     if checkpoint is not None:
         record.resume_from(directory.read_record(), checkpoint.seconds)
     model, optimizer = _shard_model(options, rank_info, language_model, precision, checkpoint)

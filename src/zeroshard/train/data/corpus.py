@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard.train.data.token_file import TokenFile, is_token_file, smallest_dtype, write_token_chunks
 from zeroshard.train.data.tokenizer import (
-    disable_parallelism,
     encode_texts,
     load_tokenizer,
     tokenizer_vocab_size,
@@ -98,7 +97,8 @@ def encode_corpus(
     try:
         result = _encode_sources(train_files, validation_files, directory, loaded_tokenizer, vocab_size)
     finally:
-        disable_parallelism()
+        # After it has used its threads, `tokenizers` prints a warning at every fork unless this variable is set.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     write_json(record, {**result, "dtype": dtype, "source": source})
     return True
 

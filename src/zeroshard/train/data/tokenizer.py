@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,15 +107,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the ids of a prompt, without special tokens."""
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
     return ids
-
-
-def disable_parallelism() -> None:
-    """Use one thread from now on, unless the user sets TOKENIZERS_PARALLELISM.
-
-    Once the library has used its threads and the variable is unset, it prints a warning at every fork, even if the
-    child only runs another program. So this is called when the corpus is encoded, before any fork.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _import_tokenizers() -> Any:

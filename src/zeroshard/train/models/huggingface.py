@@ -221,7 +221,11 @@ def causal_lm_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> t
 
     With gradients enabled, it includes the load-balancing loss of the routers if the config sets output_router_logits.
     """
-    output = model(input_ids=tokens, use_cache=False)
+    return output_loss(model, model(input_ids=tokens, use_cache=False), targets)
+
+
+def output_loss(model: Any, output: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a model's output; see :func:`causal_lm_loss`."""
     value: torch.Tensor = F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten())
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is None or not torch.is_grad_enabled():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -146,9 +145,3 @@ def sequence_length(options: ModelOptions, language_model: LanguageModel) -> int
     if context is not None and sequence > context:
         raise ValueError(f"--sequence {sequence} exceeds the model's context of {context} tokens: pass a smaller value")
     return sequence
-
-
-def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the tokenizer to the directory of a saved model."""
-    if source.is_file() and not (directory / source.name).exists():
-        shutil.copy2(source, directory / source.name)

@@ -123,9 +123,8 @@ class WeightInitializer:
             try:
                 result = conversion.convert(shapes.__getitem__, self._model)
             except (RuntimeError, ValueError, IndexError, KeyError) as error:
-                raise ValueError(
-                    f"{source}: cannot make {conversion.target} from {_join_names(conversion.source_names)} ({error})"
-                ) from error
+                inputs = _join_names([name for _, name in conversion.sources])
+                raise ValueError(f"{source}: cannot make {conversion.target} from {inputs} ({error})") from error
             converted.update({name: (conversion, tensor) for name, tensor in result.items()})
         state = self._model.state_dict(keep_vars=True)  # tied tensors under all their names
         first_names = {id(tensor): self._fqn(slot) for slot, tensor in _unique_tensors(self._model)}
@@ -245,11 +244,6 @@ class WeightConversion:
     """transformers' WeightRenamings, applied to the target names."""
     sources: list[tuple[str, str]] = field(default_factory=list)
     """(matching pattern of the converter, name) of each source tensor."""
-
-    @property
-    def source_names(self) -> list[str]:
-        """Names of the source tensors."""
-        return [name for _, name in self.sources]
 
     def convert(self, read: ReadTensor, model: Any) -> dict[str, torch.Tensor]:
         """Read the sources and return the target tensors by name."""

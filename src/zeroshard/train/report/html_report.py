@@ -24,14 +24,6 @@ class RunMetrics(NamedTuple):
     evaluations: list[tuple[int, float]]  # step and validation loss
 
 
-class ReportFigure(NamedTuple):
-    """One of the numbers at the top of the report."""
-
-    name: str
-    value: str
-    note: str
-
-
 def write_html_report(run: Path) -> Path:
     """Write `report.html` to the directory of a run, from its `run.json` and `metrics.jsonl`, and return its path.
 
@@ -45,20 +37,16 @@ def write_html_report(run: Path) -> Path:
     'report.html'
     """
     run = Path(run)
-    record, metrics = _read_record(run / "run.json"), read_metrics(run / "metrics.jsonl")
-    context = _template_context(record, metrics)
+    record_path = run / "run.json"
+    if not record_path.is_file():
+        raise FileNotFoundError(f"{record_path} does not exist: pass the directory of a run of `zeroshard train`")
+    context = _template_context(read_json(record_path), read_metrics(run / "metrics.jsonl"))
     report_path = run / "report.html"
     report_path.write_bytes(render_page("zeroshard.train.report", "page.html.j2", "the report of a run", **context))
     return report_path
 
 
 # ------------------------------------------------------------------------------------------------ reading
-
-
-def _read_record(path: Path) -> JsonObject:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: pass the directory of a run of `zeroshard train`")
-    return read_json(path)
 
 
 def read_metrics(path: Path) -> RunMetrics:
@@ -151,32 +139,32 @@ def _facts(record: JsonObject) -> list[str]:
     return facts
 
 
-def _headline(record: JsonObject, metrics: RunMetrics) -> list[ReportFigure]:
-    """Return the numbers at the top of the report, those that were recorded."""
+def _headline(record: JsonObject, metrics: RunMetrics) -> list[tuple[str, str, str]]:
+    """Return name, value and note of the numbers at the top of the report, those that were recorded."""
     figures = []
     loss_steps, losses = extract_series(metrics.steps, "loss")
     if losses:
         note = f"at step {loss_steps[-1]:,}"
         note += f", from {losses[0]:.2f} at step {loss_steps[0]:,}" if len(loss_steps) > 1 else ""
-        figures.append(ReportFigure("Training loss", f"{losses[-1]:.2f}", note))
+        figures.append(("Training loss", f"{losses[-1]:.2f}", note))
     if metrics.evaluations:
         first, (best_step, best) = metrics.evaluations[0][1], min(metrics.evaluations, key=lambda pair: pair[1])
         value = f"{first:.2f} → {best:.2f}" if len(metrics.evaluations) > 1 else f"{best:.2f}"
         note = f"best at step {best_step:,}, perplexity {math.exp(min(best, 700)):,.2f}"
-        figures.append(ReportFigure("Held-out loss", value, note))
+        figures.append(("Held-out loss", value, note))
     speeds = extract_series(metrics.steps, "tokens_per_s")[1]
     if speeds:
-        figures.append(ReportFigure("Tokens per second", format_count(median(speeds)), _throughput_note(metrics.steps)))
+        figures.append(("Tokens per second", format_count(median(speeds)), _throughput_note(metrics.steps)))
     memory, ddp_bytes = record.get("memory") or [], record.get("plain")
     if memory:
         max_bytes = max(sum(run_charts.state_bytes(rank).values()) for rank in memory)
         note = _memory_note(max_bytes, sum(ddp_bytes.values()) if ddp_bytes else 0)
-        figures.append(ReportFigure("Memory per rank", format_bytes(max_bytes), note))
+        figures.append(("Memory per rank", format_bytes(max_bytes), note))
     seconds = finite_or_none(record.get("seconds"))
     if seconds is not None:
         tokens = extract_series(metrics.steps, "tokens")[1][-1:]  # total so far, on all ranks
         note = ", ".join([f"{len(metrics.steps):,} steps", *(f"{format_count(sum)} tokens" for sum in tokens)])
-        figures.append(ReportFigure("Time", format_duration(seconds), note))
+        figures.append(("Time", format_duration(seconds), note))
     return figures
 
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from zeroshard.page import (
     Chart,
     JsonObject,
-    bar_trace,
-    bytes_axis,
+    bar_rows,
+    downsample,
     line_trace,
-    phase_markers,
+    memory_over_time,
     plot_axis,
     plot_layout,
-    stacked_bar_layout,
+    stacked_bars,
 )
 from zeroshard.utils.format import format_bytes
 
-STATE_KINDS = ("parameters", "gradients", "optimizer states", "master weights")  # in stacking order
+STATE_KINDS = ("parameters", "gradients", "master weights", "optimizer states")  # in stacking order
 BUFFER_KINDS = ("gathered", "autograd", "buckets", "step", "activations", "staging")
 COLLECTIVE_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "activation gather")
 MAX_RANK_BARS = 8  # draw at most this many ranks individually
-MAX_POINTS = 2000  # per line of a chart
 
 
 # ------------------------------------------------------------------------------------------------ series over the steps
@@ -56,22 +55,6 @@ def extract_series(steps: Sequence[JsonObject], key: str) -> tuple[list[int], li
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def downsample(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
-    """Return at most ``limit`` indices that keep the shape: both ends, and the minimum and maximum of every interval.
-
-    >>> downsample([0, 5, 1, 1, -3, 1, 1, 1, 0, 2], limit=6)
-    [0, 1, 4, 8, 9]
-    """
-    count, num_intervals = len(values), (limit - 2) // 2
-    if count <= limit:
-        return list(range(count))
-    kept = {0, count - 1}
-    for interval in range(num_intervals):
-        indices = range(interval * count // num_intervals, (interval + 1) * count // num_intervals)
-        kept |= {min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
-    return sorted(kept)
-
-
 def smooth(values: Sequence[float]) -> list[float]:
     """Average over a centered window of about a 25th of the run, so that a steep start is not delayed.
 
@@ -99,8 +82,8 @@ def color_variable(kind: str) -> str:
     return f"var(--{kind.replace(' ', '-')})" if is_known else "var(--other)"
 
 
-def _legend(kinds: Iterable[str]) -> list[tuple[str, str]]:
-    return [(kind, color_variable(kind)) for kind in kinds]
+def _colors(kinds: Iterable[str]) -> dict[str, str]:
+    return {kind: color_variable(kind) for kind in kinds}
 
 
 def _sort_kinds(kinds: Iterable[str], order: Sequence[str]) -> list[str]:
@@ -111,12 +94,6 @@ def _sort_kinds(kinds: Iterable[str], order: Sequence[str]) -> list[str]:
 def _step_axis(x: Sequence[int], **options: Any) -> JsonObject:
     options |= {"dtick": 1} if x and x[-1] - x[0] < 6 else {}  # no ticks between steps
     return plot_axis("step", tickformat=",d", unifiedhovertitle={"text": "step %{x}"}, **options)
-
-
-def _kind_bar(
-    names: Sequence[str], values: Sequence[float], kind: str, opacity: float | Sequence[float] = 1.0
-) -> JsonObject:
-    return bar_trace(names, values, kind, color_variable(kind), opacity)
 
 
 def _raw_and_smoothed(x: Sequence[int], y: Sequence[float], width: float) -> list[JsonObject]:
@@ -193,7 +170,7 @@ def metric_chart(
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def state_bytes(rank: JsonObject) -> dict[str, int]:
+def state_bytes(rank: Mapping[str, Any]) -> dict[str, int]:
     """Return the bytes of each model state on a rank between steps. A state freed between steps counts with its peak.
 
     >>> step = {"now": 0, "peak": 7}
@@ -218,18 +195,13 @@ def states_chart(memory: Sequence[JsonObject], ddp_bytes: JsonObject | None) -> 
         shown = [(f"most, {largest[0]}", largest[1]), (f"least, {smallest[0]}", smallest[1])]
     bars = ddp_row + shown
     kinds = [kind for kind in STATE_KINDS if any(nbytes.get(kind) for _, nbytes in bars)]
-    names, bar_totals = [name for name, _ in bars], [sum(nbytes.values()) for _, nbytes in bars]
     opacity = [0.45 if ddp_bytes and index == 0 else 1.0 for index in range(len(bars))]
-    data = [_kind_bar(names, [nbytes.get(kind, 0) for _, nbytes in bars], kind, opacity=opacity) for kind in kinds]
+    figure = stacked_bars(bars, _colors(kinds), opacity=opacity)
     label = f"Model states of {len(ranks)} ranks, at most {format_bytes(max(totals))} per rank"
     if ddp_bytes:
         label += f"; plain data parallelism holds {format_bytes(sum(ddp_bytes.values()))} on every rank"
-    rows = []
-    for name, nbytes in ddp_row + ranks:
-        sizes = [nbytes.get(kind, 0) for kind in kinds]
-        rows.append([name, *map(format_bytes, sizes), format_bytes(sum(sizes))])
-    figure = {"data": data, "layout": stacked_bar_layout(names, bar_totals)}
-    return Chart("states", f"{label}.", figure, ["", *kinds, "total"], rows, _legend(kinds))
+    rows = bar_rows(ddp_row + ranks, kinds)
+    return Chart("states", f"{label}.", figure, ["", *kinds, "total"], rows, list(_colors(kinds).items()))
 
 
 def buffers_chart(memory: Sequence[JsonObject]) -> Chart | None:
@@ -239,56 +211,39 @@ def buffers_chart(memory: Sequence[JsonObject]) -> Chart | None:
     kinds = [kind for kind in kinds if peaks[kind]]
     if not kinds:
         return None
-    data = [_kind_bar([escape(kind)], [peaks[kind]], kind) for kind in kinds]
     rows = [
         [f"rank {index}", *(format_bytes(rank[kind]["peak"]) if rank.get(kind) else "" for kind in (*kinds, "total"))]
         for index, rank in enumerate(memory)
     ]
-    layout = stacked_bar_layout([escape(kind) for kind in kinds], [peaks[kind] for kind in kinds])
+    figure = stacked_bars([(escape(kind), {kind: peaks[kind]}) for kind in kinds], _colors(kinds))
     label = "Peaks of temporary buffers: " + ", ".join(f"{kind} {format_bytes(peaks[kind])}" for kind in kinds) + "."
-    return Chart("working", label, {"data": data, "layout": layout}, ["peak of", *kinds, "total"], rows)
+    return Chart("working", label, figure, ["peak of", *kinds, "total"], rows)
 
 
 def timeline_chart(record: JsonObject | None) -> Chart | None:
     """Draw the memory of rank 0 over one step, stacked by kind, with the phases marked."""
     if not record:
         return None
-    all_kinds = _sort_kinds(record.get("kinds") or {}, (*STATE_KINDS, *BUFFER_KINDS))
-    kinds = [kind for kind in all_kinds if any(record["kinds"][kind])]
-    if not kinds:
+    kinds = _sort_kinds(record.get("kinds") or {}, (*STATE_KINDS, *BUFFER_KINDS))
+    memory = {kind: record["kinds"][kind] for kind in kinds if any(record["kinds"][kind])}
+    if not memory:
         return None
-    total = [sum(values) for values in zip(*(record["kinds"][kind] for kind in kinds), strict=True)]
-    indices = downsample(total)
-    milliseconds = [record["seconds"][i] * 1000 for i in indices]
-
-    def line(values: Sequence[float], name: str, color: str, width: float) -> JsonObject:
-        trace = line_trace(milliseconds, [values[i] for i in indices], name, color, width)
-        return trace | {"hovertemplate": "%{y:.3~s}B"}
-
-    data, legend = [], _legend(kinds)
-    for kind, color in legend:
-        area = line(record["kinds"][kind], escape(kind), color, 0)
-        area["line"]["shape"] = "hv"  # memory changes in steps
-        data.append(area | {"stackgroup": "held", "fillcolor": color})
-    if record.get("allocated"):
-        allocated = line(record["allocated"], "total allocated", "var(--text)", 1.5)
-        allocated["line"]["dash"] = "dot"
-        data.append(allocated)
-        legend.append(("total allocated, including activations", "var(--text)"))
-    xaxis = plot_axis("milliseconds since the step began", range=[milliseconds[0], milliseconds[-1]])
-    xaxis["unifiedhovertitle"] = {"text": "%{x:.3~g} ms"}
-    layout = plot_layout(380, xaxis, bytes_axis("bytes held"))
-    layout |= {"hovermode": "x unified", **phase_markers(record.get("phases") or [], milliseconds[-1])}
-    layout["margin"] = {"l": 8, "r": 16, "t": 40, "b": 8}
+    milliseconds = [seconds * 1000 for seconds in record["seconds"]]
+    total = [sum(values) for values in zip(*memory.values(), strict=True)]
     peak = total.index(max(total))
     label = (
         f"Memory of rank 0 over one step: {format_bytes(total[0])} at its start, at most {format_bytes(total[peak])} "
-        f"after {record['seconds'][peak] * 1000:.3g} ms."
+        f"after {milliseconds[peak]:.3g} ms."
     )
-    series = {kind: record["kinds"][kind] for kind in kinds} | {"total": total}
-    rows = [[name, *map(format_bytes, (values[0], max(values), values[peak]))] for name, values in series.items()]
-    columns = ["", "at the start", "at most", "at the peak of the total"]
-    return Chart("timeline", label, {"data": data, "layout": layout}, columns, rows, legend)
+    return memory_over_time(
+        label,
+        milliseconds,
+        memory,
+        _colors(memory),
+        phases=record.get("phases") or [],
+        time_title="milliseconds since the step began",
+        allocated=record.get("allocated"),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ communication
@@ -300,16 +255,14 @@ def communication_chart(traffic: JsonObject, paper: JsonObject | None) -> Chart 
     if not kinds:
         return None
     total_bytes = sum(traffic[kind]["bytes"] for kind in kinds)
-    names, bar_totals = ["this run"], [total_bytes]
-    data = [_kind_bar(["this run"], [traffic[kind]["bytes"]], kind) for kind in kinds]
+    bars, colors = [("this run", {kind: traffic[kind]["bytes"] for kind in kinds})], _colors(kinds)
+    legend = list(colors.items())
     rows = [[kind, str(traffic[kind]["count"]), format_bytes(traffic[kind]["bytes"])] for kind in kinds]
     rows.append(["total", str(sum(traffic[kind]["count"] for kind in kinds)), format_bytes(total_bytes)])
     label = f"One step communicated {format_bytes(total_bytes)}"
     if paper:
-        names.append(f"ZeRO paper: {escape(paper['formula'])}")
-        bar_totals.append(paper["bytes"])
-        data.append(_kind_bar(names[1:], bar_totals[1:], "paper"))
+        bars.append((f"ZeRO paper: {escape(paper['formula'])}", {"paper": paper["bytes"]}))
+        colors |= _colors(["paper"])
         rows.append([f"ZeRO paper: {paper['formula']}", "", format_bytes(paper["bytes"])])
         label += f"; the ZeRO paper counts {format_bytes(paper['bytes'])}"
-    figure = {"data": data, "layout": stacked_bar_layout(names, bar_totals)}
-    return Chart("traffic", label + ".", figure, ["collective", "count", "bytes"], rows, _legend(kinds))
+    return Chart("traffic", f"{label}.", stacked_bars(bars, colors), ["collective", "count", "bytes"], rows, legend)
