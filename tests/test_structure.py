@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -172,6 +173,7 @@ def test_a_step_runs_through_no_more_code_than_this() -> None:
             assert all(number <= limit for number, limit in zip(found[event], most, strict=True)), (event, found[event])
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """The library's modules by name."""
     root = Path(SOURCES)

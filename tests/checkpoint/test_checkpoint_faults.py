@@ -197,7 +197,7 @@ def test_runs_that_nobody_kills(calm: list[Trial]) -> None:
         assert not any(strangers(path) for path in checkpoints)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=50)
 def test_runs_are_killed_and_every_survivor_ends_by_itself(killed: list[Trial]) -> None:
     assert sum(any(rank.code == -signal.SIGKILL for rank in trial.ranks) for trial in killed) >= 42
     for trial in killed:

@@ -181,7 +181,7 @@ def test_help_is_told_without_torch() -> None:
     assert "usage: zeroshard plan" in done.stdout and "h200" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=10)
 def test_the_command_tells_what_takes_what_and_how_to_run_it() -> None:
     ran = [sys.executable, "-m", "zeroshard", "plan", "tiny", "--devices", "2", "--stage", "1,3", *QUICK]
     done = subprocess.run(ran, capture_output=True, text=True, check=True)
@@ -418,7 +418,7 @@ def test_what_a_page_needs_is_named_before_any_work(
     assert f"--html needs {' and '.join(missing)}: pip install 'zeroshard[train]'" in said
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=10)
 def test_a_reader_that_has_gone_is_no_failure() -> None:
     flags = "tiny --devices 2 --stage 3 --json -".split()
     code = f"import sys; from zeroshard.cli.main import main; sys.exit(main({['plan', *flags, *QUICK]!r}))"

@@ -85,9 +85,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
     forks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_all_other_ranks_are_told_who_and_what(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
+def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
     diverged = case.what not in ("killed", "killed in save", "raises", "ends early")
     for rank, outcome in enumerate(outcomes[case.name]):
         if rank == case.by and not diverged:

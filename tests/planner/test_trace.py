@@ -342,7 +342,7 @@ def test_checkpoint_is_torchs_own() -> None:
     assert sum(op.name == "gelu" for op in found.ops) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_every_block_keeps_its_input_however_many_there_are() -> None:
     """An input that is gone leaves its address to another: each is kept all the same."""
     found = trace_model(gpt(layers=40), micro_batch=2, checkpoint="recompute")

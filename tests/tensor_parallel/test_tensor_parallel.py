@@ -320,7 +320,7 @@ def test_an_absent_part_is_refused_by_name_and_comes_with_gathered() -> None:
     run_threads(4, body)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_accumulation_and_frozen_parameters() -> None:
     model = built(gpt)
     model.tokens.requires_grad_(False)

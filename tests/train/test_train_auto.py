@@ -318,7 +318,7 @@ def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_a_dry_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model 7.6b --layers 4 --ranks 8 --batch 64 --auto --machine h100 --dry-run".split()
     assert main(flags) == 0
