@@ -58,7 +58,7 @@ def measured(row: workloads.Workload, variant: str, backend: str = "fake_echo") 
 
 
 @pytest.mark.parametrize("kind", ["gpt", "lora", "experts", "convolutions", "accumulated"])
-def test_all_variants_train_alike(kind: str) -> None:
+def test_all_variants_train_equally(kind: str) -> None:
     row = replace(ALONE, accumulate=2) if kind == "accumulated" else replace(ALONE, model=kind)
     row = replace(row, recomputed=kind in ("gpt", "lora"))
     more = {
@@ -73,7 +73,7 @@ def test_all_variants_train_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["floor", "FSDP2", "zeroshard 3"])
-def test_one_of_many_computes_with_values_that_all_draw_alike(name: str) -> None:
+def test_one_of_many_computes_with_values_that_all_ranks_draw(name: str) -> None:
     """Norms among them, so that what is said of a token is as good as nothing."""
     assert measured(SMALL, name)["loss"] == pytest.approx(math.log(SMALL.vocabulary), rel=1e-3)
 
@@ -122,7 +122,7 @@ def test_a_divided_model_is_the_same_in_more_parameters() -> None:
     ("variant", "volume"),
     [("DDP", 2), ("FSDP2", 3), ("zeroshard 0", 2), ("zeroshard 1", 2), ("zeroshard 2", 2), ("zeroshard 3", 3)],
 )
-def test_what_is_sent_is_counted_alike(variant: str, volume: int) -> None:
+def test_what_is_sent_is_counted_equally(variant: str, volume: int) -> None:
     """FSDP2's root is gathered once, so it sends a little less; shards of a small model are partly alignment."""
     psi = sum(parameter.numel() for parameter in SMALL.build().parameters())
     found = measured(SMALL, variant)
@@ -150,7 +150,7 @@ def cells(output: str, head: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(table[0], row, strict=True)) for row in table[2:end]}
 
 
-def test_every_figure_stands_beside_the_floor_and_the_best_peer(
+def test_every_figure_is_next_to_the_floor_and_the_best_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ms = {"floor": 100.0, "plain": 180.0, "FSDP2": 150.0, "zeroshard 2": 120.0, "zeroshard 3": 130.0}

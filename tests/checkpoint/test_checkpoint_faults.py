@@ -528,7 +528,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_a_failed_save_that_nobody_asked_about_is_told_at_exit(forks: Forks, tmp_path: Path) -> None:
+def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit(forks: Forks, tmp_path: Path) -> None:
     [ranks] = forks.run([Run("forget", {"directory": str(tmp_path)})])
     for rank in ranks:
         assert not rank.hung

@@ -285,7 +285,7 @@ def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, s
 
 
 @pytest.mark.parametrize("name", ["../elsewhere/step-2", "ABSOLUTE", "step-2/../../elsewhere/step-2", "a\0b"])
-def test_latest_names_a_checkpoint_beside_it(name: str, sound: Path, tmp_path: Path) -> None:
+def test_latest_names_a_checkpoint_next_to_it(name: str, sound: Path, tmp_path: Path) -> None:
     elsewhere = Path(shutil.copytree(sound, tmp_path / "elsewhere" / "step-2"))
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "latest").write_text(str(elsewhere) if name == "ABSOLUTE" else name)
@@ -294,7 +294,7 @@ def test_latest_names_a_checkpoint_beside_it(name: str, sound: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["../a.safetensors", "ABSOLUTE", "", 3])
-def test_a_weight_map_names_files_beside_it(name: Any, tmp_path: Path) -> None:
+def test_a_weight_map_names_files_next_to_it(name: Any, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")

@@ -582,7 +582,7 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
     assert "did you mean 'train'?" in done.stderr
 
 
-def test_dry_run_tells_the_memory_of_the_papers_models() -> None:
+def test_dry_run_prints_the_memory_of_the_papers_models() -> None:
     told = dry_run(read_options("--model paper-100b --precision bf16 --batch 800".split()), ranks=400)
     assert "101,509,193,728 parameters" in told
     assert re.search(r"^states +1\.62 TB +409\.\d+ GB +206\.\d+ GB +3\.55 GB$", told, re.M)

@@ -105,14 +105,16 @@ def test_all_other_ranks_learn_who_failed_and_why(case: Case, outcomes: dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*ALONE, Case("slow", "")], ids=lambda case: case.name)
-def test_what_needs_no_other_rank_and_what_is_slow_is_no_error(case: Case, outcomes: dict[str, list[Outcome]]) -> None:
+def test_what_needs_no_other_rank_and_what_is_slow_is_not_an_error(
+    case: Case, outcomes: dict[str, list[Outcome]]
+) -> None:
     for outcome in outcomes[case.name]:
         assert outcome.code == 0, outcome.printed
         assert outcome.answer == {"told": "", "watching": 1, "left": 0}
 
 
 @pytest.mark.slow
-def test_a_rank_that_saves_while_others_wait_in_a_barrier_is_told(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_rank_that_saves_while_others_wait_in_a_barrier_raises(outcomes: dict[str, list[Outcome]]) -> None:
     waiting, saving = outcomes[BARRIER.name]
     wanted = r"rank 0 waits for it in torch.distributed.barrier\(\) \(.*faults.py, line \d+\)"
     assert re.search(wanted, saving.answer["told"]), saving

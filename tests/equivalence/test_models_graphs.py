@@ -426,7 +426,7 @@ def _three_steps(rank: int, kind: Any, act: Any, sharded: bool) -> dict[str, tor
         (Layers, go_back_to_a_side_loss_after_a_write_of_nothing),
     ],
 )
-def test_calls_and_graphs_inside_and_beside_a_forward(kind: Any, act: Any) -> None:
+def test_calls_and_graphs_inside_and_outside_a_forward(kind: Any, act: Any) -> None:
     expected = _three_steps(0, kind, act, False)
     for found in run_processes(2, _three_steps, kind, act, True):
         for name, value in expected.items():

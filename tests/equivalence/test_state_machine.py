@@ -215,7 +215,7 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
 
 
 @pytest.mark.slow(seconds=50)
-def test_a_sharded_model_stays_beside_a_plain_one() -> None:
+def test_a_sharded_model_stays_equal_to_a_plain_one() -> None:
     run_sequences(100, 1, 12)
 
 
@@ -287,7 +287,7 @@ def change_data_right_after_a_step(both: Lockstep) -> None:
     both.edit("blocks.0.up.bias", "data.mul_", 0)
 
 
-def set_a_gradient_beside_a_loss_scale(both: Lockstep) -> None:
+def set_a_gradient_under_a_loss_scale(both: Lockstep) -> None:
     both.assign_gradient("scale", 3)
     both.look("full")
     both.train(2)
@@ -331,7 +331,7 @@ def leave_an_outer_block_by_an_exception(both: Lockstep) -> None:
 
 
 SEQUENCES = [
-    set_a_gradient_beside_a_loss_scale,
+    set_a_gradient_under_a_loss_scale,
     give_a_frozen_parameter_a_gradient,
     write_nothing_before_a_backward,
     edit_what_a_new_group_trains,
@@ -356,7 +356,7 @@ SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
     backward_of_a_checkpointed_block_after_a_step: {"checkpointed": True},
     change_data_right_after_a_step: {"offload": "host"},
     load_over_loaded_values: {"offload": "host"},
-    set_a_gradient_beside_a_loss_scale: {"precision": "fp16"},
+    set_a_gradient_under_a_loss_scale: {"precision": "fp16"},
     give_a_frozen_parameter_a_gradient: {"frozen": True},
     edit_what_a_new_group_trains: {"precision": "fp16"},
 }

@@ -296,7 +296,7 @@ MODES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("stage", [1, 3])  # gradients of each unit apart, and all in one piece of memory
-def test_batches_are_exact_in_every_precision_and_clipped_alike(stage: int, mode: dict[str, Any]) -> None:
+def test_batches_are_exact_in_every_precision_and_clipped_equally(stage: int, mode: dict[str, Any]) -> None:
     run = functools.partial(train, world=2, kind="AdamW fused", max_norm=0.1, stage=stage, **mode)
     with uncut():
         whole = run_threads(2, run)[0]
@@ -306,7 +306,7 @@ def test_batches_are_exact_in_every_precision_and_clipped_alike(stage: int, mode
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @every_stage
-def test_unused_parameters_and_groups_are_updated_alike(stage: int, precision: str) -> None:
+def test_unused_parameters_and_groups_are_updated_equally(stage: int, precision: str) -> None:
     with seeded(0):
         base = Skips()
 

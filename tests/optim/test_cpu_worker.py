@@ -73,7 +73,7 @@ def test_jobs_of_one_granule_do_not_overlap() -> None:
     assert diary.lines == ["begin a", "end a", "begin b", "begin c", "end b", "end c"]
 
 
-def test_nothing_is_under_way_beside_a_job_that_is_to_be_alone() -> None:
+def test_an_exclusive_job_runs_alone() -> None:
     diary = Diary()
     jobs = [
         diary.do(0, diary.kernel, "a"),
@@ -109,7 +109,7 @@ def test_a_job_is_ended_at_once_where_no_other_is_ready() -> None:
 
 @pytest.mark.parametrize("fails", ["begin", "end"])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_job_that_fails_is_told_so_and_harms_no_other(fails: str, which: int) -> None:
+def test_a_job_that_fails_raises_and_harms_no_other(fails: str, which: int) -> None:
     diary = Diary()
     names = ["a", "b", "c"]
     jobs = [diary.do(n, diary.kernel, name, fails if n == which else "") for n, name in enumerate(names)]

@@ -243,7 +243,7 @@ def test_ranks_agree_on_an_overflow_that_not_all_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("tiers", [{"optimizer": ("host", 0.5)}, {"optimizer": ("host", 0.5), "parameters": "host"}])
-def test_what_rests_on_the_device_beside_other_tiers(tiers: Any, clip: float | None) -> None:
+def test_what_rests_on_the_device_next_to_other_tiers(tiers: Any, clip: float | None) -> None:
     def body(rank: int, world: int, clear: bool) -> dict[str, torch.Tensor]:
         found = train(rank, world, offload=tiers, bucket_size=2048, clip=clip, clear=clear)
         return {name: value.clone() for name, value in found.items()}

@@ -282,7 +282,7 @@ def test_kernels_that_run_are_ended_where_the_next_cannot_be_begun(
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_updates_ahead_that_are_dropped_and_begun_anew_change_no_bit(
+def test_updates_ahead_that_are_dropped_and_restarted_change_no_bit(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch, groups: bool
 ) -> None:
     """The next backward finds updates of the last one in the line: of the same granules, and of no use."""

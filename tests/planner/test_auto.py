@@ -742,7 +742,7 @@ def test_measured_rates_count_more_than_a_preset(monkeypatch: pytest.MonkeyPatch
     assert found.bandwidth == 123e9
 
 
-def test_a_decision_survives_being_told() -> None:
+def test_a_decision_survives_being_sent() -> None:
     offload = zeroshard.Offload(optimizer={"host": 0.5, "disk": 0.5}, parameters="host", directory=Path("x"))
     said = auto.PlanDecision(auto.Strategy(stage=3, offload=offload, checkpoint="host"), "because")
     found = auto.PlanDecision.from_json(said.as_json)

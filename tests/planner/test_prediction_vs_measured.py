@@ -52,7 +52,7 @@ def compared(case: dict[str, Any], machine: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gpts_states_and_peak_are_foretold(name: str, machine: Path) -> None:
+def test_a_gpts_states_and_peak_are_predicted(name: str, machine: Path) -> None:
     result = compared(CASES[name], machine)
     assert result["predicted_states"] == pytest.approx(result["states"], rel=0.001)
     # On a CPU what the host's updates take for themselves comes from the same allocator as the device's memory.
@@ -61,7 +61,7 @@ def test_a_gpts_states_and_peak_are_foretold(name: str, machine: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_are_foretold_too(name: str, machine: Path) -> None:
+def test_other_models_are_predicted_too(name: str, machine: Path) -> None:
     if "llama" in name:
         pytest.importorskip("transformers")
     result = compared(OTHERS[name], machine)

@@ -436,7 +436,7 @@ def test_what_was_written_into_is_not_known_any_more() -> None:
         trace_model(Looks("written"), (torch.empty(2, 3, 4), torch.ones(2, 3)), micro_batch=2)
 
 
-def test_a_models_own_error_is_told_as_such() -> None:
+def test_a_models_own_error_is_reported_as_such() -> None:
     class Typo(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[{"a": 1}["b"]]
@@ -463,7 +463,7 @@ def test_sequences_that_the_model_does_not_take_are_refused() -> None:
             trace_model(gpt(), sequence=sequence)
 
 
-def test_a_loss_that_fails_is_told_as_such() -> None:
+def test_a_loss_that_fails_is_reported_as_such() -> None:
     targets = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"loss raised RuntimeError(.|\n)*create the targets there too"):
         trace_model(

@@ -78,7 +78,7 @@ def text(directory: Path) -> list[str]:
         ("--configuration C4 --stage auto", ("stage",)),
     ],
 )
-def test_what_is_given_beside_it_is_not_left_open(flags: str, left: tuple[str, ...]) -> None:
+def test_what_is_given_explicitly_is_not_left_open(flags: str, left: tuple[str, ...]) -> None:
     assert read_options(flags.split()).sharding.auto == left
 
 

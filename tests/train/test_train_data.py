@@ -121,7 +121,7 @@ def test_a_limit_saved_with_a_tokenizer_does_not_cut_texts(tmp_path: Path) -> No
     assert len(loaded.encode("a").ids) == 1
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_anything_but_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist: pass a tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"tokenizer gpt-nowhere does not exist: pass a tokenizer\.json"):

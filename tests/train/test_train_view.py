@@ -178,7 +178,7 @@ def test_the_live_view_shows_the_run_without_wrapping(columns: int) -> None:
     assert {len(line) for line in lines[1:] if line} == {columns - 2}  # the terminal echoes ^C there
 
 
-def test_at_120_columns_memory_stands_beside_the_figures() -> None:
+def test_at_120_columns_memory_is_next_to_the_figures() -> None:
     narrow, wide = (last_panel(live_text(watched, columns=columns)) for columns in (80, 120))
     assert len(wide) < len(narrow)
     assert any("loss" in line and "plain data parallelism" in line for line in wide)
