@@ -1,4 +1,4 @@
-"""The benchmarks against the peers: that all train the same, that what is sent is counted alike, and how it is told.
+"""The benchmarks against the peers: that all train the same, that what is sent is counted equally, and how it is shown.
 
 Trials run in this process but for those of real ranks, which are processes whatever happens.
 """
@@ -139,7 +139,7 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert (found["collectives"], found["bytes"]) == (1, 0)
 
 
-# ------------------------------------------------------------------------------------------------ how it is told
+# ------------------------------------------------------------------------------------------------ how it is shown
 
 
 def cells(output: str, head: str) -> dict[str, dict[str, str]]:

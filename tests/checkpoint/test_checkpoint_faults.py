@@ -44,7 +44,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @functools.cache
 def states_at(step: int, numel: int = NUMEL) -> dict[str, torch.Tensor]:
-    """Every state after so many steps of a plain run."""
+    """Every state after some steps of a plain run."""
     model, optimizer = tables(numel)
     for _ in range(step):
         advance(model, optimizer)
@@ -85,7 +85,7 @@ def whole_ones(directory: Path) -> list[Path]:
 
 
 def strangers(checkpoint: Path) -> set[str]:
-    """What a checkpoint's directory holds beside what its index names."""
+    """What a checkpoint's directory holds besides what its index names."""
     index = json.loads((checkpoint / INDEX).read_text())
     return {path.name for path in checkpoint.iterdir()} - {INDEX, *(file["name"] for file in index["files"])}
 

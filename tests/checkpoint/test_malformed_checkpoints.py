@@ -154,7 +154,10 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "huge": (of_a_huge_tensor, "other-00009-00000000.safetensors is missing"),
     "no counters": (no_counters, "0.weight has the optimizer states .* but no step"),
     "a counter that is text": (at("optimizer", "counters", "0.weight", "step", to="2"), "has step '2'"),
-    "a counter that is no number": (at("optimizer", "counters", "0.weight", "step", to={"$float": "nan"}), "step nan"),
+    "a counter that is NaN": (
+        at("optimizer", "counters", "0.weight", "step", to={"$float": "nan"}),
+        "step nan",
+    ),
     "no table of counters": (without("optimizer", "counters"), "optimizer"),
     "counters of a state": (at("optimizer", "counters", "0.weight", "exp_avg", to=1.0), "exp_avg both"),
     "rate of text": (
@@ -335,7 +338,7 @@ def test_commands_tell_a_hostile_index_in_a_line(
         rewrite(path, HOSTILE[what][0])
         assert main(["inspect", str(path), "--verify"]) == 1
         assert "zeroshard inspect: " in capsys.readouterr().err
-        if what != "huge":  # which is no weight
+        if what != "huge":  # which is not a weight
             assert main(["export", str(path), str(tmp_path / f"{what} out")]) == 1
             assert capsys.readouterr().err.startswith("zeroshard export: ")
         assert not (tmp_path / f"{what} out").exists()

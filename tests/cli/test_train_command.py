@@ -67,7 +67,7 @@ def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """The exit status, output and errors of a command without ranks, called here: a program would import torch anew."""
+    """Return exit status, output and errors of a command without ranks, called here: a program would import torch."""
     exit_message = ""
     try:
         status = main([str(argument) for argument in arguments])

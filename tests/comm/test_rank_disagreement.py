@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class Branching(nn.Module):
-    """Runs its blocks in the order it is told, which a rank-dependent branch would make differ."""
+    """Runs its blocks in the order that is set, which a rank-dependent branch would make differ."""
 
     def __init__(self, hidden: tuple[int, ...]) -> None:
         super().__init__()

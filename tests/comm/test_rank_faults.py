@@ -1,4 +1,4 @@
-"""A rank that dies, raises, ends or leaves the order is named to all others within seconds; a slow one is no error."""
+"""A rank that dies, raises, ends or leaves the order is named to all others within seconds; a slow one is fine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ranks import run_threads
 import zeroshard
 from zeroshard.comm import heartbeat_monitor
 
-SOON = 25.0  # seconds: they are told within 10, but for a busy machine; the process group's timeout is 60
+SOON = 25.0  # seconds: they know within 10, but for a busy machine; the process group's timeout is 60
 
 
 @dataclass
 class Case:
-    """A fault of one rank, and what the others have to be told."""
+    """A fault of one rank, and what the errors of the others have to say."""
 
     what: str
     named: str  # a pattern

@@ -46,7 +46,7 @@ def flats_of(model: Any) -> list[Any]:
 
 
 def assert_no_copy_of(model: Any) -> None:
-    """Flats with an fp32 master have no shard beside it, and nobody's full parameters are there."""
+    """Flats with an fp32 master have no other shard, and nobody's full parameters are there."""
     for flat in flats_of(model):
         casts = flat.master is not None and flat.dtype != torch.float32
         assert (flat.shard is None) == casts, flat.names

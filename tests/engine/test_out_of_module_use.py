@@ -155,7 +155,7 @@ def test_the_graph_that_a_backward_made_outlives_another_backward(kind: Any) -> 
 
 
 class Codes(nn.Module):
-    """Returns its weight's memory beside what it computes."""
+    """Returns its weight's memory with what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class AllUnits(Net):
 
 
 class Caught(TwoUnits):
-    """An operation raises after its parameters were brought, and the model goes on."""
+    """An operation raises after its parameters were unsharded, and the model goes on."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = super().forward(ids)

@@ -208,7 +208,7 @@ def test_gradients_within_a_step(kind: Any, step: Step, stage: int) -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_backward_that_makes_a_graph(stage: int) -> None:
-    """What is reduced is no part of it, in the second step either, and may be written into as ever."""
+    """What is reduced is not part of it, in the second step either, and may be written into as ever."""
 
     def step(model: Any, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()

@@ -1,4 +1,4 @@
-"""Everything a user may call, in any order, beside a plain model (see `lockstep.py`).
+"""Everything a user may call, in any order, compared with a plain model (see `lockstep.py`).
 
 The test runs a short, fixed selection of sequences. A long run, by command:
 
@@ -192,7 +192,7 @@ add_rule("reshard", stage=st.integers(0, 3), freeze=st.none() | NAMES, thaw=st.b
 
 
 def run_sequences(number: int, start: int | None, steps: int, quick: bool = False) -> None:
-    """Run so many sequences; without ``start`` always the same."""
+    """Run random sequences; without ``start`` always the same."""
     phases = [Phase.generate] if quick else [Phase.generate, Phase.shrink]
     chosen = settings(
         max_examples=number,
@@ -451,7 +451,7 @@ def _parent(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     """The long run's command line."""
-    parser = argparse.ArgumentParser(description="Run many sequences of calls beside a plain model.")
+    parser = argparse.ArgumentParser(description="Run many sequences of calls and compare with a plain model.")
     parser.add_argument("--sequences", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)

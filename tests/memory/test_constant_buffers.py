@@ -582,7 +582,7 @@ class Pair(nn.Module):
 
 @every_stage
 def test_gradients_that_are_carried_on_are_counted_and_can_be_cleared_one_by_one(stage: int) -> None:
-    """A backward after the reduction adds to what is reduced: replicated gradients keep that beside the new sum."""
+    """A backward after the reduction adds to what is reduced: replicated gradients keep that next to the new sum."""
 
     def body(rank: int) -> None:
         model = Pair()

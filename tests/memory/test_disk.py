@@ -253,7 +253,7 @@ def test_children_of_the_process_do_not_have_its_buffers() -> None:
     near, holds = aligned_buffer(PAGE_BYTES), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
-        if not first.endswith(":"):  # a map's addresses, before what is told of it
+        if not first.endswith(":"):  # a map's addresses, before what is said of it
             start, stop = (int(address, 16) for address in first.split("-"))
             holds = start <= near.data_ptr() < stop
         elif holds and first == "VmFlags:":

@@ -28,7 +28,7 @@ MANY = 300  # updates in line: the last is not begun, let alone over, when it ha
 
 
 class Update:
-    """One Adam update beside its old values, and what is to come of it."""
+    """One Adam update with its old values and the expected result."""
 
     def __init__(self, kernels: CpuKernels, numel: int, seed: int = 0) -> None:
         chance = torch.Generator().manual_seed(seed)
@@ -261,7 +261,7 @@ def test_what_rests_on_disk_is_updated_alone(
 def test_kernels_that_run_are_ended_where_the_next_cannot_be_begun(
     native_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One granule with several runs, of which only the first is begun."""
+    """One granule with several runs; only the first is begun."""
     record = Record(monkeypatch)
     noted = UpdateSpec.apply
 

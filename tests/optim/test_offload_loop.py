@@ -525,7 +525,7 @@ def test_any_use_of_a_parameter_that_is_being_updated_waits_for_it(read: bool, m
     plain, update = train(None), ChunkUpdater.update
 
     def late(*arguments: Any) -> Any:
-        time.sleep(0.05)  # whoever does not wait is sure to be too early
+        time.sleep(0.05)  # a use that does not wait is surely too early
         return update(*arguments)
 
     monkeypatch.setattr(ChunkUpdater, "update", late)

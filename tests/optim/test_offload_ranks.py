@@ -254,7 +254,7 @@ def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> 
 
 
 class Branching(torch.nn.Module):
-    """Leaves one of its blocks out, as it is told."""
+    """Leaves out the block that is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ def test_what_is_chosen_is_the_fastest_that_fits_and_really_fits(name: str, prec
     assert any(most > 0.85 * limit for limit, most, _, _ in outcomes)  # and that leave little space
 
 
-# ------------------------------------------------------------------------------------------- all ranks alike
+# ----------------------------------------------------------------------------------------- equal on all ranks
 
 
 def sharded(model: nn.Module, limit: int | None = None, **options: Any) -> tuple[nn.Module, Any]:

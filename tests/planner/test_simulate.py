@@ -101,7 +101,7 @@ def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
 
 
 class Narrowing(nn.Module):
-    """Blocks that are not alike: each is half as wide inside as the one before."""
+    """Blocks that differ: each is half as wide inside as the one before."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

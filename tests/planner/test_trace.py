@@ -115,7 +115,7 @@ def test_a_tied_weight_is_finished_last() -> None:
 
 
 class Branches(nn.Module):
-    """Two branches of which only one leads to the loss, and a parameter of its own."""
+    """Two branches, only one of them leads to the loss, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 
 
 def test_checkpoint_is_torchs_own() -> None:
-    """A user's own recomputation, of something that is no block."""
+    """A user's own recomputation, of something that is not a block."""
 
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -301,8 +301,8 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
     for name in ("stage", "micro_batch", "recompute", "offload_activations", "offload", "batch", "tensor", "auto"):
         assert resumed.to_flat_dict()[name] == chosen.to_flat_dict()[name]
     assert resumed.sharding.machine is None  # it was for planning alone
-    anew = read_options(["--out", out, "--resume", "--auto"])
-    assert anew.sharding.auto == EVERY and anew.training.micro_batch is None and anew.training.batch == 16
+    again = read_options(["--out", out, "--resume", "--auto"])
+    assert again.sharding.auto == EVERY and again.training.micro_batch is None and again.training.batch == 16
 
 
 def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str) -> None:

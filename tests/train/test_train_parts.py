@@ -194,7 +194,7 @@ def test_a_signal_is_forwarded_to_every_rank_and_is_the_exit_status(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = number.name.removeprefix("SIG")
-    rank = tmp_path / "rank"  # stands for Python: a rank that stops when it is told to
+    rank = tmp_path / "rank"  # stands for Python: a rank that stops when asked to
     told = f"trap 'touch {tmp_path}/told.$RANK; exit {128 + number}' {name}"
     rank.write_text(f"#!/bin/sh\n{told}\ntouch {tmp_path}/up.$RANK\nwhile :; do sleep 0.05; done\n")
     rank.chmod(0o755)

@@ -101,7 +101,7 @@ def test_plain_lines_reach_the_file_at_once(tmp_path: Path) -> None:
 def test_plain_lines_for_all_else() -> None:
     def use(view: RunView) -> None:
         view.show_header([("model", "GPT"), ("out directory", "runs/a")])
-        for _ in range(2):  # the same bytes are told once
+        for _ in range(2):  # the same bytes are printed once
             view.show_memory(HELD, PLAIN)
         view.show_evaluation(20, 5.901)
         view.show_message("saved")
