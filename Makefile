@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
-PYTEST_ARGS ?= -q -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST_ARGS ?= -q -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -21,7 +21,8 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.test  # more workers than cores: these tests wait for processes and timeouts
+# More workers than cores: these tests wait for processes and timeouts. Files stay together, for their fixtures.
+test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.test

@@ -15,19 +15,22 @@ sys.path.extend(sorted({str(path.parent) for path in Path(__file__).parent.glob(
 import ranks
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each program that a test starts compiles the library again
+sys.dont_write_bytecode = False  # and pytest rewrites the asserts of all test files again, for seconds in every worker
 ranks.settle_torch()  # also during collection; one thread, so that ranks do not compete for cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in gpu/, and run the files with most slow tests first: pytest-xdist keeps this order.
+    """Mark the tests in gpu/, and run the files that take longest first: pytest-xdist keeps this order.
 
     (With `--no-loadscope-reorder`. Started last, such a file would still run when all others are done.)
     """
-    slow_tests = Counter(item.path for item in items if item.get_closest_marker("slow") is not None)
+    seconds: Counter[Path] = Counter()
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker("gpu")
-    items.sort(key=lambda item: -slow_tests[item.path])
+        if (slow := item.get_closest_marker("slow")) is not None:
+            seconds[item.path] += slow.kwargs.get("seconds", 1)
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish() -> None:

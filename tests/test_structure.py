@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -169,12 +170,13 @@ def walked(rank: int) -> dict[str, tuple[int, int, int, int]]:
 
 
 def test_a_step_runs_through_no_more_code_than_this() -> None:
-    """Budgets of the reader's way: whoever follows one step has so many places to look at. Lower them, never raise."""
+    """Budgets for a reader who follows one step: the places to look at. Lower them, never raise."""
     for found in run_threads(2, walked):
         for event, most in BUDGETS.items():
             assert all(number <= limit for number, limit in zip(found[event], most, strict=True)), (event, found[event])
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """The library's modules by name."""
     root = Path(SOURCES)

@@ -150,7 +150,7 @@ def train_stages(rank: int, model: nn.Module, mode: str | None) -> Any:
 
 
 @pytest.mark.slow
-def test_dropout_is_drawn_again_alike_in_units_coarser_than_blocks_in_processes() -> None:
+def test_dropout_is_drawn_again_equally_in_units_coarser_than_blocks_in_processes() -> None:
     model = built(Stages)
     reference = run_processes(2, train_stages, model, None)[0]  # not checkpointed at all
     for mode in ("kept", "both"):

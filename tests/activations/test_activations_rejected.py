@@ -44,7 +44,7 @@ def test_blocks_that_mean_nothing_are_refused(blocks: Any, kind: type[Exception]
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_a_model_without_repeated_blocks_is_told_what_there_is() -> None:
+def test_a_model_without_repeated_blocks_gets_an_error_with_its_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"no repeated blocks: select some .* module names: \['0', '1'\]"):
         zeroshard.checkpoint_activations(model)
@@ -65,7 +65,7 @@ def test_options_of_a_wrong_kind_are_refused(options: dict[str, Any], words: str
         zeroshard.checkpoint_activations(make_net(), **options)
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_anything_but_a_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function"):
         zeroshard.checkpoint_activations(lambda x: x)  # type: ignore[arg-type]
 

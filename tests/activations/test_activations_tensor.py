@@ -182,7 +182,7 @@ def on_a_data_axis(rank: int, model: nn.Module, rows: tuple[int, int]) -> str:
 
 
 @pytest.mark.parametrize(("rows", "what"), [((4, 4), "value"), ((4, 2), "shape")])
-def test_inputs_that_differ_are_refused_alike_on_all_ranks(rows: tuple[int, int], what: str) -> None:
+def test_inputs_that_differ_are_refused_on_all_ranks(rows: tuple[int, int], what: str) -> None:
     first, second = run_threads(2, on_a_data_axis, make_net(), rows)
     assert first == second
     assert "the input of block 'blocks.0' cannot be partitioned over 2 ranks" in first

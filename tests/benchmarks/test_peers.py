@@ -1,4 +1,4 @@
-"""The benchmarks against the peers: that all train the same, that what is sent is counted alike, and how it is told.
+"""The benchmarks against the peers: that all train the same, that what is sent is counted equally, and how it is shown.
 
 Trials run in this process but for those of real ranks, which are processes whatever happens.
 """
@@ -58,7 +58,7 @@ def measured(row: workloads.Workload, variant: str, backend: str = "fake_echo") 
 
 
 @pytest.mark.parametrize("kind", ["gpt", "lora", "experts", "convolutions", "accumulated"])
-def test_all_variants_train_alike(kind: str) -> None:
+def test_all_variants_train_equally(kind: str) -> None:
     row = replace(ALONE, accumulate=2) if kind == "accumulated" else replace(ALONE, model=kind)
     row = replace(row, recomputed=kind in ("gpt", "lora"))
     more = {
@@ -73,7 +73,7 @@ def test_all_variants_train_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["floor", "FSDP2", "zeroshard 3"])
-def test_one_of_many_computes_with_values_that_all_draw_alike(name: str) -> None:
+def test_one_of_many_computes_with_values_that_all_ranks_draw(name: str) -> None:
     """Norms among them, so that what is said of a token is as good as nothing."""
     assert measured(SMALL, name)["loss"] == pytest.approx(math.log(SMALL.vocabulary), rel=1e-3)
 
@@ -122,7 +122,7 @@ def test_a_divided_model_is_the_same_in_more_parameters() -> None:
     ("variant", "volume"),
     [("DDP", 2), ("FSDP2", 3), ("zeroshard 0", 2), ("zeroshard 1", 2), ("zeroshard 2", 2), ("zeroshard 3", 3)],
 )
-def test_what_is_sent_is_counted_alike(variant: str, volume: int) -> None:
+def test_what_is_sent_is_counted_equally(variant: str, volume: int) -> None:
     """FSDP2's root is gathered once, so it sends a little less; shards of a small model are partly alignment."""
     psi = sum(parameter.numel() for parameter in SMALL.build().parameters())
     found = measured(SMALL, variant)
@@ -139,7 +139,7 @@ def test_a_group_of_one_sends_nothing() -> None:
     assert (found["collectives"], found["bytes"]) == (1, 0)
 
 
-# ------------------------------------------------------------------------------------------------ how it is told
+# ------------------------------------------------------------------------------------------------ how it is shown
 
 
 def cells(output: str, head: str) -> dict[str, dict[str, str]]:
@@ -150,7 +150,7 @@ def cells(output: str, head: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(table[0], row, strict=True)) for row in table[2:end]}
 
 
-def test_every_figure_stands_beside_the_floor_and_the_best_peer(
+def test_every_figure_is_next_to_the_floor_and_the_best_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ms = {"floor": 100.0, "plain": 180.0, "FSDP2": 150.0, "zeroshard 2": 120.0, "zeroshard 3": 130.0}
@@ -250,6 +250,7 @@ def check_losses(found: list[dict[str, Any]], work: list[tuple[str, str]]) -> No
     }
 
 
+@pytest.mark.slow(seconds=20)
 def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All variants on the same two processes: to start them takes longer than to train."""
     act = subject(tmp_path, monkeypatch, ONE_BY_ONE)
@@ -275,6 +276,7 @@ def test_ranks_are_processes_that_train_as_one_would(tmp_path: Path, monkeypatch
     check_losses(found, work)
 
 
+@pytest.mark.slow
 def test_deepspeed_trains_as_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On processes of its own, where it may change torch as it likes."""
     if importlib.util.find_spec("deepspeed") is None:
@@ -300,6 +302,7 @@ def subject(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> Any:
     return importlib.import_module("subject").act
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     act = subject(tmp_path, monkeypatch, "assert dist.get_rank() == 0, 'rank one is ill'; dist.barrier()")
     with pytest.raises(ProcessRaisedException, match="Process 1 terminated") as failure:
@@ -307,7 +310,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard(tmp_path: Path, monkeypa
     assert str(failure.value).strip().endswith("AssertionError: rank one is ill")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=10)
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is killed while they wait for each other forever."""
     body = (

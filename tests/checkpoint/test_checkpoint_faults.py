@@ -44,7 +44,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @functools.cache
 def states_at(step: int, numel: int = NUMEL) -> dict[str, torch.Tensor]:
-    """Every state after so many steps of a plain run."""
+    """Every state after some steps of a plain run."""
     model, optimizer = tables(numel)
     for _ in range(step):
         advance(model, optimizer)
@@ -85,7 +85,7 @@ def whole_ones(directory: Path) -> list[Path]:
 
 
 def strangers(checkpoint: Path) -> set[str]:
-    """What a checkpoint's directory holds beside what its index names."""
+    """What a checkpoint's directory holds besides what its index names."""
     index = json.loads((checkpoint / INDEX).read_text())
     return {path.name for path in checkpoint.iterdir()} - {INDEX, *(file["name"] for file in index["files"])}
 
@@ -197,7 +197,7 @@ def test_runs_that_nobody_kills(calm: list[Trial]) -> None:
         assert not any(strangers(path) for path in checkpoints)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=50)
 def test_runs_are_killed_and_every_survivor_ends_by_itself(killed: list[Trial]) -> None:
     assert sum(any(rank.code == -signal.SIGKILL for rank in trial.ranks) for trial in killed) >= 42
     for trial in killed:
@@ -528,7 +528,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-def test_a_failed_save_that_nobody_asked_about_is_told_at_exit(forks: Forks, tmp_path: Path) -> None:
+def test_a_failed_save_that_nobody_waited_for_is_reported_at_exit(forks: Forks, tmp_path: Path) -> None:
     [ranks] = forks.run([Run("forget", {"directory": str(tmp_path)})])
     for rank in ranks:
         assert not rank.hung

@@ -137,7 +137,7 @@ def test_only_floating_point_tensors_are_cast(saved: Any, tmp_path: Path, dtype:
     assert_same(load_all(export(path, tmp_path / "out", dtype=dtype)), wanted)
 
 
-def test_values_that_fp16_has_not_are_told(tmp_path: Path) -> None:
+def test_values_that_fp16_cannot_hold_are_reported(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     nn.init.constant_(model.weight, 1e6)
     path = zeroshard.save(tmp_path / "saved", model).path
@@ -428,7 +428,7 @@ def test_verify_reads_everything(copied: Path, capsys: pytest.CaptureFixture[str
     assert f"{first.name} cannot be read" in capsys.readouterr().err
 
 
-def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_anything_but_a_checkpoint_is_reported_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list_checkpoints(tmp_path)
     for command in (["inspect", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "out")]):
         assert main(command) == 1

@@ -67,6 +67,6 @@ def test_one_tensor_is_asked_for_at_a_time_and_a_wrong_one_is_refused(tmp_path: 
     assert asked == ["a", "b", "a", "b"]
 
 
-def test_weights_that_are_missing_are_told_by_name(tmp_path: Path) -> None:
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model.safetensors is missing"):
         SafetensorsWeights(tmp_path)

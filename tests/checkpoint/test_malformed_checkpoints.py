@@ -154,7 +154,10 @@ HOSTILE: dict[str, tuple[Callable[[Plain], object], str]] = {  # what is changed
     "huge": (of_a_huge_tensor, "other-00009-00000000.safetensors is missing"),
     "no counters": (no_counters, "0.weight has the optimizer states .* but no step"),
     "a counter that is text": (at("optimizer", "counters", "0.weight", "step", to="2"), "has step '2'"),
-    "a counter that is no number": (at("optimizer", "counters", "0.weight", "step", to={"$float": "nan"}), "step nan"),
+    "a counter that is NaN": (
+        at("optimizer", "counters", "0.weight", "step", to={"$float": "nan"}),
+        "step nan",
+    ),
     "no table of counters": (without("optimizer", "counters"), "optimizer"),
     "counters of a state": (at("optimizer", "counters", "0.weight", "exp_avg", to=1.0), "exp_avg both"),
     "rate of text": (
@@ -285,7 +288,7 @@ def test_any_change_of_an_index_loads_the_same_values_or_is_refused(data: Any, s
 
 
 @pytest.mark.parametrize("name", ["../elsewhere/step-2", "ABSOLUTE", "step-2/../../elsewhere/step-2", "a\0b"])
-def test_latest_names_a_checkpoint_beside_it(name: str, sound: Path, tmp_path: Path) -> None:
+def test_latest_names_a_checkpoint_next_to_it(name: str, sound: Path, tmp_path: Path) -> None:
     elsewhere = Path(shutil.copytree(sound, tmp_path / "elsewhere" / "step-2"))
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "latest").write_text(str(elsewhere) if name == "ABSOLUTE" else name)
@@ -294,7 +297,7 @@ def test_latest_names_a_checkpoint_beside_it(name: str, sound: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["../a.safetensors", "ABSOLUTE", "", 3])
-def test_a_weight_map_names_files_beside_it(name: Any, tmp_path: Path) -> None:
+def test_a_weight_map_names_files_next_to_it(name: Any, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(2, 2)}, tmp_path / "a.safetensors")
@@ -335,7 +338,7 @@ def test_commands_tell_a_hostile_index_in_a_line(
         rewrite(path, HOSTILE[what][0])
         assert main(["inspect", str(path), "--verify"]) == 1
         assert "zeroshard inspect: " in capsys.readouterr().err
-        if what != "huge":  # which is no weight
+        if what != "huge":  # which is not a weight
             assert main(["export", str(path), str(tmp_path / f"{what} out")]) == 1
             assert capsys.readouterr().err.startswith("zeroshard export: ")
         assert not (tmp_path / f"{what} out").exists()

@@ -67,7 +67,7 @@ def run(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """The exit status, output and errors of a command without ranks, called here: a program would import torch anew."""
+    """Return exit status, output and errors of a command without ranks, called here: a program would import torch."""
     exit_message = ""
     try:
         status = main([str(argument) for argument in arguments])
@@ -160,6 +160,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
 # ------------------------------------------------------------------------------------------------ what a run leaves
 
 
+@pytest.mark.slow(seconds=15)
 def test_a_run_learns_and_says_so_in_plain_lines(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = whole
     assert done.returncode == 0, done.stderr
@@ -273,6 +274,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     return SimpleNamespace(out=out, ranks=ranks, addresses=addresses, status=status, output=output, left=left)
 
 
+@pytest.mark.slow(seconds=15)
 def test_a_run_on_one_machine_listens_on_loopback_alone(killed: SimpleNamespace) -> None:
     assert len(killed.ranks) == 2
     assert len(killed.addresses) >= 3  # of the store and of gloo on each rank: the look finds some
@@ -295,6 +297,7 @@ def test_a_killed_rank_ends_the_run_and_resuming_repeats_the_rest_bit_for_bit(
     assert held_out(killed.out)[STEPS] == held_out(reference)[STEPS]
 
 
+@pytest.mark.slow(seconds=20)
 def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -317,6 +320,7 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on_with_other_ranks_and_stage(
         assert loss == pytest.approx(expected[step], rel=1e-3), step  # sums over other ranks round otherwise
 
 
+@pytest.mark.slow(seconds=15)
 def test_a_loss_that_is_not_a_number_stops_with_the_last_good_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [*SMALL, *SHORT_TEXT, "--steps", "3", "--checkpoint-every", "1", "--keep", "2"]
@@ -349,6 +353,7 @@ def test_a_rank_that_fails_alone_ends_the_run_with_its_own_error(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ ways to start it
 
 
+@pytest.mark.slow(seconds=15)
 def test_under_torchrun_it_joins_and_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run_processes(1, trained, [*SMALL, "--steps", "2", "--eval-every", "0", "--out", str(out)])
@@ -365,6 +370,7 @@ def test_under_torchrun_it_joins_and_goes_on_with_another_number_of_ranks(tmp_pa
     assert "from step 2" in done.stdout and sorted(losses(out)) == list(range(1, 6))
 
 
+@pytest.mark.slow(seconds=10)
 def test_under_srun_it_joins(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -576,7 +582,7 @@ def test_an_unknown_command_is_refused_with_the_nearest() -> None:
     assert "did you mean 'train'?" in done.stderr
 
 
-def test_dry_run_tells_the_memory_of_the_papers_models() -> None:
+def test_dry_run_prints_the_memory_of_the_papers_models() -> None:
     told = dry_run(read_options("--model paper-100b --precision bf16 --batch 800".split()), ranks=400)
     assert "101,509,193,728 parameters" in told
     assert re.search(r"^states +1\.62 TB +409\.\d+ GB +206\.\d+ GB +3\.55 GB$", told, re.M)

@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class Branching(nn.Module):
-    """Runs its blocks in the order it is told, which a rank-dependent branch would make differ."""
+    """Runs its blocks in the order that is set, which a rank-dependent branch would make differ."""
 
     def __init__(self, hidden: tuple[int, ...]) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_a_rank_that_leaves_out_or_adds_a_call_is_an_error_on_all(how: str, stag
         assert re.search(rf"rank {1 - rank}|ranks \[{1 - rank}\]", text), text
 
 
-def test_all_ranks_changing_their_way_together_is_no_error() -> None:
+def test_all_ranks_changing_their_way_together_is_not_an_error() -> None:
     def body(rank: int, model):
         model = copy.deepcopy(model)
         model, optimizer = zeroshard.shard(model, adam(model), stage=3, timeout=TIMEOUT)

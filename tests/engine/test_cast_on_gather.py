@@ -46,7 +46,7 @@ def flats_of(model: Any) -> list[Any]:
 
 
 def assert_no_copy_of(model: Any) -> None:
-    """Flats with an fp32 master have no shard beside it, and nobody's full parameters are there."""
+    """Flats with an fp32 master have no other shard, and nobody's full parameters are there."""
     for flat in flats_of(model):
         casts = flat.master is not None and flat.dtype != torch.float32
         assert (flat.shard is None) == casts, flat.names
@@ -424,7 +424,7 @@ def test_a_bad_value_is_refused(value: Any) -> None:
         Config(cast_on_gather=value)
 
 
-def test_ranks_that_do_not_agree_on_it_are_told() -> None:
+def test_ranks_that_do_not_agree_on_it_raise() -> None:
     def body(rank: int) -> None:
         with pytest.raises(zeroshard.RanksDisagreeError, match="cast_on_gather is True here and False on rank 0"):
             zeroshard.shard(make_net(), stage=3, precision="bf16", cast_on_gather=rank == 1, timeout=10)

@@ -471,7 +471,7 @@ def test_a_hook_of_the_model_may_read_its_parameters() -> None:
     run_threads(2, body)
 
 
-def test_an_edit_that_a_failed_backward_would_lose_is_told_by_the_next_forward() -> None:
+def test_an_edit_that_a_failed_backward_would_lose_is_reported_by_the_next_forward() -> None:
     """Stage 3 keeps the model's own parameters in memory from its forward to its backward."""
 
     def body(rank: int) -> None:

@@ -129,7 +129,7 @@ def test_states_wait_for_an_update_ahead_of_the_step_that_reads_them(monkeypatch
 
     def slow(*arguments: Any) -> Generator[None, None, None]:
         began.set()
-        ended.wait(0.2)  # nobody sets it: whoever does not wait for the update is sure to be too early
+        ended.wait(0.2)  # nobody sets it: a use that does not wait for the update is surely too early
         yield from ahead(*arguments)
         ended.set()
 

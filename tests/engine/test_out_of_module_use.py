@@ -118,7 +118,7 @@ def test_what_a_forward_was_given_stays_for_its_own_backward(how: str, step: Ste
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_loose_uses_of_several_forwards_are_told_apart(step: Step) -> None:
+def test_loose_uses_of_several_forwards_are_kept_apart(step: Step) -> None:
     train(Reads, step)
 
 
@@ -155,7 +155,7 @@ def test_the_graph_that_a_backward_made_outlives_another_backward(kind: Any) -> 
 
 
 class Codes(nn.Module):
-    """Returns its weight's memory beside what it computes."""
+    """Returns its weight's memory with what it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class AllUnits(Net):
 
 
 class Caught(TwoUnits):
-    """An operation raises after its parameters were brought, and the model goes on."""
+    """An operation raises after its parameters were unsharded, and the model goes on."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = super().forward(ids)
@@ -338,7 +338,7 @@ class InsideFunc(Net):
     [Probed, Caught, partial(FallsBack, inside=False), partial(FallsBack, inside=True), InsideFunc],
     ids=["before a probe", "raising operation", "raising module", "inside a raising module", "torch.func"],
 )
-def test_backward_brings_what_was_used_loosely(kind: Any) -> None:
+def test_backward_unshards_what_was_used_loosely(kind: Any) -> None:
     train(kind, token_step, run=run_processes)
 
 

@@ -131,7 +131,7 @@ class KeepsView(Net):
 
 
 class KeepsDetached(Net):
-    """Keeps what is no view to autograd, but the parameter's memory all the same."""
+    """Keeps what is not a view to autograd, but the parameter's memory all the same."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x, kept = self.embedding(ids), self.embedding.weight.detach()

@@ -208,7 +208,7 @@ def test_gradients_within_a_step(kind: Any, step: Step, stage: int) -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_backward_that_makes_a_graph(stage: int) -> None:
-    """What is reduced is no part of it, in the second step either, and may be written into as ever."""
+    """What is reduced is not part of it, in the second step either, and may be written into as ever."""
 
     def step(model: Any, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
@@ -426,7 +426,7 @@ def _three_steps(rank: int, kind: Any, act: Any, sharded: bool) -> dict[str, tor
         (Layers, go_back_to_a_side_loss_after_a_write_of_nothing),
     ],
 )
-def test_calls_and_graphs_inside_and_beside_a_forward(kind: Any, act: Any) -> None:
+def test_calls_and_graphs_inside_and_outside_a_forward(kind: Any, act: Any) -> None:
     expected = _three_steps(0, kind, act, False)
     for found in run_processes(2, _three_steps, kind, act, True):
         for name, value in expected.items():

@@ -590,7 +590,7 @@ def test_scaling_a_loss_of_any_dtype_loses_nothing(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
-def test_without_fp16_there_is_no_scale(precision: str | None) -> None:
+def test_without_fp16_nothing_is_scaled(precision: str | None) -> None:
     model = copy.deepcopy(net())
     _, optimizer = zeroshard.shard(model, adamw(model), precision=precision)
     loss = torch.tensor(3.0)

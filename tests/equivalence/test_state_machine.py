@@ -1,4 +1,4 @@
-"""Everything a user may call, in any order, beside a plain model (see `lockstep.py`).
+"""Everything a user may call, in any order, compared with a plain model (see `lockstep.py`).
 
 The test runs a short, fixed selection of sequences. A long run, by command:
 
@@ -192,7 +192,7 @@ add_rule("reshard", stage=st.integers(0, 3), freeze=st.none() | NAMES, thaw=st.b
 
 
 def run_sequences(number: int, start: int | None, steps: int, quick: bool = False) -> None:
-    """Run so many sequences; without ``start`` always the same."""
+    """Run random sequences; without ``start`` always the same."""
     phases = [Phase.generate] if quick else [Phase.generate, Phase.shrink]
     chosen = settings(
         max_examples=number,
@@ -214,8 +214,8 @@ def run_sequences(number: int, start: int | None, steps: int, quick: bool = Fals
     run_state_machine_as_test(machine, settings=chosen)
 
 
-@pytest.mark.slow
-def test_a_sharded_model_stays_beside_a_plain_one() -> None:
+@pytest.mark.slow(seconds=50)
+def test_a_sharded_model_stays_equal_to_a_plain_one() -> None:
     run_sequences(100, 1, 12)
 
 
@@ -287,7 +287,7 @@ def change_data_right_after_a_step(both: Lockstep) -> None:
     both.edit("blocks.0.up.bias", "data.mul_", 0)
 
 
-def set_a_gradient_beside_a_loss_scale(both: Lockstep) -> None:
+def set_a_gradient_under_a_loss_scale(both: Lockstep) -> None:
     both.assign_gradient("scale", 3)
     both.look("full")
     both.train(2)
@@ -331,7 +331,7 @@ def leave_an_outer_block_by_an_exception(both: Lockstep) -> None:
 
 
 SEQUENCES = [
-    set_a_gradient_beside_a_loss_scale,
+    set_a_gradient_under_a_loss_scale,
     give_a_frozen_parameter_a_gradient,
     write_nothing_before_a_backward,
     edit_what_a_new_group_trains,
@@ -356,7 +356,7 @@ SPECIAL: dict[Callable[[Lockstep], None], dict[str, Any]] = {
     backward_of_a_checkpointed_block_after_a_step: {"checkpointed": True},
     change_data_right_after_a_step: {"offload": "host"},
     load_over_loaded_values: {"offload": "host"},
-    set_a_gradient_beside_a_loss_scale: {"precision": "fp16"},
+    set_a_gradient_under_a_loss_scale: {"precision": "fp16"},
     give_a_frozen_parameter_a_gradient: {"frozen": True},
     edit_what_a_new_group_trains: {"precision": "fp16"},
 }
@@ -451,7 +451,7 @@ def _parent(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     """The long run's command line."""
-    parser = argparse.ArgumentParser(description="Run many sequences of calls beside a plain model.")
+    parser = argparse.ArgumentParser(description="Run many sequences of calls and compare with a plain model.")
     parser.add_argument("--sequences", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)

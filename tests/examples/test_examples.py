@@ -94,6 +94,7 @@ def load(name: str) -> ModuleType:
 # ------------------------------------------------------------------------------------------------------- in one file
 
 
+@pytest.mark.slow(seconds=10)
 def test_the_plain_loop_learns_reports_and_leaves_checkpoints_that_it_goes_on_from(tmp_path: Path) -> None:
     options = f"--layers 2 --width 32 --context 32 --checkpoints {tmp_path / 'kept'} --steps".split()
     output = run("plain_loop.py", *options, 40)
@@ -205,6 +206,7 @@ def rank_of(agent: int) -> int:
     raise AssertionError(f"torchrun {agent} has no rank")
 
 
+@pytest.mark.slow(seconds=30)
 def test_two_nodes_meet_and_go_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     out, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text(shakespeare()[:40_000])

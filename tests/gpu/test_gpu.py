@@ -402,7 +402,7 @@ def checkpoints_on_gpu(rank: int, world: int, path: Path, stage: int) -> tuple[A
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 3)])
-def test_a_checkpoint_is_copied_beside_training_and_loads_on_gpu_and_cpu(
+def test_a_checkpoint_is_copied_during_training_and_loads_on_gpu_and_cpu(
     world: int, stage: int, tmp_path: Path
 ) -> None:
     for saved, continued, again in run_processes(world, checkpoints_on_gpu, world, tmp_path, stage):

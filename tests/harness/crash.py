@@ -6,7 +6,7 @@ that: it ends as Python ends, with its threads waited for and its exit functions
 
 [Note: moments]
 A save changes the disk by few calls: make a directory, open a file, sync, move, remove. The instants before and after
-each of them are the moments of a rank, and a rank can be told to kill itself, or its whole run, at one of them. Any
+each of them are the moments of a rank, and a rank can be set to kill itself, or its whole run, at one of them. Any
 two kills between neighbouring moments leave the same names on disk, so moments cover what kills by the clock may miss.
 """
 
@@ -71,7 +71,7 @@ class Table(nn.Module):
 
 
 def tables(numel: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of about so many elements whose states are a function of the number of steps, and its optimizer."""
+    """Return a model of about `numel` elements and its optimizer; the states depend only on the number of steps."""
     model = nn.Sequential(Table(numel // 2), Table(numel // 3), Table(7))
     return model, torch.optim.AdamW(model.parameters(), lr=0.125)
 
@@ -100,7 +100,7 @@ def train(
     """Save after each step, and die at a moment where told: as "0" or "1" alone or as "both".
 
     Returns how many moments there were and how long all saves took. The last step whose save is known to be done is
-    written beside the directory.
+    written next to the directory.
     """
     model, optimizer = zeroshard.shard(*tables(numel), stage=stage, timeout=timeout)
     known = Path(f"{directory}.known")
@@ -132,7 +132,7 @@ def train(
 
 @contextmanager
 def room(nbytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond so many bytes, as on a disk that fills up."""
+    """Let no file of this process grow beyond `nbytes`, as on a disk that fills up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))  # Python ignores the signal: writes fail
     try:

@@ -27,7 +27,7 @@ class LossError(Exception):
 
 
 class Net(nn.Module):
-    """Blocks of which one may be left out."""
+    """Blocks; one may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def fault(
 ) -> Any:
     """Train; rank ``by`` does ``what`` in one of the steps. ``apart``: as if on machines of their own.
 
-    Returns what this rank was told, how long after the fault, and how long its own call had taken by then.
+    Returns the error of this rank, how long after the fault, and how long its own call had taken by then.
     """
     if apart:
         peers._machine_id = lambda: f"machine-{rank}"

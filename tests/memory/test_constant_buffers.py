@@ -296,7 +296,7 @@ MODES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("stage", [1, 3])  # gradients of each unit apart, and all in one piece of memory
-def test_batches_are_exact_in_every_precision_and_clipped_alike(stage: int, mode: dict[str, Any]) -> None:
+def test_batches_are_exact_in_every_precision_and_clipped_equally(stage: int, mode: dict[str, Any]) -> None:
     run = functools.partial(train, world=2, kind="AdamW fused", max_norm=0.1, stage=stage, **mode)
     with uncut():
         whole = run_threads(2, run)[0]
@@ -306,7 +306,7 @@ def test_batches_are_exact_in_every_precision_and_clipped_alike(stage: int, mode
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @every_stage
-def test_unused_parameters_and_groups_are_updated_alike(stage: int, precision: str) -> None:
+def test_unused_parameters_and_groups_are_updated_equally(stage: int, precision: str) -> None:
     with seeded(0):
         base = Skips()
 
@@ -584,7 +584,7 @@ class Pair(nn.Module):
 
 @every_stage
 def test_gradients_that_are_carried_on_are_counted_and_can_be_cleared_one_by_one(stage: int) -> None:
-    """A backward after the reduction adds to what is reduced: replicated gradients keep that beside the new sum."""
+    """A backward after the reduction adds to what is reduced: replicated gradients keep that next to the new sum."""
 
     def body(rank: int) -> None:
         model = Pair()

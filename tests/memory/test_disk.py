@@ -253,7 +253,7 @@ def test_children_of_the_process_do_not_have_its_buffers() -> None:
     near, holds = aligned_buffer(PAGE_BYTES), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
-        if not first.endswith(":"):  # a map's addresses, before what is told of it
+        if not first.endswith(":"):  # a map's addresses, before what is said of it
             start, stop = (int(address, 16) for address in first.split("-"))
             holds = start <= near.data_ptr() < stop
         elif holds and first == "VmFlags:":
@@ -303,7 +303,7 @@ def test_the_smallest_gap_that_is_large_enough_is_taken() -> None:
 
 
 @pytest.mark.parametrize("holes", [True, False])
-def test_a_tensor_made_anew_is_zero_and_the_file_does_not_grow(
+def test_a_tensor_made_again_is_zero_and_the_file_does_not_grow(
     directory: Path, holes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not holes:
@@ -346,7 +346,7 @@ def test_the_limit_is_kept(tmp_path: Path) -> None:
     assert disk.used_bytes == 3 * PAGE_BYTES
 
 
-def test_a_full_disk_is_told_when_space_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_when_space_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, reserve = Disk(tmp_path), os.posix_fallocate
 
     def full(descriptor: int, offset: int, nbytes: int) -> None:
@@ -628,7 +628,7 @@ def test_a_transfer_under_way_does_not_keep_the_interpreter(tmp_path: Path, end:
 
 
 @pytest.mark.slow
-def test_limits_of_the_system_and_of_the_user_are_told(tmp_path: Path) -> None:
+def test_limits_of_the_system_and_of_the_user_are_reported(tmp_path: Path) -> None:
     locked = Path(tempfile.mkdtemp())  # where another user comes to, too
     locked.chmod(0o555)
     process = start(

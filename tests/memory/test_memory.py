@@ -30,7 +30,7 @@ MODES = [(stage, world) for world in (2, 4) for stage in (0, 1, 2, 3)]
 def formula(stage: int, ranks: int) -> float:
     """Bytes a parameter of model states under mixed-precision Adam: the paper's table 1, where stage 3 has 16/N.
 
-    Here that keeps no 16-bit parameters beside their masters.
+    Here that keeps no 16-bit parameters next to their masters.
     """
     return {0: 16, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 14 / ranks}[stage]
 

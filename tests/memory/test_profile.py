@@ -94,7 +94,7 @@ def test_a_parameter_that_is_not_there_is_refused_with_the_nearest() -> None:
         zeroshard.full_parameter(model, "head.wait")
 
 
-def test_states_are_described_without_bringing_them() -> None:
+def test_states_are_described_without_loading_them() -> None:
     def body(rank: int):
         model, optimizer = sharded(3)
         nothing = optimizer._states.describe()

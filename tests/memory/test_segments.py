@@ -155,7 +155,7 @@ def test_an_emptied_cache_is_not_mistaken_for_a_candidate_that_reserves_little(
     assert NEEDED <= allocator.reserved() < 1.1 * NEEDED
 
 
-def test_larger_inputs_begin_it_anew(allocator: Allocator) -> None:
+def test_larger_inputs_restart_it(allocator: Allocator) -> None:
     segments = SegmentPreallocator(torch.device("cuda", 0))
     train(segments, allocator, 6, length=0.5)
     assert allocator.reserved() < 0.6 * NEEDED
@@ -363,7 +363,7 @@ def test_a_guess_needs_what_it_promises_however_short_the_time(seconds: float) -
 
 
 @pytest.mark.parametrize(("sizes", "most"), [([1.5] * 4, 14), ([18.5, 1.5, 1.5], 24), ([9, 9, 6, 6], 38)])
-def test_what_a_small_model_needs_is_no_share_of_20_mb(sizes: list[float], most: int) -> None:
+def test_what_a_small_model_needs_is_not_a_share_of_20_mb(sizes: list[float], most: int) -> None:
     requests = [(number, int(size * MB)) for number, size in enumerate(sizes)]
     best, *_, without = SegmentSearch(requests).search(seconds=4)
     assert best.reserved_bytes <= most * MB < without.reserved_bytes, best

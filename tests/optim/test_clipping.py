@@ -104,7 +104,7 @@ def test_clipped_training_equals_the_plain_run(place: str, max_norm: float, norm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_processes_over_gloo_clip_alike(world: int) -> None:
+def test_processes_over_gloo_clip_equally(world: int) -> None:
     for stage in (0, 1, 2, 3):
         for norms in run_processes(world, gloo_rank, world, stage):
             assert norms == pytest.approx([plain_norm(2.0), plain_norm(math.inf)], rel=1e-6)

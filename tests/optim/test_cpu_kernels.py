@@ -1,7 +1,7 @@
 """The native host updates: torch's numbers to the bit, whatever is read and written on the way, and how they are built.
 
-Equality is asserted wherever torch rounds every element alike, whatever its roundings are: see [Note: detecting torch's
-rounding].
+Equality is asserted wherever torch rounds every element the same way, whatever its roundings are: see
+[Note: detecting torch's rounding].
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_a_job_is_finished_immediately_if_no_other_is_ready() -> None:
 
 @pytest.mark.parametrize("fails", ["begin", "end"])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_job_that_fails_is_told_so_and_harms_no_other(fails: str, which: int) -> None:
+def test_a_job_that_fails_raises_and_harms_no_other(fails: str, which: int) -> None:
     log = JobLog()
     names = ["a", "b", "c"]
     jobs = [log.do(n, log.kernel, name, fails if n == which else "") for n, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""The update in one pass: which runs it takes, what it is told of them, and that nothing else changes.
+"""The update in one pass: which runs it takes, what it gets of them, and that nothing else changes.
 
 The kernel itself needs a GPU (test_fused_adam_gpu.py). In its place stands one of torch's own operations (one_pass.py),
 so that a run in one pass equals torch's way to the bit here, too.
@@ -185,7 +185,7 @@ def test_unused_parameters_are_left_alone(stage: int) -> None:
 
 
 def overflows(rank: int, world: int, stage: int, make: Make = fused) -> dict[str, torch.Tensor]:
-    """Five steps, of which the second and the fourth overflow on one rank."""
+    """Five steps; the second and the fourth overflow on one rank."""
     model = copy.deepcopy(NET)
     options = {"stage": stage, "precision": "fp16", "bucket_size": 200, "loss_scale": 64.0}
     model, optimizer = zeroshard.shard(model, make(model), **options)
@@ -206,7 +206,7 @@ def test_after_an_overflow_nothing_changes_and_no_step_is_counted(stage: int) ->
         assert run_threads(2, overflows, 2, stage)[0]["head.weight step"].item() == 3
 
 
-# ---------------------------------------------------------------------------------------------- beside torch's way
+# ---------------------------------------------------------------------------------------- compared with torch's way
 
 
 def half_fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -243,7 +243,7 @@ def test_ranks_agree_on_an_overflow_that_not_all_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("tiers", [{"optimizer": ("host", 0.5)}, {"optimizer": ("host", 0.5), "parameters": "host"}])
-def test_what_rests_on_the_device_beside_other_tiers(tiers: Any, clip: float | None) -> None:
+def test_what_rests_on_the_device_next_to_other_tiers(tiers: Any, clip: float | None) -> None:
     def body(rank: int, world: int, clear: bool) -> dict[str, torch.Tensor]:
         found = train(rank, world, offload=tiers, bucket_size=2048, clip=clip, clear=clear)
         return {name: value.clone() for name, value in found.items()}

@@ -28,7 +28,7 @@ MANY = 300  # updates in line: the last is not begun, let alone over, when it ha
 
 
 class Update:
-    """One Adam update beside its old values, and what is to come of it."""
+    """One Adam update with its old values and the expected result."""
 
     def __init__(self, kernels: CpuKernels, numel: int, seed: int = 0) -> None:
         chance = torch.Generator().manual_seed(seed)

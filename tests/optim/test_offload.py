@@ -291,7 +291,7 @@ def test_loaded_states_go_straight_to_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [offload("host"), offload("disk")], ids=["host", "disk"])
-def test_a_save_beside_training_has_the_states_of_its_moment(choice: Any, tmp_path: Path) -> None:
+def test_a_save_during_training_has_the_states_of_its_moment(choice: Any, tmp_path: Path) -> None:
     case = Case(steps=6, options={"stage": 2})
     model, optimizer = case.make(choice)
     loop(model, optimizer, replace(case, steps=3))
@@ -544,7 +544,7 @@ def test_a_disk_that_fails_ends_training_with_its_reason_until_a_load(
     assert_same(everything(model, sharded), everything_of(train(0, 1, case)))
 
 
-def test_a_failure_on_the_thread_of_updates_is_told_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_the_thread_of_updates_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = Case(options={"stage": 2}).make({"optimizer": "host", "speculate": False})
     net_loss(model, batches(1)[0]).backward()
 

@@ -16,7 +16,7 @@ from zeroshard.optim.cpu.apply import ChunkUpdater
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every update begin late: whoever does not wait for it is sure to be too early."""
+    """Let every update begin late: a use that does not wait for it is surely too early."""
     update = ChunkUpdater.update
 
     def later(*arguments: Any) -> Any:

@@ -38,7 +38,7 @@ class Broken:
         self.query()
 
 
-def test_a_device_that_fails_is_told_by_its_job_and_does_not_end_the_worker() -> None:
+def test_a_device_that_fails_fails_its_job_and_does_not_end_the_worker() -> None:
     worker = UpdateWorker()
     moment: Any = Broken()
     with pytest.raises(RuntimeError, match="illegal memory access"):

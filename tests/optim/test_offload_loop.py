@@ -508,9 +508,7 @@ class Borrowing(torch.nn.Module):
 
 
 @pytest.mark.parametrize("read", [False, True], ids=["by the model", "between steps"])
-def test_whoever_uses_a_parameter_that_is_being_updated_waits_for_it(
-    read: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_use_of_a_parameter_that_is_being_updated_waits_for_it(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(offload: Any) -> list[float]:
         torch.manual_seed(0)
         model = Borrowing()
@@ -527,7 +525,7 @@ def test_whoever_uses_a_parameter_that_is_being_updated_waits_for_it(
     plain, update = train(None), ChunkUpdater.update
 
     def late(*arguments: Any) -> Any:
-        time.sleep(0.05)  # whoever does not wait is sure to be too early
+        time.sleep(0.05)  # a use that does not wait is surely too early
         return update(*arguments)
 
     monkeypatch.setattr(ChunkUpdater, "update", late)

@@ -182,13 +182,13 @@ def test_parameters_below_stage_three_stay_on_several_ranks() -> None:
 
 
 @pytest.mark.parametrize("other", [None, ("host", 0.5), {"optimizer": "host", "host_bytes": "1GB"}], ids=str)
-def test_ranks_that_are_told_different_things_all_hear_of_it(other: Any) -> None:
+def test_ranks_with_different_options_all_raise(other: Any) -> None:
     other = {"optimizer": other} if isinstance(other, tuple) else other
     for said in run_threads(2, refused, ["host", other], 3):
         assert "rank 1: offload is" in said and "on rank 0" in said
 
 
-def test_where_one_rank_has_no_directory_all_ranks_are_told(tmp_path: Path) -> None:
+def test_where_one_rank_has_no_directory_all_ranks_raise(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone")
     choices = [{"optimizer": "disk", "directory": str(tmp_path)}, {"optimizer": "disk", "directory": gone}]
     for said in run_threads(2, refused, choices, 3):
@@ -254,7 +254,7 @@ def test_when_one_rank_loses_its_disk_no_process_is_left_waiting(stage: int) -> 
 
 
 class Branching(torch.nn.Module):
-    """Leaves one of its blocks out, as it is told."""
+    """Leaves out the block that is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,6 +292,6 @@ def branch(rank: int, stage: int, failing: bool, offload: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [False, True], ids=["another branch", "a failed forward"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_forward_that_differs_on_one_rank_is_no_harm_where_parameters_stay(stage: int, failing: bool) -> None:
+def test_a_forward_that_differs_on_one_rank_is_harmless_where_parameters_stay(stage: int, failing: bool) -> None:
     wanted = run_threads(2, branch, stage, failing, None)
     assert_same(run_threads(2, branch, stage, failing, "host"), wanted)

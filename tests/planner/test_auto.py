@@ -202,7 +202,7 @@ def test_what_is_chosen_is_the_fastest_that_fits_and_really_fits(name: str, prec
     assert any(most > 0.85 * limit for limit, most, _, _ in outcomes)  # and that leave little space
 
 
-# ------------------------------------------------------------------------------------------- all ranks alike
+# ----------------------------------------------------------------------------------------- equal on all ranks
 
 
 def sharded(model: nn.Module, limit: int | None = None, **options: Any) -> tuple[nn.Module, Any]:
@@ -745,7 +745,7 @@ def test_measured_rates_count_more_than_a_preset(monkeypatch: pytest.MonkeyPatch
     assert found.bandwidth == 123e9
 
 
-def test_a_decision_survives_being_told() -> None:
+def test_a_decision_survives_being_sent() -> None:
     offload = zeroshard.Offload(optimizer={"host": 0.5, "disk": 0.5}, parameters="host", directory=Path("x"))
     said = auto.PlanDecision(auto.Strategy(stage=3, offload=offload, checkpoint="host"), "because")
     found = auto.PlanDecision.from_json(said.as_json)

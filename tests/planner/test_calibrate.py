@@ -383,7 +383,7 @@ def lost(rank: int, directory: str) -> None:
 
 
 @pytest.mark.slow
-def test_where_one_rank_has_no_disk_all_are_told(tmp_path: Path) -> None:
+def test_where_one_rank_has_no_disk_all_raise(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failure:
         run_processes(2, lost, str(tmp_path), timeout=60)
     assert sorted(failure.value.accounts) == [0, 1]

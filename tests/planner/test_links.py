@@ -92,7 +92,7 @@ def test_a_small_message_takes_the_tree() -> None:
     assert collective_seconds(machine, "all-reduce", 0, 1024) == pytest.approx(2 * (3e-6 + 7 * 5e-6))
 
 
-def test_groups_beside_each_other_share_a_nodes_link() -> None:
+def test_neighbouring_groups_share_a_nodes_link() -> None:
     machine = made()
     one = collective_seconds(machine, "all-gather", 16e9, 16)  # all of two nodes: the whole link of 80 GB/s
     assert one == pytest.approx(16e9 * 15 / 16 / 80e9)
@@ -132,7 +132,7 @@ def test_the_papers_cluster() -> None:
         ({"nbytes": -1}, "nbytes must be at least 0, got -1"),
     ],
 )
-def test_what_is_no_collective_is_refused(changes: dict[str, object], words: str) -> None:
+def test_an_unknown_collective_is_refused(changes: dict[str, object], words: str) -> None:
     asked: dict[str, object] = {"kind": "all-gather", "nbytes": 1, "ranks": 2, **changes}
     with pytest.raises(ValueError, match=words):
         collective_seconds(made(), **asked)  # type: ignore[arg-type]

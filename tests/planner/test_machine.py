@@ -129,7 +129,7 @@ def test_a_file_may_begin_from_a_preset_and_is_named_after_itself(tmp_path: Path
         ({"outside": {"bandwidth": 0, "latency": 0}}, "outside: bandwidth must be a number above 0, got 0"),
     ],
 )
-def test_what_is_no_machine_is_refused_as_an_argument_and_in_a_file(
+def test_a_wrong_machine_is_refused_as_an_argument_and_in_a_file(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):

@@ -16,7 +16,7 @@ CONFIG = GPTConfig(vocab_size=500, context=8, layers=3, heads=2, width=32)
 
 
 class Adapted(nn.Module):
-    """Frozen parameters in bf16 beside trained ones in fp32, in every block."""
+    """Frozen parameters in bf16 and trained ones in fp32, in every block."""
 
     def __init__(self) -> None:
         super().__init__()

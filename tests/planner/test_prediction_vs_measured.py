@@ -1,4 +1,4 @@
-"""The planner beside real runs: one rank of several, on the fake backend, counted by torch's own allocator events.
+"""The planner against real runs: one rank of several, on the fake backend, counted by torch's own allocator events.
 
 The cases are those of `python -m benchmarks planner`, which prints the same comparison as a table; here they are tiny.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.suites import planner as beside
+from benchmarks.suites import planner as suite
 from zeroshard.comm.collectives import Communicator
 
 pytestmark = pytest.mark.slow  # real processes, programs, or seconds of training
@@ -38,21 +38,21 @@ OTHERS = {
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine's description, and few steps. A CPU's ranks talk gloo, for which all gradients are packed."""
     monkeypatch.setattr(Communicator, "reduce_scatter_overwrites_input", True)
-    monkeypatch.setattr(beside, "WARMUP", 2)
-    monkeypatch.setattr(beside, "STEPS", 1)
+    monkeypatch.setattr(suite, "WARMUP", 2)
+    monkeypatch.setattr(suite, "STEPS", 1)
     path = tmp_path / "machine.json"
     path.write_text('{"like": "cpu"}')
     return path
 
 
 def compared(case: dict[str, Any], machine: Path) -> dict[str, Any]:
-    chosen = beside.Case(**{"model": "gpt", **GPT, "precision": "fp32", **case})
-    result: dict[str, Any] = beside.measure(asdict(chosen), str(machine), "cpu")
+    chosen = suite.Case(**{"model": "gpt", **GPT, "precision": "fp32", **case})
+    result: dict[str, Any] = suite.measure(asdict(chosen), str(machine), "cpu")
     return result
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gpts_states_and_peak_are_foretold(name: str, machine: Path) -> None:
+def test_a_gpts_states_and_peak_are_predicted(name: str, machine: Path) -> None:
     result = compared(CASES[name], machine)
     assert result["predicted_states"] == pytest.approx(result["states"], rel=0.001)
     # On a CPU what the host's updates take for themselves comes from the same allocator as the device's memory.
@@ -61,7 +61,7 @@ def test_a_gpts_states_and_peak_are_foretold(name: str, machine: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models_are_foretold_too(name: str, machine: Path) -> None:
+def test_other_models_are_predicted_too(name: str, machine: Path) -> None:
     if "llama" in name:
         pytest.importorskip("transformers")
     result = compared(OTHERS[name], machine)
@@ -71,7 +71,7 @@ def test_other_models_are_foretold_too(name: str, machine: Path) -> None:
 
 def test_a_case_is_planned_before_it_runs(machine: Path) -> None:
     """Nothing of a run reaches its plan: the plan alone gives the same figures."""
-    case = beside.Case(model="gpt", **GPT, precision="fp32", ranks=4, stage=2)
-    alone = beside.predict(case, beside.Machine.resolve(machine))
+    case = suite.Case(model="gpt", **GPT, precision="fp32", ranks=4, stage=2)
+    alone = suite.predict(case, suite.Machine.resolve(machine))
     assert alone["predicted_peak"] == compared({"ranks": 4, "stage": 2}, machine)["predicted_peak"]
     assert not torch.distributed.is_initialized()

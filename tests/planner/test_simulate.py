@@ -100,7 +100,7 @@ def test_a_deep_subject_is_planned_as_the_model_itself() -> None:
 
 
 class Narrowing(nn.Module):
-    """Blocks that are not alike: each is half as wide inside as the one before."""
+    """Blocks that differ: each is half as wide inside as the one before."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Narrowing(nn.Module):
         return x
 
 
-def test_blocks_that_are_not_alike_are_noticed() -> None:
+def test_blocks_that_differ_are_noticed() -> None:
     example = torch.empty(1, 64, device="meta")
     with torch.device("meta"):
         models = [Narrowing(2), Narrowing(3)]
@@ -222,7 +222,7 @@ def test_partitioned_memory_shrinks_with_devices() -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_does_not_fit_is_told() -> None:
+def test_a_stage_that_does_not_fit_is_reported() -> None:
     found = swept(memory="1.7GB", devices=(1, 64), checkpoint="recompute")
     told = {one.stage: one.fits_from for one in found.scaling}
     assert told[0] is None and told[3] == 64

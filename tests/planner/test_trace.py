@@ -115,7 +115,7 @@ def test_a_tied_weight_is_finished_last() -> None:
 
 
 class Branches(nn.Module):
-    """Two branches of which only one leads to the loss, and a parameter of its own."""
+    """Two branches, only one of them leads to the loss, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
 
 
 def test_checkpoint_is_torchs_own() -> None:
-    """A user's own recomputation, of something that is no block."""
+    """A user's own recomputation, of something that is not a block."""
 
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -342,7 +342,7 @@ def test_checkpoint_is_torchs_own() -> None:
     assert sum(op.name == "gelu" for op in found.ops) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_every_block_keeps_its_input_however_many_there_are() -> None:
     """An input that is gone leaves its address to another: each is kept all the same."""
     found = trace_model(gpt(layers=40), micro_batch=2, checkpoint="recompute")
@@ -436,7 +436,7 @@ def test_what_was_written_into_is_not_known_any_more() -> None:
         trace_model(Looks("written"), (torch.empty(2, 3, 4), torch.ones(2, 3)), micro_batch=2)
 
 
-def test_a_models_own_error_is_told_as_such() -> None:
+def test_a_models_own_error_is_reported_as_such() -> None:
     class Typo(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)[{"a": 1}["b"]]
@@ -463,7 +463,7 @@ def test_sequences_that_the_model_does_not_take_are_refused() -> None:
             trace_model(gpt(), sequence=sequence)
 
 
-def test_a_loss_that_fails_is_told_as_such() -> None:
+def test_a_loss_that_fails_is_reported_as_such() -> None:
     targets = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"loss raised RuntimeError(.|\n)*create the targets there too"):
         trace_model(

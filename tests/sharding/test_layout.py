@@ -9,7 +9,7 @@ from zeroshard.sharding.layout import ALIGN_ELEMENTS, FlatLayout, ParamRange, Ra
 sizes = st.one_of(st.sampled_from([0, 1, ALIGN_ELEMENTS - 1, ALIGN_ELEMENTS, ALIGN_ELEMENTS + 1]), st.integers(0, 500))
 cuts = {"numels": st.lists(sizes, max_size=7), "bucket_size": st.integers(1, 700), "parts": st.integers(1, 9)}
 
-settings.register_profile("no timing", deadline=None)  # a slow machine is no failure
+settings.register_profile("no timing", deadline=None)  # a slow machine is not a failure
 settings.load_profile("no timing")
 
 

@@ -160,7 +160,7 @@ def test_limits_are_kept_with_buffers_and_whole_pages(
         assert not held(bodies, rests, "disk")["optimizer"]
 
 
-def test_gradients_follow_the_states_they_update_unless_told_otherwise() -> None:
+def test_gradients_follow_the_states_they_update_by_default() -> None:
     bodies = [body(640), body(640), body(640, trained=False), body(640)]
     rests, _ = assign_tiers(bodies, Offload(optimizer=("host", 0.5)), partitioned_gradients=True)
     assert [rest.gradients for rest in rests] == ["device", "device", "device", "host"]  # the second is cut

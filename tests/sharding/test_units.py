@@ -50,7 +50,7 @@ def test_groups_grow_with_the_square_root_of_the_blocks(blocks: int, most: int, 
 
 @pytest.mark.slow
 def test_behind_a_group_are_six_times_as_many_blocks() -> None:
-    """The last ones run backward beside all the activations there are."""
+    """The last ones run backward while all activations are in memory."""
     sizes = sizes_of(deep(192))
     assert sizes[-12:] == [1] * 12 and sizes[-16:-12] == [3, 2, 2, 2]
     assert all(6 * size <= sum(sizes[number + 1 :]) for number, size in enumerate(sizes) if size > 1)

@@ -320,7 +320,7 @@ def test_an_absent_part_is_refused_by_name_and_comes_with_gathered() -> None:
     run_threads(4, body)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_accumulation_and_frozen_parameters() -> None:
     model = built(gpt)
     model.tokens.requires_grad_(False)
@@ -442,7 +442,7 @@ def test_a_plain_parameter_between_divided_layers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_tensor_ranks_hold_alike_stays_alike_when_one_rank_writes(stage: int) -> None:
+def test_what_tensor_ranks_replicate_stays_equal_when_one_rank_writes(stage: int) -> None:
     model = built(gpt)
 
     def body(rank: int) -> torch.Tensor:
@@ -456,7 +456,7 @@ def test_what_tensor_ranks_hold_alike_stays_alike_when_one_rank_writes(stage: in
         assert values.eq(5.0).all()
 
 
-def test_ranks_with_different_plans_are_told() -> None:
+def test_ranks_with_different_plans_raise() -> None:
     plans: list[dict[str, Any]] = [
         {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
         {"blocks.*.up": ColwiseParallel(output_layouts=Replicate())},

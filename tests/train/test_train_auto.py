@@ -78,7 +78,7 @@ def text(directory: Path) -> list[str]:
         ("--configuration C4 --stage auto", ("stage",)),
     ],
 )
-def test_what_is_given_beside_it_is_not_left_open(flags: str, left: tuple[str, ...]) -> None:
+def test_what_is_given_explicitly_is_not_left_open(flags: str, left: tuple[str, ...]) -> None:
     assert read_options(flags.split()).sharding.auto == left
 
 
@@ -301,8 +301,8 @@ def test_a_run_chooses_once_says_why_and_goes_on_with_it(tensor: int, tmp_path: 
     for name in ("stage", "micro_batch", "recompute", "offload_activations", "offload", "batch", "tensor", "auto"):
         assert resumed.to_flat_dict()[name] == chosen.to_flat_dict()[name]
     assert resumed.sharding.machine is None  # it was for planning alone
-    anew = read_options(["--out", out, "--resume", "--auto"])
-    assert anew.sharding.auto == EVERY and anew.training.micro_batch is None and anew.training.batch == 16
+    again = read_options(["--out", out, "--resume", "--auto"])
+    assert again.sharding.auto == EVERY and again.training.micro_batch is None and again.training.batch == 16
 
 
 def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str) -> None:
@@ -318,7 +318,7 @@ def test_a_run_that_fits_nowhere_leaves_nothing_behind(tmp_path: Path, tiny: str
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_a_dry_run_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model 7.6b --layers 4 --ranks 8 --batch 64 --auto --machine h100 --dry-run".split()
     assert main(flags) == 0

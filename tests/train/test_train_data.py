@@ -26,7 +26,7 @@ from zeroshard.train.data.tokenizer import (
     train_tokenizer,
 )
 
-settings.register_profile("no timing", deadline=None)  # a slow machine is no failure
+settings.register_profile("no timing", deadline=None)  # a slow machine is not a failure
 settings.load_profile("no timing")
 
 LINES = "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n\n" * 20
@@ -121,7 +121,7 @@ def test_a_limit_saved_with_a_tokenizer_does_not_cut_texts(tmp_path: Path) -> No
     assert len(loaded.encode("a").ids) == 1
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_anything_but_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist: pass a tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"tokenizer gpt-nowhere does not exist: pass a tokenizer\.json"):
@@ -485,7 +485,7 @@ def test_the_batch_is_the_same_for_every_number_of_ranks(step: int, seed: int, b
 def test_a_resumed_run_sees_the_same_batches() -> None:
     straight = loader()
     batches = [straight.batch(step, 0, 1)[0] for step in range(40)]
-    for step in (39, 17, 0, 25):  # in any order, from a loader made anew
+    for step in (39, 17, 0, 25):  # in any order, from a new loader
         assert torch.equal(loader().batch(step, 0, 1)[0], batches[step])
     assert not torch.equal(loader(seed=6).batch(0, 0, 1)[0], batches[0])
 

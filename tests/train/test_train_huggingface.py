@@ -41,7 +41,7 @@ LLAMA = {**SHAPE, **WIDE, "num_key_value_heads": 2, "max_position_embeddings": 3
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(
         **SHAPE, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    ),  # tied; its blocks' projections are drawn anew by the modules around them
+    ),  # tied; its blocks' projections are drawn again by the modules around them
     "llama": lambda: transformers.LlamaConfig(**LLAMA),  # untied, with a buffer that is not stored
     "mixtral": lambda: transformers.MixtralConfig(
         **LLAMA, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5
@@ -350,7 +350,7 @@ def test_weights_from_scratch_are_saved_in_the_configs_dtype(tmp_path: Path) -> 
 
 
 def test_a_modules_values_are_final_when_its_turn_is_over(tmp_path: Path) -> None:
-    """So that a checkpoint can overwrite them one by one: no parent draws a child's weight anew later."""
+    """So that a checkpoint can overwrite them one by one: no parent draws a child's weight again later."""
     opened = open_model(config_only("gpt2", tmp_path))
     finished: dict[str, torch.Tensor] = {}
 

@@ -238,7 +238,7 @@ def test_many_ranks_are_not_drawn_one_by_one_but_listed(tmp_path: Path, extra: i
     assert "rank 63" in page.text()
 
 
-def test_phases_are_marked_and_the_allocator_is_drawn_beside_what_is_known(full: Dom) -> None:
+def test_phases_are_marked_and_the_allocator_is_drawn_next_to_what_is_known(full: Dom) -> None:
     timeline = full.figures()["timeline"]
     assert [note["text"] for note in timeline["layout"]["annotations"]] == ["forward", "backward", "step"]
     assert [shape["x0"] for shape in timeline["layout"]["shapes"]] == [0, 80, 140]  # milliseconds
@@ -283,7 +283,7 @@ def test_strings_of_a_run_stay_strings(full: Dom, tmp_path: Path) -> None:
     assert "<img" not in drawn
 
 
-def test_a_sample_that_is_no_valid_unicode_is_written(tmp_path: Path) -> None:
+def test_a_sample_that_is_invalid_unicode_is_written(tmp_path: Path) -> None:
     samples = [{"step": 1, "prompt": "", "text": "half \ud83d of a pair"}]
     assert "half ? of a pair" in page_of(make_run(tmp_path, RUN | {"samples": samples})).text()
 

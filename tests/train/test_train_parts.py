@@ -165,7 +165,7 @@ def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
         ("my own mistake", False),
     ],
 )
-def test_what_gloo_says_of_another_rank_is_no_error_of_ones_own(
+def test_what_gloo_says_of_another_rank_is_not_this_ranks_error(
     error: str, missed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ERROR_DIR_ENV, str(tmp_path))
@@ -174,7 +174,7 @@ def test_what_gloo_says_of_another_rank_is_no_error_of_ones_own(
     assert told.startswith("rank 1 was killed" if missed else "rank 0 failed")
 
 
-def test_the_rank_that_failed_first_is_told(tmp_path: Path) -> None:
+def test_the_rank_that_failed_first_is_reported(tmp_path: Path) -> None:
     def tell(rank: int, moment: float, missed: bool) -> None:
         report = {"rank": rank, "time": moment, "message": f"story of {rank}", "is_peer_lost": missed}
         (tmp_path / f"{rank}.error.json").write_text(json.dumps(report))
@@ -194,7 +194,7 @@ def test_a_signal_is_forwarded_to_every_rank_and_is_the_exit_status(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = number.name.removeprefix("SIG")
-    rank = tmp_path / "rank"  # stands for Python: a rank that stops when it is told to
+    rank = tmp_path / "rank"  # stands for Python: a rank that stops when asked to
     told = f"trap 'touch {tmp_path}/told.$RANK; exit {128 + number}' {name}"
     rank.write_text(f"#!/bin/sh\n{told}\ntouch {tmp_path}/up.$RANK\nwhile :; do sleep 0.05; done\n")
     rank.chmod(0o755)
@@ -229,7 +229,7 @@ def beat(rank: int) -> list[tuple[int, float, float | None, bool]]:
 
 
 @pytest.mark.slow
-def test_all_ranks_know_the_mean_loss_and_that_one_was_told_to_stop() -> None:
+def test_all_ranks_know_the_mean_loss_and_that_one_has_to_stop() -> None:
     assert run_processes(2, beat) == [[(1, 1.5, 2.0, True), (2, 2.5, None, False)]] * 2
 
 

@@ -339,7 +339,7 @@ def test_all_configurations_have_a_flag() -> None:
         ('configuration = "C5"', ["--no-offload-activations"], 2, False),
     ],
 )
-def test_what_is_given_beside_a_configuration_counts_more(
+def test_options_given_with_a_configuration_override_it(
     file: str, flags: list[str], stage: int, offload: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "a.toml").write_text(file)

@@ -101,7 +101,7 @@ def test_plain_lines_reach_the_file_at_once(tmp_path: Path) -> None:
 def test_plain_lines_for_all_else() -> None:
     def use(view: RunView) -> None:
         view.show_header([("model", "GPT"), ("out directory", "runs/a")])
-        for _ in range(2):  # the same bytes are told once
+        for _ in range(2):  # the same bytes are printed once
             view.show_memory(HELD, PLAIN)
         view.show_evaluation(20, 5.901)
         view.show_message("saved")
@@ -178,7 +178,7 @@ def test_the_live_view_shows_the_run_without_wrapping(columns: int) -> None:
     assert {len(line) for line in lines[1:] if line} == {columns - 2}  # the terminal echoes ^C there
 
 
-def test_at_120_columns_memory_stands_beside_the_figures() -> None:
+def test_at_120_columns_memory_is_next_to_the_figures() -> None:
     narrow, wide = (last_panel(live_text(watched, columns=columns)) for columns in (80, 120))
     assert len(wide) < len(narrow)
     assert any("loss" in line and "plain data parallelism" in line for line in wide)
