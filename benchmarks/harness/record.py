@@ -27,11 +27,11 @@ class Record:
     def __init__(self, command: str, device: str, out: Path | None) -> None:
         self.results: list[Result] = []
         self._tables: dict[str, dict[str, Any]] = {}
-        self._out = out
+        self._out, self.machine = out, machine(device)
         self._head = {
             "command": shlex.join(["python", "-m", "benchmarks", command, *_arguments(command)]),
             "date": datetime.date.today().isoformat(),
-            "machine": machine(device),
+            "machine": self.machine,
         }
 
     def add(self, result: Result) -> None:
@@ -83,10 +83,10 @@ def machine(device: str) -> Result:
     }
 
 
-def describe(device: str) -> str:
-    """Describe the machine in a line."""
-    found = machine(device)
-    return f"{found['device']}, {found['cores']} cores, torch {found['torch']}, Python {found['python']}"
+def describe(found: Result) -> str:
+    """Return what is known of a machine in a line."""
+    forms = {"device": "{}", "cores": "{} cores", "torch": "torch {}", "python": "Python {}"}
+    return ", ".join(form.format(found[key]) for key, form in forms.items() if found.get(key))
 
 
 def _arguments(command: str) -> list[str]:

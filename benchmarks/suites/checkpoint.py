@@ -222,5 +222,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
         found = run_ranks(measure_rank, count, backend, directory=directory, **fixed)
     record.add({**fixed, "ranks": count, **found})
-    print(f"{count} ranks, {found['bytes'] / 1e9:.2f} GB in all, {describe(chosen.device)}")
+    print(f"{count} ranks, {found['bytes'] / 1e9:.2f} GB in all, {describe(record.machine)}")
     show(found["bytes"], found["seconds"], record)

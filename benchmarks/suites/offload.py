@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import zeroshard
-from benchmarks.harness.record import Result, describe, failure, gigabytes, median, ratio, spread
+from benchmarks.harness.record import Result, failure, gigabytes, median, ratio, spread
 from benchmarks.harness.training import Memory, alone, measure_steps
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import DeepSpeedLoop, Job, Loop, deepspeed, floor, fsdp2, ours
@@ -294,6 +294,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="for states on disk")
     chosen = parse(parser, argv)
     trials = Trials("offload", measure, chosen)
-    print(f"one rank alone, {describe(chosen.device)}")
+    print("one rank alone")
     for section in chosen.only:
         sections[section]()

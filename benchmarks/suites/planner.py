@@ -13,7 +13,6 @@ case was used to make the planner: the scratch memory of kernels was read in the
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.record import Result, describe, failure, gigabytes, ratio
+from benchmarks.harness.record import Result, failure, gigabytes, ratio
 from benchmarks.harness.training import Memory, StateBytes, alone, measure_steps, one_rank
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import Job, ours
@@ -143,24 +142,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", type=Path, help="a machine's JSON, instead of calibrating")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     chosen = parse(parser, argv)
-    trials = Trials("planner", measure, chosen)
+    trials = Trials("planner", measure, chosen, device=chosen.device)
     with tempfile.TemporaryDirectory() as folder:
         path = chosen.machine or Path(folder, "machine.json")
         if chosen.machine is None:
-            result = trials.run(case={}, machine="", device=chosen.device)
+            result = trials.run(case={}, machine="")
             if "rates" not in result:
                 raise SystemExit(f"this machine could not be calibrated: {failure(result)}")
             path.write_text(str(result["rates"]))
-        print(f"{describe(chosen.device)}\n{path.read_text()}", flush=True)
-        table = [_row(name, str(path), trials, chosen) for name in chosen.cases]
+        print(f"{path.read_text()}", flush=True)
+        table = [_row(name, str(path), trials, chosen.tiny) for name in chosen.cases]
     print("\npredicted and measured; GB, ms")
     compared = ("states", "measured", "ratio", "peak", "measured", "ratio", "reserved", "step", "measured", "ratio")
     trials.show("beside", ("case", "ranks", *compared, ""), table)
 
 
-def _row(name: str, path: str, trials: Trials, chosen: argparse.Namespace) -> list[Any]:
-    case = CASES[name].tiny if chosen.tiny else CASES[name]
-    result = trials.run(name=name, case=asdict(case), machine=path, device=chosen.device)
+def _row(name: str, path: str, trials: Trials, tiny: bool) -> list[Any]:
+    case = CASES[name].tiny if tiny else CASES[name]
+    result = trials.run(name=name, case=asdict(case), machine=path)
     states = [gigabytes(result.get(key)) for key in ("predicted_states", "states")]
     peak = [gigabytes(result.get(key)) for key in ("predicted_peak", "allocated")]
     step = [result.get("predicted_ms"), result.get("ms")] if case.ranks == 1 else [None, None]

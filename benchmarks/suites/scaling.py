@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness.collectives import ECHO
-from benchmarks.harness.record import Result, describe, failure, median
+from benchmarks.harness.record import Result, failure, median
 from benchmarks.harness.training import one_rank
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import VARIANTS, Job
@@ -113,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(COMPARED))
     chosen = parse(parser, argv)
     trials, slopes = Trials("scaling", measure, chosen), []
-    print(describe(chosen.device))
     for axis in chosen.only:
         sizes = (TINY if chosen.tiny else SIZES)[axis]
         given = {"axis": axis, "device": chosen.device, "steps": chosen.steps, "tiny": chosen.tiny}
