@@ -5,6 +5,7 @@ A record has the command, the machine with its versions, the date, all results, 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -91,11 +92,9 @@ def describe(found: Result) -> str:
 
 def _arguments(command: str) -> list[str]:
     """Return what followed the command on the command line, without --out."""
-    given = sys.argv[2:] if sys.argv[1:2] == [command] else []
-    if "--out" in given:
-        at = given.index("--out")
-        del given[at : at + 2]
-    return [word for word in given if not word.startswith("--out=")]
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--out")
+    return parser.parse_known_args(sys.argv[2:] if sys.argv[1:2] == [command] else [])[1]
 
 
 def median(results: Sequence[Result], key: str) -> float | None:

@@ -55,10 +55,6 @@ class Trials:
                     notes[variant] = failure(self.run(variant=variant, **given))
         return notes
 
-    def run_in_turns(self, repeats: int, cases: Sequence[dict[str, Any]]) -> list[Result]:
-        """Measure several cases, interleaved."""
-        return [self.run(**case) for _ in range(repeats) for case in cases]
-
     def matching(self, **arguments: Any) -> list[Result]:
         """Return the results so far of trials with these arguments."""
         return [result for result in self._record.results if arguments.items() <= result.items()]

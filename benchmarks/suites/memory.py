@@ -21,6 +21,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -169,7 +170,8 @@ def show_modes(trials: Trials, rows: Sequence[str], steps: int, repeats: int) ->
     table = []
     modes = [mode for mode in MODES if mode != "none"]
     for row in rows:
-        trials.run_in_turns(repeats, [{"row": row, "mode": mode, "steps": steps} for mode in modes])
+        for _, mode in product(range(repeats), modes):
+            trials.run(row=row, mode=mode, steps=steps)
         by_torch = median(trials.matching(row=row, mode="torch", steps=steps), "ms")
         for mode in modes:
             runs = trials.matching(row=row, mode=mode, steps=steps)
