@@ -5,8 +5,9 @@
     python -m benchmarks docs --add FILE peers/large   # first make FILE, written with --out, the record of this run
 
 A results file has the runs of one suite by name. On a page, what stands between `<!-- peers/large -->` and
-`<!-- end -->` is built: the command of the run, the machine, and its tables, or those that SECTIONS selects. All other
-text on a page is written by hand.
+`<!-- end -->` is built: the command of the run, the machine, and all its tables. To select, the first comment goes on
+in TOML: each `[[show]]` has the fields of a `Table` and, for a chart, `bar` and `label`. All other text on a page is
+written by hand.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import ROOT, cell, encode, markdown
+from benchmarks.harness.record import ROOT, cell, describe, encode, markdown
 
 PAGES = ("README.md", "docs/benchmarks.md")
-BLOCK = re.compile(r"^<!-- (?P<name>[\w .]+/[\w .]+) -->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?ms)^<!-- (?P<name>[\w .]+/[\w .]+)(?P<shown>\n[^>]*| )-->\n.*?^<!-- end -->$")
 Row = dict[str | int, Any]  # a table's row: cells by the head of their column and by its index
 BAR_LENGTH, NAME_LENGTH = 40, 30  # characters
-Column = str | tuple[str | int, str]
+Column = str | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Table:
     def build(self, tables: Mapping[str, Any]) -> str:
         """Return the table as Markdown."""
         columns = self.columns or tuple(enumerate(tables[self.names[0]]["heads"]))
-        pairs = [column if isinstance(column, tuple) else (column, column) for column in columns]
+        pairs = [(column, column) if isinstance(column, str) else column for column in columns]
         rows = [[row[key] for key, _ in pairs] for row in self.read(tables)]
         for row, above in zip(rows[:0:-1], rows[-2::-1], strict=True):
             row[0] = None if row[0] == above[0] else row[0]
@@ -67,117 +69,35 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars of text, by table and variant, as long as ``value``; ``label`` is filled in with the cells of a row."""
+    """Bars of text, by table and variant, as long as ``bar``; ``label`` is filled in with the cells of a row."""
 
     table: Table
-    value: str
+    bar: str
     label: str
 
     def build(self, tables: Mapping[str, Any]) -> str:
         """Return the chart as a block of text."""
         lines, rows, group = ["```"], self.table.read(tables), ""
-        scale = BAR_LENGTH / max(row[self.value] for row in rows)
+        scale = BAR_LENGTH / max(row[self.bar] for row in rows)
         for row in rows:
             lines += [row["table"]] if row["table"] != group else []
             group = row["table"]
             label = self.label.format_map({str(head): cell(value) for head, value in row.items()})
-            lines.append(f"  {row['variant']:<{NAME_LENGTH}} {'█' * round(scale * row[self.value])} {label}")
+            lines.append(f"  {row['variant']:<{NAME_LENGTH}} {'█' * round(scale * row[self.bar])} {label}")
         return "\n".join([*lines, "```"])
 
 
 BOTH, LARGE = ("FSDP2", "zeroshard 3"), ("1.4B, batch 16", "7.6B, batch 4")
-OWN, SMALL = "zeroshard 3, own recomputation", ("1.4B, batch 2", "0.2B (48×512), batch 2")
-OTHER = ("1.4B, sequence 4096, batch 4", "experts (12×1024, 8 each), batch 8", "LoRA on 1.4B, batch 8")
-TIMES = ("variant", "ms a step", "of the floor", ("of the best peer", "of FSDP2"))
-OF_PEERS = ("variant", "ms a step", "of the floor", "of the best peer")
-MEMORY = ("allocated GB", ("allocated of the best peer", "of FSDP2's"), "reserved GB", "of allocated")
-PEERS_MEMORY = ("allocated GB", ("allocated of the best peer", "of the least peer's"), "reserved GB", "of allocated")
-GROWTH = [f"{name}, {what}" for what in ("host ms", "step ms") for name in ("floor", *BOTH)]
-MEGABYTES = [*(f"{name}, collectives" for name in BOTH), *(f"{name}, MB" for name in ("floor", *BOTH))]
-MEGABYTES += [f"{name}, reserved MB" for name in BOTH]
-DURING = ("a step ms", ("a step beside it ms", "a step during the write ms"))
-PEAKS = ("allocated GB", "reserved GB")
 AT_BATCH_2 = (("allocated at peak GB", "allocated at peak, batch 2, GB"), "traffic a step")
 OF_FLOOR = ("ms a step", ("of the floor", "of forward and backward alone"), "allocated GB")
-PLANNED_STATES = ((2, "states GB"), (3, "measured GB"))
-PLANNED_PEAK = ((5, "peak GB"), (6, "measured GB"), (7, "predicted / measured"))
-PLANNED_TIME = ((9, "step ms"), (10, "measured ms"), (11, "predicted / measured"))
-BUCKETS = (("bucket_size", "`bucket_size`"), "ms a step", "host ms", ("collectives", "collectives a step"))
-
-SECTIONS: dict[str, list[Table | Chart]] = {  # of other runs, all tables are shown whole
-    "checkpoint/gpu": [
-        Table(["saving"]),
-        Table(["beside"], ("", "pause ms", "of a host copy", "first pause ms", *DURING)),
-    ],
-    "peers/large": [
-        Table(LARGE, (("table", "GPT, batch"), *TIMES, "TFLOPS", "MFU", "host ms", *MEMORY, "sent Ψ")),
-        Chart(Table(LARGE, rows=BOTH), "reserved GB", "{reserved GB} GB reserved, {allocated GB} allocated"),
-    ],
-    "peers/host": [
-        Table(SMALL, (("table", "GPT, batch"), *TIMES, "host ms", *MEMORY, "sent Ψ", "collectives")),
-        Chart(Table(SMALL, rows=(*BOTH, OWN)), "ms a step", "{ms a step} ms, {of the floor} of the floor"),
-    ],
-    "peers/other": [Table(OTHER, (("table", "row"), *TIMES, "host ms", *MEMORY, "sent Ψ", "collectives"))],
-    "peers/accumulated": [
-        Table(["1.4B, batch 2, accumulated 8 times"], (*OF_PEERS, "host ms", *PEERS_MEMORY, "sent Ψ", "collectives"))
-    ],
-    "peers/alone": [
-        Table(
-            ["1.4B, batch 16, alone", "convolutions (100×64), batch 32"],
-            (("table", "row"), *OF_PEERS, "TFLOPS", "host ms", *PEERS_MEMORY),
-        )
-    ],
-    "peers/cpu": [
-        Table(
-            ["32×64, batch 2"], (*OF_PEERS, "host ms", "host of the floor", *PEERS_MEMORY[:2], "sent Ψ", "collectives")
-        )
-    ],
-    "scaling/cpu": [
-        Table(["slopes"], ("one more", ("variant", "by"), "host µs", "above the floor's", "host ms at none"))
-    ],
-    "scaling/depth": [
-        Table(["depth"], (("depth", "blocks"), *GROWTH)),
-        Table(["depth, memory"], (("depth", "blocks"), *MEGABYTES)),
-    ],
-    "scaling/ranks": [Table(["ranks"], ("ranks", *GROWTH)), Table(["ranks, memory"], ("ranks", *MEGABYTES))],
-    "scaling/parameters": [Table(["parameters"], ("parameters", *GROWTH))],
-    "host_adam/14 threads": [
-        Table(["adam"], ("AdamW", "ns a parameter", "GB/s", ("times torch fused, bf16", "of torch's speed")))
-    ],
-    "memory/stress": [
-        Table(["stress"], ("", "limit GB", "steps", "ended by", "reserved GB", ("retries", "allocator retries")))
-    ],
-    "activations/batches": [
-        Table(["batches"], ("recomputed by", "fits", "does not", ("of zeroshard's", "of recomputation alone")))
-    ],
-    "offload/step": [
-        Table(
-            ["step"],
-            ("", "ms a step", "spread", "of the floor", "of the better peer", *PEAKS, ("gone GB", "host memory GB")),
-            rows=("device floor", "host floor", "zeroshard", "FSDP2, CPUOffloadPolicy"),
-        )
-    ],
-    "offload/fractions": [Table(["fractions"], ((0, "optimizer states on the host"), "ms a step", *PEAKS, "host GB"))],
-    "buckets/1.4b": [Table(["buckets"], (*BUCKETS, "buckets GB"))],
-    "buckets/7.6b": [Table(["buckets"], (*BUCKETS, "buckets GB", ("allocated GB", "allocated at peak GB")))],
-    "planner/memory": [Table(["beside"], ("case", "ranks", *PLANNED_STATES, *PLANNED_PEAK, (8, "reserved GB")))],
-    "planner/times": [Table(["beside"], ("case", *PLANNED_TIME, *PLANNED_PEAK))],
-}
+PARTITIONED = ("nothing (plain data parallelism)", "optimizer states", "and gradients", "and parameters")
 README: dict[str, tuple[str, Table]] = {  # blocks without a command → the run they show
     "readme/stages": (
         "stages/1.4b",
         Table(
             ["stages"],
             ("stage", "partitioned", ("model states GB", "model states a rank, GB"), "formula", *AT_BATCH_2),
-            words={
-                "partitioned": (
-                    "nothing (plain data parallelism)",
-                    "optimizer states",
-                    "and gradients",
-                    "and parameters",
-                ),
-                "formula": ("16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "14Ψ/N"),
-            },
+            words={"partitioned": PARTITIONED, "formula": ("16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "14Ψ/N")},
         ),
     ),
     "readme/peers": (
@@ -204,18 +124,20 @@ def read_record(root: Path, run: str) -> dict[str, Any]:
 
 def describe_run(record: Mapping[str, Any]) -> str:
     """Return the command of a run, and in a line where and when it ran."""
-    machine = record["machine"]
-    known = {"device": "{}", "cores": "{} cores", "torch": "torch {}", "python": "Python {}"}
-    words = [form.format(machine[key]) for key, form in known.items() if machine.get(key)]
-    commit = machine.get("commit") or ""
+    commit = record["machine"].get("commit") or ""
     changes = " with changes" if commit.endswith("-dirty") else ""
     commit = f", commit {commit.removesuffix('-dirty')}{changes}" if commit else ""
-    return f"```\n{record['command']}\n```\n\n{', '.join(words)}; {record['date']}{commit}."
+    return f"```\n{record['command']}\n```\n\n{describe(record['machine'])}; {record['date']}{commit}."
 
 
-def build_block(name: str, root: Path) -> str:
+def select(bar: str = "", label: str = "", **table: Any) -> Table | Chart:
+    """Return what a `[[show]]` of a page selects."""
+    return Chart(Table(**table), bar, label) if bar else Table(**table)
+
+
+def build_block(name: str, shown: str, root: Path) -> str:
     """Return the text of a block."""
-    run, *parts = README.get(name) or (name, *SECTIONS.get(name, ()))
+    run, *parts = README.get(name) or (name, *(select(**each) for each in tomllib.loads(shown).get("show", ())))
     record = read_record(root, run)
     try:
         texts = [part.build(record["tables"]) for part in parts or [Table([table]) for table in record["tables"]]]
@@ -231,7 +153,8 @@ def build_page(page: str, root: Path) -> str:
         raise SystemExit(f"{page}: each block begins with <!-- SUITE/RUN --> and ends with <!-- end -->")
 
     def build(block: re.Match[str]) -> str:
-        return f"<!-- {block['name']} -->\n\n{build_block(block['name'], root)}\n\n<!-- end -->"
+        text = build_block(block["name"], block["shown"], root)
+        return f"<!-- {block['name']}{block['shown']}-->\n\n{text}\n\n<!-- end -->"
 
     return BLOCK.sub(build, text)
 

@@ -5,6 +5,7 @@ A record has the command, the machine with its versions, the date, all results, 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -27,11 +28,11 @@ class Record:
     def __init__(self, command: str, device: str, out: Path | None) -> None:
         self.results: list[Result] = []
         self._tables: dict[str, dict[str, Any]] = {}
-        self._out = out
+        self._out, self.machine = out, machine(device)
         self._head = {
             "command": shlex.join(["python", "-m", "benchmarks", command, *_arguments(command)]),
             "date": datetime.date.today().isoformat(),
-            "machine": machine(device),
+            "machine": self.machine,
         }
 
     def add(self, result: Result) -> None:
@@ -83,19 +84,17 @@ def machine(device: str) -> Result:
     }
 
 
-def describe(device: str) -> str:
-    """Describe the machine in a line."""
-    found = machine(device)
-    return f"{found['device']}, {found['cores']} cores, torch {found['torch']}, Python {found['python']}"
+def describe(found: Result) -> str:
+    """Return what is known of a machine in a line."""
+    forms = {"device": "{}", "cores": "{} cores", "torch": "torch {}", "python": "Python {}"}
+    return ", ".join(form.format(found[key]) for key, form in forms.items() if found.get(key))
 
 
 def _arguments(command: str) -> list[str]:
     """Return what followed the command on the command line, without --out."""
-    given = sys.argv[2:] if sys.argv[1:2] == [command] else []
-    if "--out" in given:
-        at = given.index("--out")
-        del given[at : at + 2]
-    return [word for word in given if not word.startswith("--out=")]
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--out")
+    return parser.parse_known_args(sys.argv[2:] if sys.argv[1:2] == [command] else [])[1]
 
 
 def median(results: Sequence[Result], key: str) -> float | None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.record import Record, Result, failure
+from benchmarks.harness.record import Record, Result, describe, failure
 
 TIMED_OUT = "no result after"
 ERROR_LENGTH = 3000  # characters that are kept of a failed process, its last ones
@@ -34,10 +34,12 @@ Measure = Callable[..., Result]
 
 
 class Trials:
-    """The trials of one command, within a budget of seconds."""
+    """The trials of one command, within a budget of seconds. ``given`` are arguments of all of them."""
 
-    def __init__(self, command: str, measure: Measure, options: argparse.Namespace) -> None:
-        self._measure, self._record = measure, Record(command, options.device, options.out)
+    def __init__(self, command: str, measure: Measure, options: argparse.Namespace, **given: Any) -> None:
+        self._measure, self._given = measure, given
+        self._record = Record(command, options.device, options.out)
+        print(describe(self._record.machine), flush=True)
         self.show = self._record.show
         self._budget, self._timeout = options.budget, options.timeout
         self._end = time.monotonic() + options.budget
@@ -53,16 +55,13 @@ class Trials:
                     notes[variant] = failure(self.run(variant=variant, **given))
         return notes
 
-    def run_in_turns(self, repeats: int, cases: Sequence[dict[str, Any]]) -> list[Result]:
-        """Measure several cases, interleaved."""
-        return [self.run(**case) for _ in range(repeats) for case in cases]
-
     def matching(self, **arguments: Any) -> list[Result]:
         """Return the results so far of trials with these arguments."""
         return [result for result in self._record.results if arguments.items() <= result.items()]
 
     def run(self, **arguments: Any) -> Result:
         """Measure once. Several threads may call this."""
+        arguments = {**self._given, **arguments}
         begin = time.monotonic()
         seconds = min(self._timeout, self._end - begin)
         if seconds > 0:

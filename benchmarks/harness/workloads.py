@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ class Workload:
         return cls(**{**given, "vocabulary": shape.vocabulary, "batch": batch, **changes})  # type: ignore[arg-type]
 
     @property
-    def tiny(self) -> Workload:
+    def tiny(self) -> Self:
         """The same at a size that a CPU trains in no time."""
         shape = {"layers": 2, "heads": 4, "width": 32, "batch": 2, "sequence": 16, "vocabulary": 64}
         return replace(self, **shape, accumulate=min(self.accumulate, 2), ranks=min(self.ranks, 8))  # type: ignore[arg-type]

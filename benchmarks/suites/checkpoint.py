@@ -36,6 +36,7 @@ from zeroshard.checkpoint.async_save import Snapshot
 Times = dict[str, list[float]]
 VARIANTS = ("raw", "zeroshard", "fsdp2")
 SHAPE = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50304, "context": 1024, "batch": 1}  # by default
+TINY = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 64, "context": 16}
 CHUNK_BYTES = 2**24
 
 
@@ -212,15 +213,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", type=Path, help="where to write (default: a temporary directory)")
     chosen = parse(parser, argv)
     count = chosen.ranks or (1 if chosen.device == "cuda" else 2)
-    shape = {name: getattr(chosen, name) for name in SHAPE}
+    shape = {name: getattr(chosen, name) for name in SHAPE} | (TINY if chosen.tiny else {})
     shape = {"place": "alone", "sequence": shape.pop("context"), **shape}
-    if chosen.tiny:
-        shape |= {"layers": 2, "width": 64, "heads": 4, "vocabulary": 64, "sequence": 16}
     record = Record("checkpoint", chosen.device, chosen.out)
     fixed = {"shape": shape, "device": chosen.device, "repeats": chosen.repeats}
     backend = "cpu:gloo,cuda:nccl" if chosen.device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
         found = run_ranks(measure_rank, count, backend, directory=directory, **fixed)
     record.add({**fixed, "ranks": count, **found})
-    print(f"{count} ranks, {found['bytes'] / 1e9:.2f} GB in all, {describe(chosen.device)}")
+    print(f"{count} ranks, {found['bytes'] / 1e9:.2f} GB in all, {describe(record.machine)}")
     show(found["bytes"], found["seconds"], record)

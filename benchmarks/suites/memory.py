@@ -21,11 +21,12 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.harness.record import Result, describe, gigabytes, median, ratio, spread
+from benchmarks.harness.record import Result, gigabytes, median, ratio, spread
 from benchmarks.harness.search import find_largest
 from benchmarks.harness.training import Memory, measure_steps, one_rank
 from benchmarks.harness.trials import Trials, catch_out_of_memory, make_parser, parse
@@ -83,11 +84,11 @@ def _train_lengths(training: Loop, memory: Memory, sequence: Sequence[int]) -> R
     return {"completed": completed, **how, "s": time.perf_counter() - begin, **memory.peak()}
 
 
-def show_steady(trials: Trials, rows: Sequence[str], device: str, steps: int, repeats: int) -> None:
+def show_steady(trials: Trials, rows: Sequence[str], steps: int, repeats: int) -> None:
     """Run all rows in steady state, the variants in turns."""
     table = []
     for row in rows:
-        trials.run_variants(VARIANTS, repeats, row=row, device=device, steps=steps)
+        trials.run_variants(VARIANTS, repeats, row=row, steps=steps)
         theirs = median(trials.matching(row=row, variant="fsdp2"), "reserved")
         for variant in VARIANTS:
             runs = trials.matching(row=row, variant=variant)
@@ -98,15 +99,15 @@ def show_steady(trials: Trials, rows: Sequence[str], device: str, steps: int, re
     trials.show("steady", heads, table)
 
 
-def show_stress(trials: Trials, row: str, device: str, steps: int) -> None:
+def show_stress(trials: Trials, row: str, steps: int) -> None:
     """Train on sequences of varying length under each variant's own limit, and FSDP2 under zeroshard's."""
-    needed = {v: trials.run(row=row, variant=v, device=device, steps=2).get("allocated") for v in VARIANTS}
+    needed = {v: trials.run(row=row, variant=v, steps=2).get("allocated") for v in VARIANTS}
     limits = {variant: nbytes / FILLED for variant, nbytes in needed.items() if nbytes}
     table = []
     for variant, owner in (("fsdp2", "fsdp2"), ("zeroshard", "zeroshard"), ("fsdp2", "zeroshard")):
         if owner not in limits:
             continue
-        run = trials.run(row=row, variant=variant, device=device, steps=steps, limit=limits[owner])
+        run = trials.run(row=row, variant=variant, steps=steps, limit=limits[owner])
         end = run.get("ended_by") or run.get("error") or run.get("out_of_memory") or "all steps done"
         limit = f"{limits[owner] / 1e9:.3f} ({owner}'s)"
         peaks = gigabytes(run.get("allocated")), gigabytes(run.get("reserved"))
@@ -124,14 +125,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="steps measured (default: 4, or 200 with --stress)")
     parser.add_argument("--stress", action="store_true", help=f"sequences of varying length instead, at {STRESSED}")
     chosen = parse(parser, argv)
-    trials = Trials("memory", measure, chosen)
-    print(f"one rank of 64, {describe(chosen.device)}")
+    trials = Trials("memory", measure, chosen, device=chosen.device)
+    print("one rank of 64")
     if chosen.stress:
         row = "tiny" if chosen.tiny else (chosen.rows or [STRESSED])[0]
-        show_stress(trials, row, chosen.device, chosen.steps or 200)
+        show_stress(trials, row, chosen.steps or 200)
     else:
         rows = ["tiny"] if chosen.tiny else chosen.rows or GPTS[:-1]
-        show_steady(trials, rows, chosen.device, chosen.steps or 4, chosen.repeats)
+        show_steady(trials, rows, chosen.steps or 4, chosen.repeats)
 
 
 def measure_mode(
@@ -164,12 +165,13 @@ def _largest_batch(train: Callable[..., Result], mode: str, memory: Memory) -> R
     return {**ends, "ended_early": found.error, "tried": found.tried}
 
 
-def show_modes(trials: Trials, rows: Sequence[str], device: str, steps: int, repeats: int) -> None:
+def show_modes(trials: Trials, rows: Sequence[str], steps: int, repeats: int) -> None:
     """Measure a step by mode, the modes in turns."""
     table = []
     modes = [mode for mode in MODES if mode != "none"]
     for row in rows:
-        trials.run_in_turns(repeats, [{"row": row, "mode": mode, "device": device, "steps": steps} for mode in modes])
+        for _, mode in product(range(repeats), modes):
+            trials.run(row=row, mode=mode, steps=steps)
         by_torch = median(trials.matching(row=row, mode="torch", steps=steps), "ms")
         for mode in modes:
             runs = trials.matching(row=row, mode=mode, steps=steps)
@@ -179,11 +181,11 @@ def show_modes(trials: Trials, rows: Sequence[str], device: str, steps: int, rep
     trials.show("steps", heads, table)
 
 
-def show_batches(trials: Trials, rows: Sequence[str], device: str, frugal: bool, memory: float | None) -> None:
+def show_batches(trials: Trials, rows: Sequence[str], frugal: bool, memory: float | None) -> None:
     """Find the largest batch by mode."""
     table, modes = [], [mode for mode in MODES if mode != "torch"]
     for row in rows:
-        found = {mode: trials.run(row=row, mode=mode, device=device, frugal=frugal, gigabytes=memory) for mode in modes}
+        found = {mode: trials.run(row=row, mode=mode, frugal=frugal, gigabytes=memory) for mode in modes}
         base = found.get("zeroshard", {}).get("fits")
         for mode, run in found.items():
             ended = run.get("ended_early") or run.get("error") or run.get("out_of_memory") or ""
@@ -206,9 +208,10 @@ def activations(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--frugal", action="store_true", help="for the largest batch: the loss one sequence at a time")
     parser.add_argument("--memory", type=float, help="GB, for the largest batch; otherwise host memory limits it")
     chosen = parse(parser, argv)
-    trials, rows = Trials("activations", measure_mode, chosen), ["tiny"] if chosen.tiny else chosen.rows
-    print(f"one rank of 64, {describe(chosen.device)}")
+    trials = Trials("activations", measure_mode, chosen, device=chosen.device)
+    rows = ["tiny"] if chosen.tiny else chosen.rows
+    print("one rank of 64")
     if chosen.only != "batches":
-        show_modes(trials, rows, chosen.device, chosen.steps, chosen.repeats)
+        show_modes(trials, rows, chosen.steps, chosen.repeats)
     if chosen.only != "steps":
-        show_batches(trials, rows, chosen.device, chosen.frugal, chosen.memory)
+        show_batches(trials, rows, chosen.frugal, chosen.memory)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import zeroshard
-from benchmarks.harness.record import Result, describe, failure, gigabytes, median, ratio, spread
+from benchmarks.harness.record import Result, failure, gigabytes, median, ratio, spread
 from benchmarks.harness.training import Memory, alone, measure_steps
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import DeepSpeedLoop, Job, Loop, deepspeed, floor, fsdp2, ours
@@ -33,6 +33,7 @@ from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
 from benchmarks.suites.optimizer import measure_host_adam
 from zeroshard.memory import available_host_memory
 from zeroshard.optim import default_threads
+from zeroshard.planner import FreeMemory
 from zeroshard.train.metrics import flops_per_token
 
 OURS: dict[str, tuple[Any, float | None]] = {  # name → (offload, norm that gradients are clipped to)
@@ -89,11 +90,8 @@ def measure_host_floor(parameters: int) -> Result:
 
 def peak_by_tier(model: torch.nn.Module) -> Result:
     """Return the bytes on host and disk at the peak, as zeroshard counts them."""
-    found = {"host": 0, "disk": 0}
-    for (_, tier), nbytes in zeroshard.report(model).memory.items():
-        if tier in found:
-            found[tier] += nbytes.peak
-    return found
+    held = zeroshard.report(model).memory.items()
+    return {tier: sum(nbytes.peak for (_, where), nbytes in held if where == tier) for tier in ("host", "disk")}
 
 
 def show_steps(name: str, variants: Sequence[str], trials: Trials, chosen: argparse.Namespace) -> None:
@@ -116,10 +114,6 @@ def show_steps(name: str, variants: Sequence[str], trials: Trials, chosen: argpa
     print("Host GB: what zeroshard counts. Gone: by how much the machine's available memory fell.")
     heads = ("", "ms a step", "spread", "of the floor", "of the better peer", "allocated GB", "reserved GB")
     trials.show(name, (*heads, "host GB", "gone GB", ""), table)
-
-
-def _join(values: Mapping[Any, float]) -> str:
-    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
 
 PARAMETER, GRADIENT, OPTIMIZER = 2, 2, 12  # bytes a parameter, with bf16 and Adam
@@ -173,11 +167,6 @@ def fill(parameters: int, space: Mapping[str, float], buffers: Mapping[str, floa
     return Filling(share, optimizer, {"host": outside} if outside > 1e-9 else {}, held)
 
 
-def fill_tiers(work: Workload, tiers: Mapping[str, float], on_gpu: bool) -> Filling:
-    """Distribute the states of a GPT."""
-    return fill(work.config.parameters, tiers, buffers_of(work, on_gpu))
-
-
 def buffers_of(work: Workload, on_gpu: bool) -> dict[str, float]:
     """Return the bytes by tier that computing a GPT needs in addition to its states.
 
@@ -202,14 +191,9 @@ TINY = Workload("frugal gpt", layers=1, heads=2, width=32, batch=1, sequence=8, 
 
 def measure_space(device: str, directory: str | None) -> Result:
     """Return the free bytes of the tiers, in a process that uses the device."""
-    found: Result = {}
-    if device == "cuda":
-        torch.zeros(1, device=device)
-        found["device"] = torch.cuda.mem_get_info()[0]
-    if directory is not None:
-        disk = os.statvfs(directory)
-        found["disk"] = max(0.0, disk.f_bavail * disk.f_frsize - LEFT_ON_DISK)
-    return {**found, "host": available_host_memory()}
+    free = FreeMemory.measure(torch.device(device), torch.nn.Module(), directory)
+    disk = max(0.0, free.disk_bytes - LEFT_ON_DISK)
+    return {"device": free.device_bytes, "host": free.host_bytes, "disk": disk}
 
 
 def measure_depth(
@@ -250,13 +234,13 @@ def show_largest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> N
     tiers = {tier: float(found[tier]) for tier in (("device", "host", "disk") if on_disk else ("device", "host"))}
     shape = TINY if chosen.tiny else Workload(TINY.model, 1, HEADS[chosen.width], chosen.width, chosen.batch)
     limit = sum(tiers.values()) / BYTES / 1e9
-    works, fillings = [shape], [fill_tiers(shape, tiers, on_gpu)]
-    while fillings[-1].explain_excess(tiers) is None:
-        works.append(replace(shape, layers=len(works) + 1))
-        fillings.append(fill_tiers(works[-1], tiers, on_gpu))
-    table = []
-    for work, filling in list(zip(works, fillings, strict=True))[::-1][: chosen.attempts]:
-        excess = filling.explain_excess(tiers)
+    table: list[list[Any]] = []
+    tried: list[tuple[Workload, Filling, str | None]] = []
+    while not tried or tried[0][2] is None:  # the deepest first
+        work = replace(shape, layers=len(tried) + 1)
+        filling = fill(work.config.parameters, tiers, buffers_of(work, on_gpu))
+        tried.insert(0, (work, filling, filling.explain_excess(tiers)))
+    for work, filling, excess in tried[: chosen.attempts]:
         result: Result = {"out_of_memory": f"not started: {excess}"}
         if excess is None:
             given = {"shape": asdict(work), "filling": asdict(filling), "directory": directory}
@@ -264,8 +248,9 @@ def show_largest(trials: Trials, chosen: argparse.Namespace, on_disk: bool) -> N
             result = trials.run(what="depth", device=chosen.device, **given)
         billions = work.config.parameters / 1e9
         peaks = [gigabytes(result.get(key)) for key in ("allocated", "reserved", "host", "disk")]
-        parts = _join(filling.optimizer | {f"parameters {tier}": part for tier, part in filling.parameters.items()})
-        cells = [work.layers, billions, ratio(billions, limit), filling.share, parts, *peaks, result.get("ms")]
+        parts = filling.optimizer | {f"parameters {tier}": part for tier, part in filling.parameters.items()}
+        offloaded = ", ".join(f"{name} {part:.3g}" for name, part in parts.items())
+        cells = [work.layers, billions, ratio(billions, limit), filling.share, offloaded, *peaks, result.get("ms")]
         table.append([*cells, result.get("tflops"), failure(result)])
         if not failure(result):
             break
@@ -294,6 +279,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", type=Path, default=Path(), help="for states on disk")
     chosen = parse(parser, argv)
     trials = Trials("offload", measure, chosen)
-    print(f"one rank alone, {describe(chosen.device)}")
+    print("one rank alone")
     for section in chosen.only:
         sections[section]()

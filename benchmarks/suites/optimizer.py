@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from benchmarks.harness.record import Result, describe, gigabytes, ratio
+from benchmarks.harness.record import Result, gigabytes, ratio
 from benchmarks.harness.training import Memory
 from benchmarks.harness.trials import Trials, make_parser, parse
 from zeroshard.optim import AdamHyperparams, load_kernels, step
@@ -119,7 +119,7 @@ def update(argv: Sequence[str] | None = None) -> None:
     numel = (10_000 if chosen.tiny else int(chosen.billions * 1e9)) // (64 * UNITS) * 64 * UNITS
     given = {"numel": numel, "device": chosen.device, "clip": chosen.clip, "precision": chosen.precision}
     given["repeats"] = 2 if chosen.tiny else chosen.repeats
-    print(f"{numel:,} parameters in {chosen.precision}, {describe(chosen.device)}")
+    print(f"{numel:,} parameters in {chosen.precision}")
     ways = ("one pass", "torch's way") if chosen.device == "cuda" else ("torch's way",)
     runs = {way: trials.run(way=way, **given) for way in ways}
     base, rows = runs["torch's way"].get("ms"), []
@@ -204,7 +204,7 @@ def host_adam(argv: Sequence[str] | None = None) -> None:
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     kinds = [kind for kind in chosen.kinds if has_deepspeed or not kind.startswith("DeepSpeed")]
     numel, repeats = (10_000, 2) if chosen.tiny else (chosen.numel, chosen.repeats)
-    print(f"{numel:,} parameters, {cores} cores, {describe('cpu')}, {torch.backends.cpu.get_cpu_capability()}")
+    print(f"{numel:,} parameters, {cores} cores, {torch.backends.cpu.get_cpu_capability()}")
     for threads in chosen.threads:
         runs = {kind: trials.run(kind=kind, numel=numel, threads=threads, repeats=repeats).get("ns") for kind in kinds}
         base = runs.get("torch fused, bf16")

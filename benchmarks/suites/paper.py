@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import zeroshard
-from benchmarks.harness.record import Result, describe, gigabytes, ratio
+from benchmarks.harness.record import Result, gigabytes, ratio
 from benchmarks.harness.search import Found, find_largest
 from benchmarks.harness.training import Memory, measure_steps, one_rank
 from benchmarks.harness.trials import Trials, make_parser, parse
@@ -60,18 +60,12 @@ def measure(configuration: str, shape: dict[str, Any], device: str, limit: float
     return {**measured, "parameters_here": report.parameters, "held": held}
 
 
-def run(name: str, work: Workload, trials: Trials, chosen: argparse.Namespace) -> Result:
-    """Measure in a process of its own."""
-    limit = TINY_LIMIT if chosen.tiny else LIMIT
-    return trials.run(configuration=name, shape=asdict(work), device=chosen.device, limit=limit)
-
-
 def show_figure_7(trials: Trials, chosen: argparse.Namespace) -> None:
     """Measure the memory cached."""
     cases = [(model, name) for model, (_, paper) in FIGURE_7.items() for name in paper]
     with ThreadPoolExecutor(chosen.parallel) as pool:
         shapes = {model: _shrink(work) if chosen.tiny else work for model, (work, _) in FIGURE_7.items()}
-        results = list(pool.map(lambda case: run(case[1], shapes[case[0]], trials, chosen), cases))
+        results = list(pool.map(lambda case: trials.run(configuration=case[1], shape=asdict(shapes[case[0]])), cases))
     table = []
     for (model, name), result in zip(cases, results, strict=True):
         work, paper = FIGURE_7[model]
@@ -93,7 +87,11 @@ def show_figure_6(trials: Trials, chosen: argparse.Namespace) -> None:
     def search(name: str) -> Found:
         work = shapes[name]
         first = max(2, work.layers // 5), max(3, 2 * work.layers // 5)
-        return find_largest(lambda n: run(name, replace(work, layers=n), trials, chosen), first, limit, within=0.02)
+
+        def attempt(layers: int) -> Result:
+            return trials.run(configuration=name, shape=asdict(replace(work, layers=layers)))
+
+        return find_largest(attempt, first, limit, within=0.02)
 
     with ThreadPoolExecutor(chosen.parallel) as pool:
         found = dict(zip(shapes, pool.map(search, shapes), strict=True))
@@ -124,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = list(FIGURE_6)
     parser.add_argument("--configurations", nargs="*", choices=names, default=names, help="of Figure 6")
     chosen = parse(parser, argv)
-    trials = Trials("paper", measure, chosen)
-    print(f"one rank of {MESH[0]} × {MESH[1]}, {describe(chosen.device)}")
+    trials = Trials("paper", measure, chosen, device=chosen.device, limit=TINY_LIMIT if chosen.tiny else LIMIT)
+    print(f"one rank of {MESH[0]} × {MESH[1]}")
     for number in chosen.figures:
         {6: show_figure_6, 7: show_figure_7}[number](trials, chosen)

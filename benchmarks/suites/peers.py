@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zeroshard
 from benchmarks.harness.collectives import ECHO, Traffic
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.record import Result, describe, machine, median, ratio, spread
+from benchmarks.harness.record import Result, machine, median, ratio, spread
 from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, time_steps
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import PEERS, VARIANTS, Job, precision
@@ -174,7 +174,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--ranks {chosen.ranks} needs a CPU, where ranks run over gloo: give --device cpu")
     trials = Trials("peers", measure, chosen)
     rows = chosen.rows or (["tiny"] if chosen.tiny else ON_GPU if chosen.device == "cuda" else ON_CPU)
-    print(describe(chosen.device))
     if chosen.ranks > 1:
         print(NOT_NCCL)
     peak = peak_flops(machine(chosen.device)["device"], precision(chosen.device))

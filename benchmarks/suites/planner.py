@@ -13,7 +13,6 @@ case was used to make the planner: the scratch memory of kernels was read in the
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.harness.record import Result, describe, failure, gigabytes, ratio
-from benchmarks.harness.training import Memory, StateBytes, alone, measure_steps, one_rank
+from benchmarks.harness.record import Result, failure, gigabytes, ratio
+from benchmarks.harness.training import Memory, alone, measure_steps, one_rank, state_bytes
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import Job, ours
 from benchmarks.harness.workloads import Workload
@@ -34,19 +32,15 @@ from zeroshard.planner.plans import evaluate_strategy
 from zeroshard.planner.traced_model import TracedModel, TrainingLoop
 
 WARMUP, STEPS = 4, 6  # steps: with offloaded states, speculation begins with the third
-KINDS = {"gpt": ("gpt", 50304), "llama": ("llama", 32000), "moe": ("experts", 32000), "conv": ("convolutions", 0)}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """What is planned and then run."""
 
-    model: str  # a key of KINDS, which has the kind of workload and its vocabulary
-    layers: int = 24
-    heads: int = 16
     width: int = 1024
     batch: int = 8
-    sequence: int = 1024
+    recomputed: bool = False  # by torch; see `checkpoint`
     ranks: int = 1  # 1: alone; more: the first of several, the others of which do not exist
     stage: int = 3
     precision: str = "bf16"
@@ -56,16 +50,7 @@ class Case:
 
     @property
     def tiny(self) -> Case:
-        """The same at a size that a CPU trains in no time."""
-        shape = {"layers": 3, "heads": 4, "width": 32, "batch": 2, "sequence": 16}
-        return replace(self, **shape, precision="fp32" if self.precision == "bf16" else self.precision)
-
-    @property
-    def workload(self) -> Workload:
-        kind, vocabulary = KINDS[self.model]
-        shape = {name: getattr(self, name) for name in ("layers", "heads", "width", "batch", "sequence")}
-        place = "alone" if kind == "llama" else "one of many"  # a llama cannot be built on the meta device
-        return Workload(kind, vocabulary=vocabulary, recomputed=False, place=place, **shape)
+        return replace(super().tiny, precision="fp32" if self.precision == "bf16" else self.precision)
 
     @property
     def strategy(self) -> Strategy:
@@ -76,7 +61,8 @@ class Case:
 GPT_2_7B = {"layers": 32, "heads": 32, "width": 2560}
 GPT_1_8B = {"layers": 26, "heads": 24, "width": 2304}
 GPT_3_5B = {"layers": 29, "heads": 24, "width": 3072}
-LLAMA_1_1B = {"layers": 22, "heads": 32, "width": 2048, "sequence": 2048}
+LLAMA = {"model": "llama", "vocabulary": 32000, "place": "alone"}  # it cannot be built on the meta device
+LLAMA_1_1B = {**LLAMA, "layers": 22, "heads": 32, "width": 2048, "sequence": 2048}
 CASES = {
     "0.4B, nothing recomputed": Case("gpt"),
     "0.4B, fp32": Case("gpt", batch=4, precision="fp32"),
@@ -90,12 +76,10 @@ CASES = {
     "2.7B, parameters on the host too": Case(
         "gpt", **GPT_2_7B, checkpoint="recompute", offload={"optimizer": "host", "parameters": "host"}
     ),
-    "llama 1.1B": Case("llama", **LLAMA_1_1B, batch=4),
-    "llama 1.1B, recomputed, stage 2 of 8": Case(
-        "llama", **LLAMA_1_1B, batch=8, ranks=8, stage=2, checkpoint="recompute"
-    ),
-    "convolutions": Case("conv", layers=24, width=256, batch=256, sequence=56),
-    "experts": Case("moe", layers=12, width=1024, batch=8),
+    "llama 1.1B": Case(**LLAMA_1_1B, batch=4),
+    "llama 1.1B, recomputed, stage 2 of 8": Case(**LLAMA_1_1B, batch=8, ranks=8, stage=2, checkpoint="recompute"),
+    "convolutions": Case("convolutions", layers=24, width=256, batch=256, sequence=56),
+    "experts": Case("experts", layers=12, vocabulary=32000),
     "0.8B, nothing recomputed": Case("gpt", layers=14, width=2048, batch=6),
     "0.8B, fp32, recomputed": Case("gpt", layers=14, width=2048, batch=6, precision="fp32", checkpoint="recompute"),
     "0.8B, fp16": Case("gpt", layers=14, width=2048, batch=12, precision="fp16", checkpoint="recompute"),
@@ -106,8 +90,8 @@ CASES = {
     "3.5B, 0.4 of the optimizer on the host": Case(
         "gpt", **GPT_3_5B, batch=12, checkpoint="recompute", offload={"optimizer": ("host", 0.4)}
     ),
-    "llama 0.7B": Case("llama", layers=20, heads=12, width=1536, batch=8),
-    "wider convolutions": Case("conv", layers=16, width=384, batch=128, sequence=40),
+    "llama 0.7B": Case(**LLAMA, layers=20, heads=12, width=1536, batch=8),
+    "wider convolutions": Case("convolutions", layers=16, width=384, batch=128, sequence=40),
     "2.7B, stage 0 of 4": Case("gpt", **GPT_2_7B, batch=4, ranks=4, stage=0),
     "2.7B, stage 1 of 16": Case("gpt", **GPT_2_7B, batch=2, ranks=16, stage=1),
     "6.7B, stage 2 of 16": Case(
@@ -122,12 +106,9 @@ CASES = {
 def predict(case: Case, machine: Machine) -> Result:
     """Plan a case."""
     with torch.device("meta"):
-        model = case.workload.build()
-
-    def inputs(batch: int) -> tuple[Tensor, ...]:
-        return replace(case.workload, batch=batch).inputs("meta")
-
-    traced = TracedModel(model, TrainingLoop(inputs=inputs, has_clipping=case.clip), precision=case.precision)
+        model = case.build()
+    loop = TrainingLoop(inputs=lambda batch: replace(case, batch=batch).inputs("meta"), has_clipping=case.clip)
+    traced = TracedModel(model, loop, precision=case.precision)
     plan = evaluate_strategy(traced, case.strategy, case.ranks, machine)
     at_peak = {kind: round(nbytes / 1e9, 3) for kind, nbytes in plan.footprint.peak.by_kind.items() if nbytes}
     parts = {name: round(1e3 * value, 1) for name, value in asdict(plan.step_time).items() if isinstance(value, float)}
@@ -149,10 +130,9 @@ def measure(case: dict[str, Any], machine: str, device: str, name: str = "") -> 
     mesh_of = alone(device) if chosen.ranks == 1 else one_rank(device, (chosen.ranks,))
     with mesh_of as mesh, Memory(device) as memory:
         options = {"clip": 1.0 if chosen.clip else None, "offload": chosen.offload, "precision": chosen.precision}
-        job = Job(chosen.workload, device, mesh)
+        job = Job(chosen, device, mesh)
         training = ours(job, chosen.stage, chosen.strategy.checkpoint_options, **options)
-        states = StateBytes(training.model, training.optimizer)
-        return {**predicted, **measure_steps(training, memory, WARMUP, STEPS), "states": states.total}
+        return {**predicted, **measure_steps(training, memory, WARMUP, STEPS), "states": state_bytes(training.model)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -161,36 +141,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--machine", type=Path, help="a machine's JSON, instead of calibrating")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
     chosen = parse(parser, argv)
-    trials = Trials("planner", measure, chosen)
+    trials = Trials("planner", measure, chosen, device=chosen.device)
     with tempfile.TemporaryDirectory() as folder:
         path = chosen.machine or Path(folder, "machine.json")
         if chosen.machine is None:
-            result = trials.run(case={}, machine="", device=chosen.device)
+            result = trials.run(case={}, machine="")
             if "rates" not in result:
                 raise SystemExit(f"this machine could not be calibrated: {failure(result)}")
             path.write_text(str(result["rates"]))
-        print(f"{describe(chosen.device)}\n{path.read_text()}", flush=True)
-        table = [_row(name, str(path), trials, chosen) for name in chosen.cases]
+        print(f"{path.read_text()}", flush=True)
+        table = [_row(name, str(path), trials, chosen.tiny) for name in chosen.cases]
     print("\npredicted and measured; GB, ms")
-    heads = (
-        "case",
-        "ranks",
-        "states",
-        "measured",
-        "ratio",
-        "peak",
-        "measured",
-        "ratio",
-        "reserved",
-        "step",
-        "measured",
-    )
-    trials.show("beside", (*heads, "ratio", ""), table)
+    compared = ("states", "measured", "ratio", "peak", "measured", "ratio", "reserved", "step", "measured", "ratio")
+    trials.show("beside", ("case", "ranks", *compared, ""), table)
 
 
-def _row(name: str, path: str, trials: Trials, chosen: argparse.Namespace) -> list[Any]:
-    case = CASES[name].tiny if chosen.tiny else CASES[name]
-    result = trials.run(name=name, case=asdict(case), machine=path, device=chosen.device)
+def _row(name: str, path: str, trials: Trials, tiny: bool) -> list[Any]:
+    case = CASES[name].tiny if tiny else CASES[name]
+    result = trials.run(name=name, case=asdict(case), machine=path)
     states = [gigabytes(result.get(key)) for key in ("predicted_states", "states")]
     peak = [gigabytes(result.get(key)) for key in ("predicted_peak", "allocated")]
     step = [result.get("predicted_ms"), result.get("ms")] if case.ranks == 1 else [None, None]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness.collectives import ECHO
-from benchmarks.harness.record import Result, describe, failure, median
+from benchmarks.harness.record import Result, failure, median
 from benchmarks.harness.training import one_rank
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import VARIANTS, Job
@@ -112,13 +112,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(COMPARED))
     chosen = parse(parser, argv)
-    trials, slopes = Trials("scaling", measure, chosen), []
-    print(describe(chosen.device))
+    given = {"device": chosen.device, "steps": chosen.steps, "tiny": chosen.tiny}
+    trials, slopes = Trials("scaling", measure, chosen, **given), []
     for axis in chosen.only:
         sizes = (TINY if chosen.tiny else SIZES)[axis]
-        given = {"axis": axis, "device": chosen.device, "steps": chosen.steps, "tiny": chosen.tiny}
+        for size in sizes:
+            trials.run_variants(chosen.variants, chosen.repeats, axis=axis, size=size)
         pairs = [(variant, size) for size in sizes for variant in chosen.variants]
-        trials.run_in_turns(chosen.repeats, [{"size": size, "variant": variant, **given} for variant, size in pairs])
         found = {(variant, size): trials.matching(axis=axis, variant=variant, size=size) for variant, size in pairs}
         points = {size: point(axis, size, chosen.device, chosen.tiny) for size in sizes}
         growth = Growth(axis, points, chosen.variants, found)

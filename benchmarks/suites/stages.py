@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import zeroshard
-from benchmarks.harness.record import Result, describe, gigabytes, ratio
-from benchmarks.harness.training import Memory, StateBytes, measure_steps, one_rank
+from benchmarks.harness.record import Result, gigabytes, ratio
+from benchmarks.harness.training import Memory, measure_steps, one_rank, state_bytes
 from benchmarks.harness.trials import Trials, make_parser, parse
 from benchmarks.harness.variants import Job, ours, precision
 from benchmarks.harness.workloads import GPTS, WORKLOADS, Workload
@@ -44,12 +44,11 @@ def measure(
         sizes = predict_memory(work.build(), ranks=work.ranks, stage=stage, precision=precision(device))
     with one_rank(device, (work.ranks,)) as mesh, Memory(device) as memory:
         training = ours(Job(work, device, mesh), stage, activations, defragment=False, **options)
-        states = StateBytes(training.model, training.optimizer)
         measured = measure_steps(training, memory, warmup=2, steps=steps, seconds=SECONDS)
-        report = zeroshard.report(training.model)
+        states, report = state_bytes(training.model), zeroshard.report(training.model)
     held = {kind: nbytes.peak for (kind, tier), nbytes in report.memory.items() if tier == "device"}
     counts = {"communicated": report.communicated, "collectives": sum(k.count for k in report.collectives.values())}
-    return {**measured, "states": states.total, "predicted": sizes.state_bytes, "held": held, **counts}
+    return {**measured, "states": states, "predicted": sizes.state_bytes, "held": held, **counts}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parse(parser, argv)
     shape = WORKLOADS["tiny"] if chosen.tiny else Workload.gpt(PRESETS[chosen.model], 0)
     work = replace(shape, batch=chosen.batch, ranks=chosen.world)
-    trials = Trials("stages", measure, chosen)
-    runs = [trials.run(stage=stage, shape=asdict(work), device=chosen.device, steps=4) for stage in STAGES]
+    trials = Trials("stages", measure, chosen, shape=asdict(work), device=chosen.device, steps=4)
+    runs = [trials.run(stage=stage) for stage in STAGES]
     rows = [run for run in runs if "states" in run]
     psi, element = work.config.parameters, 2 if precision(chosen.device) == "bf16" else 4
-    print(f"{psi:,} parameters, 1 of {chosen.world} ranks, batch {chosen.batch}, {describe(chosen.device)}")
+    print(f"{psi:,} parameters, 1 of {chosen.world} ranks, batch {chosen.batch}")
     table = []
     for row in rows:
         share = f"1/{rows[0]['states'] / row['states']:.1f}"
@@ -82,7 +81,7 @@ def buckets(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--powers", nargs="*", type=int, default=POWERS, help="of two, in elements")
     chosen = parse(parser, argv)
     trials, table = Trials("buckets", measure, chosen), []
-    print(f"one rank of 64, {describe(chosen.device)}\n{NO_NETWORK}")
+    print(f"one rank of 64\n{NO_NETWORK}")
     for row in ["tiny"] if chosen.tiny else chosen.rows:
         given = {"shape": asdict(WORKLOADS[row]), "device": chosen.device, "steps": chosen.steps, "activations": {}}
         for stage in chosen.stages:

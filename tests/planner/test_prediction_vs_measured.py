@@ -29,8 +29,8 @@ CASES = {
     "fp32, alone": {"clip": True},
 }
 OTHERS = {
-    "llama, recomputed": {"model": "llama", **GPT, "ranks": 2, "stage": 2, "checkpoint": "recompute"},
-    "experts": {"model": "moe", **GPT, "ranks": 2},
+    "llama, recomputed": {"model": "llama", "place": "alone", **GPT, "ranks": 2, "stage": 2, "checkpoint": "recompute"},
+    "experts": {"model": "experts", **GPT, "ranks": 2},
 }
 
 
