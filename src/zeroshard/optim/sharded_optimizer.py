@@ -76,9 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     (True, 'Adam')
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str]
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine, names: dict[int, str]) -> None:
         self.inner, self._engine, config = inner, engine, engine.context.config
         loss_scale = LossScale(config.loss_scale, engine.comm.device) if config.precision == "fp16" else None
         self._loss_scale = loss_scale
