@@ -489,7 +489,7 @@ def test_a_file_that_was_cut_off_is_an_error_and_not_the_end_of_the_process(
     optimizer.step()
     optimizer.zero_grad()
     zeroshard.save(tmp_path / "good", model, optimizer)
-    os.truncate(model._zeroshard.tiers.disk._file.descriptor, 0)
+    os.truncate(model._zeroshard.engine.context.tiers.disk._file.descriptor, 0)
     for use, call in USES.items():
         with pytest.raises(DiskError, match="truncated"):
             call(model, optimizer, tmp_path)
